@@ -1,0 +1,43 @@
+# make demo and make test set everything up themselves, in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint check format docker-test clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(INSTALLED)  ## make .venv with the package, editable, and its console script
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "penstock needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install  ## train a tiny GPT on a generated corpus, kill the server and the trainer in mid-run (two minutes)
+	$(BIN)/python examples/demo.py
+
+test: install  ## the whole test suite; what needs a Docker engine is skipped where there is none
+	$(BIN)/python -m pytest
+
+lint: install  ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test  ## lint and test
+
+format: install  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docker-test: install  ## build the images and run docker compose for real; needs a Docker engine
+	$(BIN)/python -m pytest tests/docker -rs
+
+clean:  ## remove what make made
+	rm -rf $(VENV) demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,48 @@
+"""Penstock's client: an `IterableDataset` that pulls ready-made training batches from a Penstock server.
+
+    from penstock import RemoteDataset
+
+Importing this package imports neither torch nor the server; `RemoteDataset` brings torch in when it is first touched.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import (
+    AddressError,
+    DataError,
+    PenstockError,
+    ServerUnavailable,
+    SnapshotGone,
+    SpecError,
+    StateMismatch,
+    UnknownDataset,
+    WireError,
+)
+from penstock.spec import Spec
+
+if TYPE_CHECKING:
+    from penstock.dataset import RemoteDataset as RemoteDataset
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AddressError",
+    "DataError",
+    "PenstockError",
+    "RemoteDataset",
+    "ServerUnavailable",
+    "SnapshotGone",
+    "Spec",
+    "SpecError",
+    "StateMismatch",
+    "UnknownDataset",
+    "WireError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RemoteDataset":
+        from penstock.dataset import RemoteDataset
+
+        return RemoteDataset
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,0 +1,33 @@
+"""The console script `penstock`. The server's commands are there where the extra penstock[server] is installed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+
+from penstock import __version__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; the value is the process's exit status."""
+    parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    if find_spec("fastapi") and find_spec("pyarrow"):
+        # The one place where the client reaches for the server: a command of a person's, never the library.
+        from penstock_server.cli import add_commands
+
+        add_commands(commands)
+    else:
+        parser.epilog = "serve and sample need the server's packages: pip install 'penstock[server]'"
+    chosen = parser.parse_args(arguments)
+    if not hasattr(chosen, "run"):
+        parser.print_help(sys.stderr)
+        return 2
+    status: int = chosen.run(chosen)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The spec: every parameter that changes the bytes of a batch, with its default, its bounds and its words.
+
+Client and server share this module, so a parameter is declared once: here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from penstock.errors import SpecError
+
+LARGEST_SEED = 2**63 - 1
+LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
+
+
+def _count(default: int, low: int, high: int, doc: str) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "doc": doc})
+
+
+def _choice(default: str, options: tuple[str, ...], doc: str) -> Any:
+    return field(default=default, metadata={"options": options, "doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """One way of cutting a dataset into batches. Equal specs on equal snapshots give equal bytes.
+
+    Raises SpecError: a value is of the wrong kind or out of bounds; the message lists every such value.
+    """
+
+    batch_size: int = _count(8, 1, 65_536, "sequences in a batch of one rank")
+    seq_len: int = _count(1024, 1, 2**20, "tokens in a sequence; longer rows are truncated")
+    world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
+    seed: int = _count(0, 0, LARGEST_SEED, "chooses the order; another seed is another order in every epoch")
+    shuffle: str = _choice(
+        "window", ("none", "window", "global"), "none: as stored; window: exact within windows; global: exact over all"
+    )
+    window: int = _count(262_144, 1, LARGEST_COUNT, "fewest sequences that are shuffled together (shuffle=window)")
+    packing: str = _choice("rows", ("rows",), "how rows become sequences; rows: one row, one sequence")
+    pad: str = _choice("seq_len", ("seq_len", "longest"), "pad every sequence to seq_len, or to the batch's longest")
+    task: str = _choice("causal", ("causal", "seq2seq"), "causal: one stream of tokens; seq2seq: prompt in, response out")
+    target_len: int | None = field(
+        default=None,
+        metadata={"low": 1, "high": 2**20, "doc": "tokens of a response (task=seq2seq); default: seq_len"},
+    )
+    loss: str = _choice("response", ("response", "all"), "tokens with a label in prompt/response rows: the response's, or all")
+    tail: str = _choice("drop", ("drop", "wrap"), "an epoch's last, incomplete step: dropped, or filled from the epoch's start")
+    offset: int = _count(0, 0, LARGEST_COUNT, "samples of the epoch to leave out at its start, over all ranks")
+    snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
+
+    def __post_init__(self) -> None:
+        problems = [(f.name, text) for f in fields(self) if (text := _problem(f, getattr(self, f.name)))]
+        if problems:
+            raise SpecError("; ".join(text for _, text in problems), tuple(name for name, _ in problems))
+
+    @classmethod
+    def from_query(cls, pairs: Iterable[tuple[str, str]]) -> Spec:
+        """The spec that a URL's query spells out; what it leaves out has its default.
+
+        Raises SpecError: a parameter is unknown, given twice, or its value is no value of it.
+        """
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, int | str] = {}
+        for name, text in pairs:
+            if name not in known:
+                raise SpecError(_unknown(name, known), (name,))
+            if name in values:
+                raise SpecError(f"{name} is given twice; give it once", (name,))
+            values[name] = _parse(known[name], text)
+        return cls(**values)  # type: ignore[arg-type]
+
+    def to_query(self) -> dict[str, str]:
+        """Every parameter that is set, as a URL's query spells it."""
+        return {name: str(value) for name, value in self.to_dict().items() if value is not None}
+
+    def to_dict(self) -> dict[str, int | str | None]:
+        """Every parameter by its name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def describe() -> list[Mapping[str, Any]]:
+    """Each parameter's name, kind, default, bounds or options, and a sentence on it: for documentation pages."""
+    return [
+        {"name": f.name, "kind": "integer" if "low" in f.metadata else "string", "default": f.default, **f.metadata}
+        for f in fields(Spec)
+    ]
+
+
+def _problem(parameter: Field[Any], value: object) -> str | None:
+    if value is None and parameter.default is None:
+        return None
+    about = parameter.metadata
+    if "low" in about:
+        low, high = about["low"], about["high"]
+        if isinstance(value, bool) or not isinstance(value, int):
+            return f"{parameter.name} must be a whole number from {low:,} to {high:,}, not {value!r}"
+        if not low <= value <= high:
+            return f"{parameter.name} must be from {low:,} to {high:,}, not {value:,}"
+    elif "options" in about:
+        if value not in about["options"]:
+            return f"{parameter.name} must be one of {', '.join(about['options'])}, not {value!r}"
+    elif not isinstance(value, str) or not value:
+        return f"{parameter.name} must be a fingerprint such as the server prints, not {value!r}"
+    return None
+
+
+def _parse(parameter: Field[Any], text: str) -> int | str:
+    if "low" not in parameter.metadata:
+        return text
+    digits = text.removeprefix("-")
+    # Python's int() also takes "1_000", " 7" and a megabyte of digits.
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
+        low, high = parameter.metadata["low"], parameter.metadata["high"]
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        message = f"{parameter.name} must be a whole number from {low:,} to {high:,}, not {shown!r}"
+        raise SpecError(message, (parameter.name,))
+    return int(text)
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"{name!r} is not a parameter of a batch.{hint} Known: {', '.join(names)}"

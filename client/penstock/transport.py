@@ -1,0 +1,134 @@
+"""The transport: one GET, tried again over all servers until it succeeds, is refused, or time is up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import httpx
+
+from penstock.errors import (
+    AddressError,
+    DataError,
+    PenstockError,
+    ServerUnavailable,
+    SnapshotGone,
+    SpecError,
+    UnknownDataset,
+    WireError,
+)
+
+T = TypeVar("T")
+
+log = logging.getLogger("penstock")
+
+_FIRST_DELAY_SECONDS = 0.1
+_LONGEST_DELAY_SECONDS = 10.0
+_CONNECT_TIMEOUT_SECONDS = 5.0
+_READ_TIMEOUT_SECONDS = 120.0  # of silence: a cold server may tokenize a large row group before its first byte
+
+_EXCEPTIONS: Mapping[str, type[PenstockError]] = {
+    "bad-parameter": SpecError,
+    "unknown-dataset": UnknownDataset,
+    "step-out-of-range": AddressError,
+    "rank-out-of-range": AddressError,
+    "snapshot-gone": SnapshotGone,
+    "dataset-refused": DataError,
+    "shard-unreadable": DataError,
+    "bad-row": DataError,
+}
+
+
+class _TryAgain(Exception):
+    """This attempt failed in a way that another may not; `after_seconds` is how long the server asks to wait."""
+
+    def __init__(self, reason: str, after_seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after_seconds = after_seconds
+
+
+class Transport:
+    """GETs from one or more servers that hold the same data.
+
+    Make it in the thread and the process that uses it: connections survive no fork. `close` may come from another
+    thread; it ends a wait between attempts at once. `num_retries` counts attempts that failed and were made again.
+    """
+
+    def __init__(self, servers: Sequence[str], *, retry_seconds: float) -> None:
+        self.num_retries = 0
+        self._servers = servers
+        self._retry_seconds = retry_seconds
+        self._closed = threading.Event()
+        self._server = 0
+        timeout = httpx.Timeout(_READ_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
+        # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
+        self._client = httpx.Client(timeout=timeout, headers={"Accept-Encoding": "identity"})
+
+    def get(self, path: str, query: Mapping[str, str], decode: Callable[[bytes], T]) -> T:
+        """What `decode` makes of the body at `path`. A WireError of `decode` counts as a failed attempt.
+
+        Raises ServerUnavailable: no attempt succeeded within retry_seconds, or the transport was closed.
+        Raises the PenstockError that fits the refusal: the server answered that it will not, whoever asks.
+        """
+        deadline = time.monotonic() + self._retry_seconds
+        delay = _FIRST_DELAY_SECONDS
+        failures = 0
+        while True:
+            server = self._servers[self._server]
+            try:
+                result = decode(self._fetch(server + path, query))
+            except (httpx.TransportError, WireError, _TryAgain) as error:
+                reason = f"{server}: {str(error) or type(error).__name__}"
+                wait = max(random.uniform(0, delay), getattr(error, "after_seconds", 0.0))
+            else:
+                if failures:
+                    log.warning("penstock: %s answers again after %d failed attempts", server, failures)
+                return result
+            failures += 1
+            self._server = (self._server + 1) % len(self._servers)
+            delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+            if time.monotonic() + wait > deadline:
+                raise ServerUnavailable(
+                    f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers)}; the last attempt "
+                    f"failed with {reason}. Start the server again and resume from the last checkpoint."
+                )
+            if failures == 1:
+                log.warning("penstock: %s; trying again for up to %g seconds", reason, self._retry_seconds)
+            if self._closed.wait(wait):
+                raise ServerUnavailable(f"closed while waiting for {server}")
+            self.num_retries += 1
+
+    def close(self) -> None:
+        """Ends the connections, and a wait between attempts. Idempotent."""
+        self._closed.set()
+        self._client.close()
+
+    def _fetch(self, url: str, query: Mapping[str, str]) -> bytes:
+        response = self._client.get(url, params=dict(query))
+        if response.status_code == 200:
+            return response.content
+        problem = _problem(response)
+        detail = problem.get("detail") or f"HTTP status {response.status_code}"
+        kind = _EXCEPTIONS.get(problem.get("type", "").rpartition(":")[2])
+        if kind:
+            raise kind(detail)
+        if response.status_code in (408, 425, 429) or response.status_code >= 500:
+            raise _TryAgain(detail, _seconds(response.headers.get("Retry-After", "")))
+        raise PenstockError(f"{response.url} answered {response.status_code}: {detail} Is this a penstock server?")
+
+
+def _problem(response: httpx.Response) -> dict[str, str]:
+    try:
+        content = json.loads(response.content)
+    except ValueError:
+        return {}
+    return {str(k): str(v) for k, v in content.items()} if isinstance(content, dict) else {}
+
+
+def _seconds(retry_after: str) -> float:
+    return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0

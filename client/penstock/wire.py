@@ -1,0 +1,193 @@
+"""The wire format: a batch as two msgpack objects, a header map and one `bin` with the tensors' raw bytes.
+
+    body    = frame frame frame ...
+    frame   = header payload                 each frame a multiple of 64 bytes long
+    header  = {v, dataset, snapshot, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset], ...], pad}
+    payload = bin                            starts on a 64-byte boundary of the body, as does each tensor in it
+
+`pad` is filler that puts the payload on its boundary. `digest` is the xxh3-64 of the payload as 16 hex digits. All
+numbers in tensors are little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from penstock.errors import WireError
+
+VERSION = 1
+ALIGNMENT = 64
+MEDIA_TYPE = "application/vnd.msgpack"
+
+_BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
+_NO_DIGEST = "0" * 16
+_DTYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
+}
+_LARGEST_HEADER = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorLayout:
+    """Where one tensor lies in a payload: `offset` bytes from its start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor itself, without the filler behind it."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of a payload and its length in bytes, a multiple of 64."""
+
+    tensors: tuple[TensorLayout, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
+        """Lays (name, dtype, shape) out one behind the other, each on a 64-byte boundary."""
+        placed: list[TensorLayout] = []
+        end = 0
+        for name, dtype, shape in tensors:
+            tensor = TensorLayout(name=name, dtype=dtype, shape=shape, offset=end)
+            placed.append(tensor)
+            end += _round_up(tensor.nbytes)
+        return cls(tuple(placed), end)
+
+    def views(self, payload: memoryview) -> dict[str, npt.NDArray[Any]]:
+        """The tensors as arrays that share the payload's memory."""
+        return {
+            t.name: np.frombuffer(payload[t.offset : t.offset + t.nbytes], _DTYPES[t.dtype]).reshape(t.shape)
+            for t in self.tensors
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Which batch a frame holds."""
+
+    dataset: str
+    snapshot: str
+    epoch: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One batch as it came over the wire; `tensors` are views of the received bytes."""
+
+    address: Address
+    digest: str
+    nbytes: int
+    tensors: dict[str, npt.NDArray[Any]]
+
+
+def digest(payload: memoryview) -> str:
+    """xxh3-64 of a payload, as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(payload)
+
+
+def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST) -> bytes:
+    """All of a frame but its payload's bytes: header and the payload's length. Its size does not depend on `digest`."""
+    header = {
+        "v": VERSION,
+        "dataset": address.dataset,
+        "snapshot": address.snapshot,
+        "epoch": address.epoch,
+        "rank": address.rank,
+        "step": address.step,
+        "digest": digest,
+        "nbytes": layout.nbytes,
+        "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in layout.tensors],
+        "pad": b"",
+    }
+    bare = len(msgpack.packb(header)) + _BIN32.size
+    header["pad"] = bytes(_round_up(bare) - bare)
+    packed: bytes = msgpack.packb(header)
+    return packed + _BIN32.pack(0xC6, layout.nbytes)
+
+
+def decode(body: bytes | bytearray | memoryview) -> Iterator[Frame]:
+    """The frames of a body, in order; their tensors share the body's memory.
+
+    Raises WireError: the bytes are not frames of this version, a frame is cut short, or a digest does not match.
+    """
+    view = memoryview(body).cast("B")
+    start = 0
+    while start < len(view):
+        frame, start = _decode_frame(view, start)
+        yield frame
+
+
+def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
+    header, at = _decode_header(view, start)
+    if len(view) - at < _BIN32.size:
+        raise WireError(f"the body ends inside a frame, {len(view) - start} bytes after the frame's start")
+    mark, nbytes = _BIN32.unpack_from(view, at)
+    at += _BIN32.size
+    try:
+        address = Address(**{key: header[key] for key in ("dataset", "snapshot", "epoch", "rank", "step")})
+        expected = header["digest"]
+        layout = Layout(
+            tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in header["tensors"]), nbytes
+        )
+        sound = mark == 0xC6 and nbytes == header["nbytes"]
+        sound = sound and all(
+            0 <= t.offset and t.offset + t.nbytes <= nbytes and all(size >= 0 for size in t.shape) for t in layout.tensors
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"the header of a frame lacks or garbles a field: {error!r}") from error
+    if not sound:
+        raise WireError("the header of a frame does not fit its payload")
+    payload = view[at : at + nbytes]
+    if len(payload) < nbytes:
+        raise WireError(f"the body ends inside the batch of step {address.step}: {len(payload)} of {nbytes} bytes came")
+    actual = digest(payload)
+    if actual != expected:
+        raise WireError(f"the batch of step {address.step} was damaged on the way: digest {actual}, not {expected}")
+    frame = Frame(address=address, digest=actual, nbytes=nbytes, tensors=layout.views(payload))
+    return frame, at + nbytes
+
+
+def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
+    # The unpacker copies what it is fed: feed it the header, not the megabytes behind it.
+    unpacker = msgpack.Unpacker(max_buffer_size=_LARGEST_HEADER)
+    fed = start
+    while fed < len(view) and fed - start < _LARGEST_HEADER:
+        unpacker.feed(view[fed : fed + 1024])
+        fed += 1024
+        try:
+            header = unpacker.unpack()
+        except msgpack.OutOfData:
+            continue
+        except (ValueError, msgpack.UnpackException) as error:
+            raise WireError(f"this is not a batch: {error}") from error
+        if not isinstance(header, dict) or "v" not in header:
+            raise WireError("this is not a batch: it does not begin with a frame's header")
+        if header["v"] != VERSION:
+            raise WireError(
+                f"the server speaks wire version {header['v']}, this client {VERSION}: install the same penstock on both"
+            )
+        return header, start + unpacker.tell()
+    raise WireError("the body ends inside a frame's header")
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
