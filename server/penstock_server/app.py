@@ -1,0 +1,92 @@
+"""The application: routes, probes, documentation page, and one shape for every error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import swagger_ui_bundle
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
+
+from penstock import __version__
+from penstock.errors import SpecError
+from penstock_server.catalog import Catalog
+from penstock_server.problems import BadParameter, Problem
+from penstock_server.routes import make_router
+
+_DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
+
+
+def create_app(catalog: Catalog) -> FastAPI:
+    """The service over one catalog. Nothing is remembered between requests."""
+    app = FastAPI(title="Penstock", version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
+    app.include_router(make_router(catalog))
+    _add_probes(app, catalog)
+    _add_documentation(app)
+    _add_error_handlers(app)
+    return app
+
+
+def _add_probes(app: FastAPI, catalog: Catalog) -> None:
+    @app.get("/healthz", tags=["probes"])
+    async def healthz() -> dict[str, str]:
+        """Whether the process lives."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["probes"])
+    async def readyz() -> dict[str, Any]:
+        """Whether datasets are served."""
+        return {"status": "ready", "datasets": len(catalog.datasets), "refused": len(catalog.refused)}
+
+
+def _add_documentation(app: FastAPI) -> None:
+    # FastAPI's own page loads its scripts from a CDN, which a training cluster seldom reaches.
+    app.mount("/docs/assets", StaticFiles(directory=swagger_ui_bundle.swagger_ui_path))
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> RedirectResponse:
+        return RedirectResponse("/docs")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title="Penstock",
+            swagger_js_url="/docs/assets/swagger-ui-bundle.js",
+            swagger_css_url="/docs/assets/swagger-ui.css",
+            swagger_favicon_url="/docs/assets/favicon-32x32.png",
+        )
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(Problem)
+    async def problem(request: Request, error: Problem) -> JSONResponse:
+        return _problem_json(request, error.type, error.title, error.status, str(error))
+
+    @app.exception_handler(SpecError)
+    async def wrong_spec(request: Request, error: SpecError) -> JSONResponse:
+        return await problem(request, BadParameter(f"{error}."))
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_parameter(request: Request, error: RequestValidationError) -> JSONResponse:
+        wrong = [f"{fault['loc'][-1]}={fault.get('input')!r}: {fault['msg']}" for fault in error.errors()]
+        return await problem(request, BadParameter(f"{'; '.join(wrong)}."))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        detail = f"{request.method} {request.url.path}: {error.detail}. The page /docs lists every URL."
+        return _problem_json(request, "about:blank", str(error.detail), error.status_code, detail)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        detail = f"{type(error).__name__}: {error}. This is a fault of the server; its log has the details."
+        return _problem_json(request, "urn:penstock:problem:internal-error", "Internal error", 500, detail)
+
+
+def _problem_json(request: Request, type_: str, title: str, status: int, detail: str) -> JSONResponse:
+    content = {"type": type_, "title": title, "status": status, "detail": detail, "instance": request.url.path}
+    return JSONResponse(content, status, media_type="application/problem+json")

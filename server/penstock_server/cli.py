@@ -1,0 +1,105 @@
+"""The server's commands: serve, sample."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from penstock import __version__
+from penstock_server.app import create_app
+from penstock_server.blocks import BlockCache
+from penstock_server.catalog import Catalog, open_catalog
+from penstock_server.problems import DatasetRefused
+from penstock_server.sample import write_sample
+from penstock_server.settings import Settings, SettingsError, default_cache_dir
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the server's commands to `penstock`."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve the Parquet shards in a folder",
+        description="Serves every folder of Parquet files below DATA_DIR as a dataset. Each option can also be given as "
+        "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
+    )
+    serve.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
+    serve.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for text whose penstock.toml names none")
+    serve.add_argument("--cache-dir", metavar="DIR", help=f"where decoded blocks are kept (default: {default_cache_dir()})")
+    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
+    serve.add_argument("--port", help="port to listen on (default: 8000; 0 for any free one)")
+    serve.set_defaults(run=_serve)
+
+    sample = commands.add_parser(
+        "sample",
+        help="write a small sample corpus",
+        description="Writes two generated datasets, stories (text) and questions (prompt and response), and a tokenizer "
+        "trained on them. The same seed writes the same text.",
+    )
+    sample.add_argument("out_dir", metavar="OUT_DIR", type=Path)
+    sample.add_argument("--rows", type=int, default=24_000, help="rows of each dataset (default: 24000)")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.set_defaults(run=_sample)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        settings = Settings.read(vars(arguments), os.environ)
+        catalog = open_catalog(settings.data_dir, settings.tokenizer, BlockCache(settings.cache_dir))
+        listener = _listen(settings)
+    except (SettingsError, DatasetRefused, OSError) as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return 2
+    with listener:
+        host, port = listener.getsockname()[:2]
+        print(_greeting(catalog, settings, "localhost" if host in ("127.0.0.1", "0.0.0.0", "::1", "::") else host, port))
+        sys.stdout.flush()
+        config = uvicorn.Config(
+            create_app(catalog), log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off"
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port, or stop what "
+            f"listens there."
+        ) from error
+
+
+def _greeting(catalog: Catalog, settings: Settings, host: str, port: int) -> str:
+    url = f"http://{host}:{port}"
+    lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
+    for name, dataset in catalog.datasets.items():
+        snapshot = dataset.snapshot
+        lines += [
+            f"  {name}: {snapshot.num_rows:,} rows in {len(snapshot.shards):,} shards, snapshot {snapshot.fingerprint}",
+            f"    recipe: {snapshot.recipe.describe()}",
+            f"    curl '{url}/v1/datasets/{name}/epochs/0/ranks/0/batches/0?format=json{_small(snapshot.num_rows)}'",
+        ]
+    for name, reason in catalog.refused.items():
+        lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
+    return "\n".join([*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"])
+
+
+def _small(num_rows: int) -> str:
+    # The line that is printed must work on a dataset of three rows, too.
+    return "" if num_rows >= 8 else f"&batch_size={num_rows}"
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    if arguments.rows < 100:
+        print("penstock sample: --rows must be at least 100", file=sys.stderr)
+        return 2
+    for line in write_sample(arguments.out_dir, rows=arguments.rows, seed=arguments.seed):
+        print(line)
+    return 0

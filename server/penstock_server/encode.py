@@ -1,0 +1,113 @@
+"""Rows to tokens: one row group in, one record batch of token lists out. Bad rows are null, with the reason beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock_server.recipe import Recipe
+
+REASON = "bad"  # the column beside the features: why a row cannot be used, null where it can
+
+
+def features(recipe: Recipe) -> tuple[str, ...]:
+    """The token lists that an encoded row has."""
+    return ("prompt", "response") if recipe.kind == "prompt_response" else ("tokens",)
+
+
+def schema(recipe: Recipe, token_dtype: str) -> pa.Schema:
+    """The schema of encoded rows: a list of tokens a feature, and the reason why a row is bad."""
+    tokens = pa.large_list(pa.from_numpy_dtype(np.dtype(token_dtype)))
+    return pa.schema([*(pa.field(name, tokens) for name in features(recipe)), pa.field(REASON, pa.string())])
+
+
+def encode(rows: pa.Table, recipe: Recipe, token_dtype: str, token_bound: int) -> pa.RecordBatch:
+    """The rows' tokens, in the rows' order. A row that cannot be used is null in every feature.
+
+    Text is encoded without the tokenizer's special tokens; the recipe's EOS closes a text or a response. Token ids must
+    be in [0, token_bound).
+    """
+    reasons: list[str | None] = [None] * rows.num_rows
+    if recipe.kind == "tokens":
+        lists = [_checked_ids(rows.column(recipe.columns[0]), token_bound, reasons)]
+    else:
+        texts = [_texts(rows.column(name), name, reasons) for name in recipe.columns]
+        ends = [None] * (len(texts) - 1) + [recipe.eos_id]
+        lists = [
+            _tokenize(column, name, recipe, end, reasons) for column, name, end in zip(texts, recipe.columns, ends, strict=True)
+        ]
+    bad = np.array([reason is not None for reason in reasons], bool)
+    arrays = [_list_array(values, lengths, bad, token_dtype) for values, lengths in lists]
+    return pa.record_batch([*arrays, pa.array(reasons, pa.string())], schema=schema(recipe, token_dtype))
+
+
+_Lists = tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]  # all values end to end, and each row's count of them
+
+
+def _texts(column: pa.ChunkedArray, name: str, reasons: list[str | None]) -> list[str]:
+    """The column's texts, "" for a bad one."""
+    texts: list[str] = []
+    for row, raw in enumerate(pc.cast(column, pa.large_binary()).to_pylist()):
+        text, reason = _text(raw)
+        if reason:
+            reasons[row] = reasons[row] or f"{name} {reason}"
+        texts.append(text)
+    return texts
+
+
+def _text(raw: bytes | None) -> tuple[str, str | None]:
+    if raw is None:
+        return "", "is null"
+    if not raw:
+        return "", "is empty"
+    try:
+        return raw.decode(), None
+    except UnicodeDecodeError as error:
+        return "", f"is not valid UTF-8 at byte {error.start}"
+
+
+def _tokenize(texts: Sequence[str], name: str, recipe: Recipe, end: int | None, reasons: list[str | None]) -> _Lists:
+    assert recipe.tokenizer  # text has one, or the dataset was refused
+    encodings = recipe.tokenizer.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    closing = [] if end is None else [end]
+    ids = [encoding.ids + closing for encoding in encodings]
+    for row, encoding in enumerate(encodings):
+        if len(encoding) == 0:
+            reasons[row] = reasons[row] or f"{name} has no tokens"
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum())), lengths
+
+
+def _checked_ids(column: pa.ChunkedArray, bound: int, reasons: list[str | None]) -> _Lists:
+    # Flattening drops the items of null lists, which fixed-size lists keep behind their nulls.
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks)
+    lengths = pc.fill_null(pc.cast(pc.list_value_length(array), pa.int64()), 0).to_numpy(zero_copy_only=False)
+    items = pc.cast(array.flatten(), pa.int64(), safe=False)  # an id past 2^63 turns negative, so it stays outside
+    outside = pc.fill_null(pc.or_(pc.less(items, 0), pc.greater_equal(items, bound)), True)
+    values = pc.fill_null(items, 0).to_numpy(zero_copy_only=False)
+    starts = np.cumsum(lengths) - lengths
+    for at in np.flatnonzero(outside.to_numpy(zero_copy_only=False)).tolist():
+        row = int(np.searchsorted(starts, at, side="right")) - 1
+        item = items[at].as_py()
+        what = "a null token" if item is None else f"token id {item}, outside 0 to {bound - 1}"
+        reasons[row] = reasons[row] or f"has {what}"
+    for row in np.flatnonzero(lengths == 0).tolist():
+        reasons[row] = "is empty" if array[row].is_valid else "is null"
+    return values, lengths
+
+
+def _list_array(
+    values: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], bad: npt.NDArray[np.bool_], dtype: str
+) -> pa.LargeListArray:
+    keep = np.repeat(~bad, lengths)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.where(bad, 0, lengths), out=offsets[1:])
+    kept = pa.array(values[keep].astype(dtype))
+    return pa.LargeListArray.from_arrays(pa.array(offsets), kept, mask=pa.array(bad))

@@ -1,0 +1,238 @@
+"""The order of an epoch: a pure, invertible function from positions to sequences. No I/O, no state, O(1) memory a look-up.
+
+    permute / unpermute   a keyed bijection on [0, size)
+    EpochOrder            position -> (block, index in block), for one epoch of one shuffle, and back
+    Schedule              (step, rank, index) -> position, and back: how ranks slice an epoch
+
+Golden values in tests/golden freeze all of it: whoever changes a value here breaks every run that resumes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.problems import RankOutOfRange, StepOutOfRange
+
+IntArray = npt.NDArray[np.int64]
+_WordArray = npt.NDArray[np.uint64]
+_Word = np.uint64
+_Step = Callable[[_WordArray, _WordArray, _WordArray], _WordArray]
+_Move = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], IntArray]
+
+# Sixteen rounds are the fewest after which every permutation of 4 to 7 elements is equally frequent (chi-square over
+# 200,000 keys); at eight, some come up twenty times too often.
+_ROUNDS = 16
+_GOLDEN = _Word(0x9E3779B97F4A7C15)
+
+
+def key(seed: int, epoch: int, purpose: str) -> int:
+    """A 64-bit key for one use of one epoch.
+
+    A hash of the tuple, never a sum: with `seed + epoch`, run 41's epoch 1 would replay run 42's epoch 0.
+    """
+    text = f"penstock order v1\0{seed}\0{epoch}\0{purpose}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def permute(index: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> IntArray:
+    """Where a keyed permutation of [0, size) sends each index.
+
+    The three broadcast against each other: sizes and keys may differ from element to element. Every size is in
+    [1, 2^53], every index in [0, size).
+
+    A generalised Feistel network on a rectangle of at least `size` cells, walked until it lands inside [0, size):
+    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, method 3 and cycle walking.
+    """
+    return _walk(index, size, key, _forward)
+
+
+def unpermute(image: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> IntArray:
+    """The inverse of permute, for the same size and key."""
+    return _walk(image, size, key, _backward)
+
+
+def _walk(index: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, step: _Step) -> IntArray:
+    shape = np.broadcast_shapes(np.shape(index), np.shape(size), np.shape(key))
+    cells = np.array(np.broadcast_to(np.asarray(index, _Word), shape)).reshape(-1)
+    sizes, keys = (_one_or_all(np.asarray(value, _Word), shape) for value in (size, key))
+    cells = step(cells, sizes, keys)
+    while len(outside := np.flatnonzero(cells >= sizes)):
+        pick = [values if len(values) == 1 else values[outside] for values in (sizes, keys)]
+        cells[outside] = step(cells[outside], *pick)
+    return cells.astype(np.int64).reshape(shape)
+
+
+def _one_or_all(values: _WordArray, shape: tuple[int, ...]) -> _WordArray:
+    # One key for all elements is one key schedule; only what differs from element to element is spread out.
+    return values.reshape(1) if values.size == 1 else np.broadcast_to(values, shape).reshape(-1)
+
+
+def _sides(size: _WordArray) -> tuple[_WordArray, _WordArray]:
+    # height * width >= size, with little to spare. An odd height would leave only even permutations within reach.
+    height = (np.sqrt(size.astype(np.float64)).astype(_Word) | _Word(1)) + _Word(1)
+    return height, size // height + _Word(1)
+
+
+def _forward(cells: _WordArray, size: _WordArray, key: _WordArray) -> _WordArray:
+    height, width = _sides(size)
+    row, column = np.divmod(cells, width)
+    for r in range(0, _ROUNDS, 2):
+        row = _shift(row, _draw(column, key, r, height), height)
+        column = _shift(column, _draw(row, key, r + 1, width), width)
+    return row * width + column
+
+
+def _backward(cells: _WordArray, size: _WordArray, key: _WordArray) -> _WordArray:
+    height, width = _sides(size)
+    row, column = np.divmod(cells, width)
+    for r in reversed(range(0, _ROUNDS, 2)):
+        column = _shift(column, width - _draw(row, key, r + 1, width), width)
+        row = _shift(row, height - _draw(column, key, r, height), height)
+    return row * width + column
+
+
+def _shift(value: _WordArray, by: _WordArray, side: _WordArray) -> _WordArray:
+    moved = value + by
+    return np.where(moved >= side, moved - side, moved)
+
+
+def _draw(value: _WordArray, key: _WordArray, turn: int, side: _WordArray) -> _WordArray:
+    """A keyed function to [0, side); side is below 2^32."""
+    turn_key = _mix(key + np.full(1, turn + 1, _Word) * _GOLDEN)
+    return ((_mix(value ^ turn_key) >> _Word(32)) * side) >> _Word(32)
+
+
+def _mix(x: _WordArray) -> _WordArray:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014); arithmetic wraps at 2^64."""
+    x = (x ^ (x >> _Word(30))) * _Word(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _Word(27))) * _Word(0x94D049BB133111EB)
+    return x ^ (x >> _Word(31))
+
+
+class EpochOrder:
+    """The order of one epoch: which sequence stands at which position.
+
+    none    the blocks as they are stored, each from its start to its end
+    window  the blocks permuted, then cut into windows of at least `window` sequences, each permuted as a whole
+    global  one window
+
+    Planning is O(blocks), a look-up O(log blocks); nothing is ever listed per sequence.
+    """
+
+    def __init__(self, sequences_per_block: IntArray, *, shuffle: str, window: int, seed: int, epoch: int) -> None:
+        num_blocks = len(sequences_per_block)
+        self._window_key = key(seed, epoch, "window")
+        self._shuffled = shuffle != "none"
+        self._blocks = np.arange(num_blocks)
+        if self._shuffled:
+            self._blocks = permute(self._blocks, num_blocks, key(seed, epoch, "blocks"))
+        self._block_starts = _starts(sequences_per_block[self._blocks])
+        self.num_sequences = int(self._block_starts[-1])
+        if shuffle == "window":
+            self._window_starts = _cut(self._block_starts, window)
+        else:
+            self._window_starts = np.array([0, self.num_sequences])
+
+    def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """The (block, index in the block) at each position; positions are in [0, num_sequences)."""
+        slots = self._in_windows(positions, permute) if self._shuffled else positions
+        place = _find(self._block_starts, slots)
+        return self._blocks[place], slots - self._block_starts[place]
+
+    def positions(self, blocks: IntArray, indices: IntArray) -> IntArray:
+        """The inverse: the position at which each (block, index in the block) stands."""
+        place = np.empty_like(self._blocks)
+        place[self._blocks] = np.arange(len(place))
+        slots = self._block_starts[place[blocks]] + indices
+        return self._in_windows(slots, unpermute) if self._shuffled else slots
+
+    def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
+        window = _find(self._window_starts, slots)
+        start = self._window_starts[window]
+        if len(window) and window[0] == window[-1] and (window == window[0]).all():
+            window, start = window[:1], start[:1]  # one window, so one key for all elements
+        size = self._window_starts[window + 1] - start
+        keys = _mix(np.full(1, self._window_key, _Word) + (window.astype(_Word) + _Word(1)) * _GOLDEN)
+        return start + move(slots - start, size, keys)
+
+
+def _starts(counts: IntArray) -> IntArray:
+    """[0, c0, c0 + c1, ...]: where each run of `counts` starts, and at last where all end."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _cut(block_starts: IntArray, window: int) -> IntArray:
+    """Window borders: each at the first block's end that makes the window full. A short rest joins the last window."""
+    ends = block_starts.tolist()
+    total = ends[-1]
+    borders = [0]
+    while borders[-1] + window <= total:
+        borders.append(ends[bisect_left(ends, borders[-1] + window)])
+    if len(borders) == 1:
+        borders.append(total)
+    borders[-1] = total
+    return np.array(borders)
+
+
+def _find(starts: IntArray, slots: IntArray) -> IntArray:
+    """In which run each slot lies; empty runs hold none."""
+    return np.searchsorted(starts, slots, side="right") - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How ranks slice an epoch: position = offset + (step * world_size + rank) * batch_size + index.
+
+    The order is of samples; another world size or batch size slices the same order differently. Every rank has the same
+    number of steps: unequal ranks would hang the trainer's collectives.
+    """
+
+    num_positions: int
+    batch_size: int
+    world_size: int
+    offset: int
+    tail: str
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
+        left = max(self.num_positions - self.offset, 0)
+        per_step = self.batch_size * self.world_size
+        return left // per_step if self.tail == "drop" else -(-left // per_step)
+
+    def positions(self, step: int, rank: int) -> IntArray:
+        """Epoch positions of one batch, shape [batch_size], each in [0, num_positions).
+
+        Raises StepOutOfRange: step is not in [0, num_steps).
+        Raises RankOutOfRange: rank is not in [0, world_size).
+        """
+        if not 0 <= rank < self.world_size:
+            raise RankOutOfRange(
+                f"rank {rank} does not exist: world_size is {self.world_size}, so ranks are 0 to {self.world_size - 1}. "
+                f"Pass the trainer's world_size, or a rank below it."
+            )
+        if not 0 <= step < self.num_steps:
+            raise StepOutOfRange(
+                f"step {step} does not exist: this epoch has {self.num_steps} steps, 0 to {self.num_steps - 1}. "
+                f"Go on with step 0 of the next epoch."
+            )
+        start = self.offset + (step * self.world_size + rank) * self.batch_size
+        return np.arange(start, start + self.batch_size) % self.num_positions
+
+    def locate(self, position: int) -> list[tuple[int, int, int]]:
+        """Each (step, rank, index) that shows a position: none if it is dropped, several where the tail wraps."""
+        end = self.offset + self.num_steps * self.world_size * self.batch_size
+        first = position if position >= self.offset else position + self.num_positions
+        found = []
+        for sample in range(first, end, self.num_positions):
+            step, within = divmod(sample - self.offset, self.world_size * self.batch_size)
+            found.append((step, *divmod(within, self.batch_size)))
+        return found

@@ -1,0 +1,77 @@
+"""Everything the server refuses on purpose; each becomes one RFC 9457 problem+json with a stable `type`.
+
+Problem
+├── BadParameter      422  a query or path parameter is unknown, of the wrong kind or out of bounds
+├── UnknownDataset    404  no dataset of that name
+├── StepOutOfRange    404  the epoch has fewer steps
+├── RankOutOfRange    404  the spec has fewer ranks
+├── SnapshotGone      409  the snapshot asked for is not, or no longer, on this server
+├── DatasetRefused    500  the dataset could not be opened; the message says why
+├── ShardUnreadable   500  a shard cannot be read
+└── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
+
+What is wrong with stored data is a 5xx, never a 404: a client that took it for "not there" would train on a shorter epoch.
+"""
+
+from typing import ClassVar
+
+
+class Problem(Exception):
+    """A refusal: what happened, what follows and what to do, in one text."""
+
+    status: ClassVar[int]
+    slug: ClassVar[str]
+    title: ClassVar[str]
+
+    @property
+    def type(self) -> str:
+        """The stable name that clients map to an exception."""
+        return f"urn:penstock:problem:{self.slug}"
+
+
+class BadParameter(Problem):
+    """A query or path parameter is unknown, of the wrong kind or out of bounds."""
+
+    status, slug, title = 422, "bad-parameter", "A parameter is wrong"
+
+
+class UnknownDataset(Problem):
+    """No dataset of that name."""
+
+    status, slug, title = 404, "unknown-dataset", "No such dataset"
+
+
+class StepOutOfRange(Problem):
+    """The epoch has fewer steps."""
+
+    status, slug, title = 404, "step-out-of-range", "No such step"
+
+
+class RankOutOfRange(Problem):
+    """The spec has fewer ranks."""
+
+    status, slug, title = 404, "rank-out-of-range", "No such rank"
+
+
+class SnapshotGone(Problem):
+    """The snapshot asked for is not, or no longer, on this server."""
+
+    status, slug, title = 409, "snapshot-gone", "The data changed"
+
+
+class DatasetRefused(Problem):
+    """The dataset could not be opened."""
+
+    status, slug, title = 500, "dataset-refused", "The dataset cannot be served"
+
+
+class ShardUnreadable(Problem):
+    """A shard cannot be read."""
+
+    status, slug, title = 500, "shard-unreadable", "A shard cannot be read"
+
+
+class BadRow(Problem):
+    """A row cannot be used, and the recipe does not allow to put another in its place."""
+
+    status, slug, title = 500, "bad-row", "A row cannot be used"

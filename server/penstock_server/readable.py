@@ -1,0 +1,64 @@
+"""A batch for people and curl: JSON with the decoded text of every sequence, a line a fact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock import wire
+from penstock_server.batch import TokenSequence, frames, gather
+from penstock_server.packing import Piece
+from penstock_server.plan import Plan
+
+
+def batch_as_json(plan: Plan, epoch: int, rank: int, step: int) -> str:
+    """The batch that GET serves at this address: the same ids and digest, and the text that each sequence decodes to."""
+    frame = next(wire.decode(b"".join(frames(plan, epoch, rank, range(step, step + 1)))))
+    address = frame.address
+    facts = {
+        "dataset": address.dataset,
+        "snapshot": address.snapshot,
+        "epoch": address.epoch,
+        "rank": address.rank,
+        "step": address.step,
+        "digest": frame.digest,
+        "nbytes": frame.nbytes,
+        "tensors": [[name, str(array.dtype), list(array.shape)] for name, array in frame.tensors.items()],
+    }
+    [batch] = gather(plan, epoch, rank, [step])
+    sequences = [_sequence(plan, index, sequence) for index, sequence in enumerate(batch)]
+    head = "".join(f"  {json.dumps(name)}: {_dump(value)},\n" for name, value in facts.items())
+    body = ",\n".join(map(_indented, sequences))
+    return f'{{\n{head}  "sequences": [\n{body}\n  ]\n}}\n'
+
+
+def _sequence(plan: Plan, index: int, sequence: TokenSequence) -> dict[str, Any]:
+    facts: dict[str, Any] = {"index": index, "num_tokens": sum(p.length for p in sequence.features.values())}
+    facts["source"] = f"{sequence.source.shard}, row group {sequence.source.row_group}, row {sequence.source.row}"
+    for name, piece in sequence.features.items():
+        text = _decode(plan, piece)
+        if text is not None:
+            facts["text" if name == "tokens" else name] = text
+    for tensor in plan.tensors:
+        facts[tensor.name] = _ids(sequence.pieces(tensor)) if tensor.longest else sequence.num_tokens(tensor)
+    return facts
+
+
+def _decode(plan: Plan, piece: Piece) -> str | None:
+    tokenizer = plan.snapshot.recipe.tokenizer
+    return tokenizer.tokenizer.decode(_ids([piece]), skip_special_tokens=False) if tokenizer else None
+
+
+def _ids(pieces: Sequence[Piece]) -> list[int]:
+    return [token for p in pieces for token in p.source[p.start : p.start + p.length].tolist()]
+
+
+def _indented(facts: dict[str, Any]) -> str:
+    # json.dumps(indent=...) would put every token id on a line of its own.
+    lines = ",\n".join(f"      {json.dumps(name)}: {_dump(value)}" for name, value in facts.items())
+    return f"    {{\n{lines}\n    }}"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,243 @@
+"""The snapshot: the immutable list of a dataset's shards, read from their footers alone, and the blocks in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock_server.order import IntArray
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipe import Recipe, check_columns, read_recipe
+
+_MAGIC = b"PAR1"
+_FOOTER_THREADS = 16  # waiting for disks, not for cores
+_NO_BOUND = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One Parquet file as its footer describes it.
+
+    `null_rows[g]` is the number of rows of row group g known to be null in a column of the recipe, `token_range` the
+    least and the largest token id of the file, None where the writer left no statistics.
+    """
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+    footer_hash: str
+    rows_per_group: tuple[int, ...]
+    null_rows: tuple[int, ...]
+    token_range: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAddress:
+    """Where a block lies: one row group of one shard."""
+
+    shard: Shard
+    row_group: int
+    num_rows: int
+
+
+class Snapshot:
+    """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.
+
+    fingerprint      16 hex digits over the shards (name, size, footer) and the recipe
+    rows_per_block   shape [num_blocks], in the order of shards and row groups
+    token_dtype      the smallest of uint16 and uint32 that holds every token id
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], recipe: Recipe) -> None:
+        self.folder = folder
+        self.shards = tuple(shards)
+        self.recipe = recipe
+        self.rows_per_block: IntArray = np.array([n for s in shards for n in s.rows_per_group], np.int64)
+        self._first_block = np.cumsum([0] + [len(s.rows_per_group) for s in shards])
+        self.num_rows = int(self.rows_per_block.sum())
+        self.token_bound = recipe.vocab_size or _token_bound(self.shards)
+        self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
+        content = {
+            "version": 1,
+            "shards": [[s.path.name, s.size_bytes, s.footer_hash] for s in self.shards],
+            "recipe": recipe.identity,
+        }
+        self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all shards; a block is one row group."""
+        return len(self.rows_per_block)
+
+    def block(self, index: int) -> BlockAddress:
+        """Where block `index`, in [0, num_blocks), lies."""
+        shard = int(np.searchsorted(self._first_block, index, side="right")) - 1
+        row_group = index - int(self._first_block[shard])
+        return BlockAddress(self.shards[shard], row_group, int(self.rows_per_block[index]))
+
+
+def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
+    """Reads the footers of all shards in a folder, many at a time, and its recipe.
+
+    Raises DatasetRefused: a shard is truncated or no Parquet, shards disagree, the recipe is wrong, there is no row, or
+    rows are already known to be unusable. The message lists every shard that is wrong, up to ten.
+    """
+    paths = shard_paths(folder)
+    recipe = read_recipe(folder, _first_schema(paths), default_tokenizer)
+    with ThreadPoolExecutor(_FOOTER_THREADS) as threads:
+        read = list(threads.map(lambda path: _try_read(path, recipe), paths))
+    failures = [str(result) for result in read if isinstance(result, DatasetRefused)]
+    if failures:
+        more = [f"... and {len(failures) - 10} more"] if len(failures) > 10 else []
+        raise DatasetRefused("\n".join(failures[:10] + more))
+    snapshot = Snapshot(folder, [result for result in read if isinstance(result, Shard)], recipe)
+    _check_rows(snapshot)
+    return snapshot
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The Parquet files directly in a folder, by name; those that begin with a dot or an underscore are not data."""
+    return sorted(p for p in folder.glob("*.parquet") if p.name[0] not in "._" and p.is_file())
+
+
+def shard_changed(shard: Shard) -> bool:
+    """Whether the file is no longer the one whose footer was read. A new date on the same footer is no change."""
+    try:
+        stat = shard.path.stat()
+        if (stat.st_size, stat.st_mtime_ns) == (shard.size_bytes, shard.mtime_ns):
+            return False
+        return stat.st_size != shard.size_bytes or _hash(_footer(shard.path)) != shard.footer_hash
+    except (OSError, DatasetRefused):
+        return True
+
+
+def _try_read(path: Path, recipe: Recipe) -> Shard | DatasetRefused:
+    try:
+        return _read_shard(path, recipe)
+    except DatasetRefused as refusal:
+        return refusal
+
+
+def _first_schema(paths: Sequence[Path]) -> pa.Schema:
+    # A broken first shard must not hide what is wrong with the others: any readable one will do.
+    failures = []
+    for path in paths:
+        try:
+            _footer(path)
+            return _metadata(path).schema.to_arrow_schema()
+        except DatasetRefused as refusal:
+            failures.append(str(refusal))
+    raise DatasetRefused("\n".join(failures[:10]))
+
+
+def _read_shard(path: Path, recipe: Recipe) -> Shard:
+    footer = _footer(path)
+    stat = path.stat()
+    metadata = _metadata(path)
+    check_columns(recipe.kind, recipe.columns, metadata.schema.to_arrow_schema(), path)
+    groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+    return Shard(
+        path=path,
+        size_bytes=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        footer_hash=_hash(footer),
+        rows_per_group=tuple(g.num_rows for g in groups),
+        null_rows=tuple(_null_rows(g, recipe) for g in groups),
+        token_range=_token_range(groups, recipe) if recipe.kind == "tokens" else None,
+    )
+
+
+def _footer(path: Path) -> bytes:
+    """The raw footer of a Parquet file. Raises DatasetRefused: the file has none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < 12:
+                raise _refused(path, f"is {size} bytes long, too short for Parquet")
+            file.seek(size - 8)
+            length, magic = struct.unpack("<I4s", file.read(8))
+            if magic == b"PARE":
+                raise _refused(path, "is encrypted, which is not supported")
+            file.seek(0)
+            if magic != _MAGIC:
+                begins = file.read(4) == _MAGIC
+                raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
+            if length > size - 12:
+                raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
+            file.seek(size - 8 - length)
+            return file.read(length)
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror or error}") from error
+
+
+def _metadata(path: Path) -> pq.FileMetaData:
+    try:
+        metadata = pq.read_metadata(path)
+        metadata.schema.to_arrow_schema()
+        return metadata
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _refused(path, f"has a damaged footer: {error}") from error
+
+
+def _refused(path: Path, what: str) -> DatasetRefused:
+    return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
+
+
+def _hash(footer: bytes) -> str:
+    return blake2b(footer, digest_size=16).hexdigest()
+
+
+def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
+    """Rows of a group that the footer knows to be null. In nested columns a null may as well be an empty list."""
+    if recipe.kind == "tokens":
+        return 0
+    return max((s.null_count for s in _statistics(group, recipe) if s and s.has_null_count), default=0)
+
+
+def _token_range(groups: Sequence[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
+    found = [s for g in groups if g.num_rows for s in _statistics(g, recipe)]
+    ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]
+    if not ranges or len(ranges) < len(found):
+        return None
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def _statistics(group: pq.RowGroupMetaData, recipe: Recipe) -> list[pq.Statistics | None]:
+    columns = [group.column(c) for c in range(group.num_columns)]
+    return [c.statistics for c in columns if c.path_in_schema.split(".")[0] in recipe.columns]
+
+
+def _token_bound(shards: Sequence[Shard]) -> int:
+    ranges = [s.token_range for s in shards if s.rows_per_group]
+    known = [r for r in ranges if r is not None]
+    return max(high for _, high in known) + 1 if known and len(known) == len(ranges) else _NO_BOUND
+
+
+def _check_rows(snapshot: Snapshot) -> None:
+    """Refuses what the footers alone show to be unusable."""
+    recipe = snapshot.recipe
+    if snapshot.num_rows == 0:
+        raise DatasetRefused(f"{snapshot.folder} holds {len(snapshot.shards)} shards and not one row.")
+    for shard in snapshot.shards:
+        low, high = shard.token_range or (0, 0)
+        if (low < 0 or high >= snapshot.token_bound) and recipe.on_bad_row == "fail":
+            raise DatasetRefused(
+                f"{shard.path}: column {recipe.columns[0]!r} holds token ids from {low:,} to {high:,}, but ids must be "
+                f"from 0 to {snapshot.token_bound - 1:,}. Mend the shard, or set the right vocab_size in penstock.toml."
+            )
+        for group, nulls in enumerate(shard.null_rows):
+            if nulls and recipe.on_bad_row == "fail":
+                raise DatasetRefused(
+                    f"{shard.path}, row group {group}: {nulls:,} rows are null in {' or '.join(recipe.columns)}. Remove "
+                    f'them, or set on_bad_row = "substitute" in penstock.toml to serve a neighbour in their place.'
+                )
