@@ -159,8 +159,8 @@ class RemoteDataset(IterableDataset[Batch]):
             frames = self._fetch(transport, spec, epoch, run)
             return [expand(frame, pin_memory=pin_memory) for frame in frames]
 
-        batches = Prefetch(fetch, steps, nbytes=nbytes, budget_bytes=self._prefetch_bytes, stop_fetching=transport.close)
-        with closing(batches):
+        batches = Prefetch(fetch, steps, nbytes=nbytes, budget_bytes=self._prefetch_bytes, interrupt=transport.interrupt)
+        with closing(transport), closing(batches):
             for step, batch in zip(steps, batches, strict=True):
                 self._cursor = replace(cursor, step=step + 1)
                 self._stats = Stats(
@@ -230,7 +230,8 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _fetch(self, transport: Transport, spec: Spec, epoch: int, steps: range) -> list[wire.Frame]:
         path = f"{self._path}/epochs/{epoch}/ranks/{self.rank}/batches"
-        query = {"start": str(steps.start), "stop": str(steps.stop), "stride": str(steps.step), **spec.to_query()}
+        # A slice of a strided range may end past the epoch's last step.
+        query = {"start": str(steps[0]), "stop": str(steps[-1] + 1), "stride": str(steps.step), **spec.to_query()}
 
         def decode(body: bytes) -> list[wire.Frame]:
             frames = list(wire.decode(body))
@@ -239,7 +240,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 for step in steps
             ]
             if [frame.address for frame in frames] != expected:
-                raise WireError(f"steps {steps.start} to {steps.stop - 1} were asked for, other batches came")
+                raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, other batches came")
             return frames
 
         return transport.get(path, query, decode)

@@ -18,7 +18,8 @@ class Prefetch(Generic[T]):
     """Iterates over the items of `steps`, in order, fetched by a thread of its own in runs that grow to a few MiB.
 
     `fetch(steps)` returns one item for each step; `nbytes(item)` is its size. At most `budget_bytes` are buffered, but
-    always room for one run. `wait_seconds` is how long the consumer has waited so far.
+    always room for one run. `interrupt()` makes a fetch in the thread fail. `wait_seconds` is how long the consumer has
+    waited so far.
     """
 
     def __init__(
@@ -28,10 +29,10 @@ class Prefetch(Generic[T]):
         *,
         nbytes: Callable[[T], int],
         budget_bytes: int,
-        stop_fetching: Callable[[], None],
+        interrupt: Callable[[], None],
     ) -> None:
         self.wait_seconds = 0.0
-        self._fetch, self._nbytes, self._stop_fetching = fetch, nbytes, stop_fetching
+        self._fetch, self._nbytes, self._interrupt = fetch, nbytes, interrupt
         self._steps, self._budget_bytes = steps, budget_bytes
         self._items: deque[T] = deque()
         self._buffered_bytes = 0
@@ -65,7 +66,7 @@ class Prefetch(Generic[T]):
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
-        self._stop_fetching()
+        self._interrupt()
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:

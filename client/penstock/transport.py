@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import httpx
 
@@ -55,15 +57,16 @@ class _TryAgain(Exception):
 class Transport:
     """GETs from one or more servers that hold the same data.
 
-    Make it in the thread and the process that uses it: connections survive no fork. `close` may come from another
-    thread; it ends a wait between attempts at once. `num_retries` counts attempts that failed and were made again.
+    Connections survive no fork: make it in the process that uses it. One thread uses it at a time; `interrupt` alone may
+    come from another. `num_retries` counts attempts that failed and were made again.
     """
 
     def __init__(self, servers: Sequence[str], *, retry_seconds: float) -> None:
         self.num_retries = 0
         self._servers = servers
         self._retry_seconds = retry_seconds
-        self._closed = threading.Event()
+        self._interrupted = threading.Event()
+        self._socket: socket.socket | None = None
         self._server = 0
         timeout = httpx.Timeout(_READ_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
@@ -72,7 +75,7 @@ class Transport:
     def get(self, path: str, query: Mapping[str, str], decode: Callable[[bytes], T]) -> T:
         """What `decode` makes of the body at `path`. A WireError of `decode` counts as a failed attempt.
 
-        Raises ServerUnavailable: no attempt succeeded within retry_seconds, or the transport was closed.
+        Raises ServerUnavailable: no attempt succeeded within retry_seconds, or the transport was interrupted.
         Raises the PenstockError that fits the refusal: the server answered that it will not, whoever asks.
         """
         deadline = time.monotonic() + self._retry_seconds
@@ -83,6 +86,8 @@ class Transport:
             try:
                 result = decode(self._fetch(server + path, query))
             except (httpx.TransportError, WireError, _TryAgain) as error:
+                if self._interrupted.is_set():
+                    raise ServerUnavailable(f"interrupted while reading from {server}") from error
                 reason = f"{server}: {str(error) or type(error).__name__}"
                 wait = max(random.uniform(0, delay), getattr(error, "after_seconds", 0.0))
             else:
@@ -99,17 +104,24 @@ class Transport:
                 )
             if failures == 1:
                 log.warning("penstock: %s; trying again for up to %g seconds", reason, self._retry_seconds)
-            if self._closed.wait(wait):
-                raise ServerUnavailable(f"closed while waiting for {server}")
+            if self._interrupted.wait(wait):
+                raise ServerUnavailable(f"interrupted while waiting for {server}")
             self.num_retries += 1
 
+    def interrupt(self) -> None:
+        """Makes a `get` in another thread fail now, whether it reads or waits; nothing can be fetched afterwards."""
+        self._interrupted.set()
+        if self._socket:
+            # Closing it would not wake a thread that is blocked in it; shutting it down does.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Ends the connections, and a wait between attempts. Idempotent."""
-        self._closed.set()
+        """Closes the connections."""
         self._client.close()
 
     def _fetch(self, url: str, query: Mapping[str, str]) -> bytes:
-        response = self._client.get(url, params=dict(query))
+        response = self._client.get(url, params=dict(query), extensions={"trace": self._remember_socket})
         if response.status_code == 200:
             return response.content
         problem = _problem(response)
@@ -120,6 +132,12 @@ class Transport:
         if response.status_code in (408, 425, 429) or response.status_code >= 500:
             raise _TryAgain(detail, _seconds(response.headers.get("Retry-After", "")))
         raise PenstockError(f"{response.url} answered {response.status_code}: {detail} Is this a penstock server?")
+
+    def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self._interrupted.is_set():  # while this connection was being made
+                self.interrupt()
 
 
 def _problem(response: httpx.Response) -> dict[str, str]:
