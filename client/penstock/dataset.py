@@ -54,7 +54,8 @@ class RemoteDataset(IterableDataset[Batch]):
     the others       the spec; see penstock.Spec
 
     A batch is a dict of int64 tensors: input_ids, attention_mask and labels; see penstock.tensors.expand. With CUDA they
-    lie in pinned memory. `len(data)` is the exact number of batches that the next iteration gives.
+    lie in pinned memory. `len(data)` is the exact number of batches that the next iteration gives, `steps_per_epoch` that of
+    a whole epoch; token ids are below `vocab_size`.
 
     Use it as it is, or as DataLoader(data, batch_size=None, num_workers=N): the order is the same for every N. It fetches
     ahead in a thread, so workers gain nothing.
@@ -105,7 +106,10 @@ class RemoteDataset(IterableDataset[Batch]):
             tail=tail,
             snapshot=snapshot,
         )
-        self.spec, self.steps_per_epoch = self._resolve(spec)
+        answer = self._resolve(spec)
+        self.spec = Spec(**answer["spec"])
+        self.steps_per_epoch = int(answer["num_steps"])
+        self.vocab_size = int(answer["vocab_size"])
         # In shared memory, so that loader workers that outlive an epoch see set_epoch, and the main process sees them.
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._cursor = self._start()
@@ -218,15 +222,16 @@ class RemoteDataset(IterableDataset[Batch]):
         self._cursor, self._cursor_is_next = self._start(offset, step), True
 
     def _start(self, offset: int = 0, step: int = 0) -> _Cursor:
-        num_steps = self._resolve(replace(self.spec, offset=offset))[1] if offset else self.steps_per_epoch
+        num_steps = self.steps_per_epoch
+        if offset:
+            num_steps = int(self._resolve(replace(self.spec, offset=offset))["num_steps"])
         return _Cursor(offset=offset, num_steps=num_steps, step=step)
 
-    def _resolve(self, spec: Spec) -> tuple[Spec, int]:
-        """The spec with every parameter resolved by the server, the snapshot included, and its number of steps."""
+    def _resolve(self, spec: Spec) -> dict[str, Any]:
+        """The server's word on a spec: every parameter resolved, the snapshot included, and the number of steps."""
         transport = Transport(self._servers, retry_seconds=self._retry_seconds)
         with closing(transport):
-            answer = transport.get(f"{self._path}/spec", spec.to_query(), _decode_spec)
-        return Spec(**answer["spec"]), int(answer["num_steps"])
+            return transport.get(f"{self._path}/spec", spec.to_query(), _decode_spec)
 
     def _fetch(self, transport: Transport, spec: Spec, epoch: int, steps: range) -> list[wire.Frame]:
         path = f"{self._path}/epochs/{epoch}/ranks/{self.rank}/batches"
@@ -249,7 +254,7 @@ class RemoteDataset(IterableDataset[Batch]):
 def _decode_spec(body: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(body)
-        Spec(**answer["spec"]), int(answer["num_steps"])
+        Spec(**answer["spec"]), int(answer["num_steps"]), int(answer["vocab_size"])
     except (ValueError, KeyError, TypeError) as error:
         raise WireError(f"the answer is no spec of this version of penstock: {error}") from error
     return dict(answer)

@@ -2,11 +2,12 @@
 
     body    = frame frame frame ...
     frame   = header payload                 each frame a multiple of 64 bytes long
-    header  = {v, dataset, snapshot, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset], ...], pad}
+    header  = {v, dataset, snapshot, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset], ...],
+               header_digest, pad}
     payload = bin                            starts on a 64-byte boundary of the body, as does each tensor in it
 
-`pad` is filler that puts the payload on its boundary. `digest` is the xxh3-64 of the payload as 16 hex digits. All
-numbers in tensors are little-endian.
+`digest` is the xxh3-64 of the payload, `header_digest` that of the header's fields before it, packed as a map; both as 16
+hex digits. `pad` is filler that puts the payload on its boundary. All numbers in tensors are little-endian.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MEDIA_TYPE = "application/vnd.msgpack"
 
 _BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
 _NO_DIGEST = "0" * 16
+_UNSEALED = ("header_digest", "pad")
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
@@ -99,9 +101,9 @@ class Frame:
     tensors: dict[str, npt.NDArray[Any]]
 
 
-def digest(payload: memoryview) -> str:
-    """xxh3-64 of a payload, as 16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(payload)
+def digest(content: bytes | memoryview) -> str:
+    """xxh3-64, as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST) -> bytes:
@@ -116,8 +118,9 @@ def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST) ->
         "digest": digest,
         "nbytes": layout.nbytes,
         "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in layout.tensors],
-        "pad": b"",
     }
+    # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
+    header |= {"header_digest": _digest_of_fields(header), "pad": b""}
     bare = len(msgpack.packb(header)) + _BIN32.size
     header["pad"] = bytes(_round_up(bare) - bare)
     packed: bytes = msgpack.packb(header)
@@ -148,14 +151,14 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
         layout = Layout(
             tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in header["tensors"]), nbytes
         )
-        sound = mark == 0xC6 and nbytes == header["nbytes"]
+        sound = mark == 0xC6 and nbytes == header["nbytes"] and header["header_digest"] == _digest_of_fields(header)
         sound = sound and all(
             0 <= t.offset and t.offset + t.nbytes <= nbytes and all(size >= 0 for size in t.shape) for t in layout.tensors
         )
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"the header of a frame lacks or garbles a field: {error!r}") from error
     if not sound:
-        raise WireError("the header of a frame does not fit its payload")
+        raise WireError("the header of a frame was damaged on the way")
     payload = view[at : at + nbytes]
     if len(payload) < nbytes:
         raise WireError(f"the body ends inside the batch of step {address.step}: {len(payload)} of {nbytes} bytes came")
@@ -187,6 +190,10 @@ def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
             )
         return header, start + unpacker.tell()
     raise WireError("the body ends inside a frame's header")
+
+
+def _digest_of_fields(header: dict[str, Any]) -> str:
+    return digest(msgpack.packb({name: value for name, value in header.items() if name not in _UNSEALED}))
 
 
 def _round_up(nbytes: int) -> int:

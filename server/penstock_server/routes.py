@@ -73,6 +73,7 @@ def make_router(catalog: Catalog) -> APIRouter:
             "snapshot": plan.snapshot.fingerprint,
             "num_steps": plan.schedule.num_steps,
             "num_sequences": plan.schedule.num_positions,
+            "vocab_size": plan.snapshot.token_bound,
             "tensors": tensors,
             "spec": plan.spec.to_dict(),
         }

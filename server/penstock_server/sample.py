@@ -16,7 +16,7 @@ PAD = "<pad>"
 
 _SHARDS = 4
 _ROWS_PER_GROUP = 1_000
-_VOCAB_SIZE = 2_048
+_LARGEST_VOCAB = 2_048
 _RECIPE = f'tokenizer = "../tokenizer.json"\neos = "{EOS}"\npad = "{PAD}"\n'
 
 _NAMES = "Ada Bruno Chen Dora Emil Fatima Goran Hana Ivo Jun Kofi Lena Milo Nadia Omar Priya Rosa Sam Tara Yusuf".split()
@@ -38,8 +38,9 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
     random = Random(seed)
     training = [" ".join(make(random).values()) for make in corpora.values() for _ in range(2_000)]
     path = out_dir / "tokenizer.json"
-    _train_tokenizer(training).save(str(path))
-    yield f"{path}: byte-level BPE, {_VOCAB_SIZE:,} ids"
+    tokenizer = _train_tokenizer(training)
+    tokenizer.save(str(path))
+    yield f"{path}: byte-level BPE, {tokenizer.get_vocab_size():,} ids"
     for name, make in corpora.items():
         folder = out_dir / name
         folder.mkdir(exist_ok=True)
@@ -58,7 +59,7 @@ def _train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE,
+        vocab_size=_LARGEST_VOCAB,
         special_tokens=[EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

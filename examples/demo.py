@@ -1,0 +1,202 @@
+"""The main job end to end: a generated corpus, a server, a trainer; the server is killed, the trainer stopped and resumed.
+
+    make demo        or        python examples/demo.py [--out DIR] [--steps N]
+
+At the end every batch the trainer saw is fetched again from the server and compared. The last line is `demo: {json}`.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import matplotlib
+
+from penstock import wire
+from penstock.tensors import expand
+from train_gpt import fingerprint
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+PENSTOCK = [sys.executable, "-m", "penstock.cli"]
+DATASET, BATCH_SIZE, SEQ_LEN, SEED = "stories", 16, 128, 7
+PREFETCH_BYTES = 400_000  # eight batches: half a second of training, so that the outage is felt and not hidden
+OUTAGE_SECONDS = 1.0
+
+
+class Demo:
+    """The processes of one demo and what they write."""
+
+    def __init__(self, out: Path, steps: int) -> None:
+        self.out, self.steps = out, steps
+        self.log, self.checkpoint = out / "train.jsonl", out / "checkpoint.pt"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server: subprocess.Popen[bytes] | None = None
+        self.trainer: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Everything in turn. Returns the figures of the last line."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        self.out.mkdir(parents=True)
+        say("writing a sample corpus")
+        subprocess.run([*PENSTOCK, "sample", self.out / "data"], check=True)
+        self.start_server()
+
+        say(f"training a tiny GPT for {self.steps} steps, in a process of its own")
+        self.start_trainer()
+        killed_at = self.wait_for_step(self.steps // 3)
+        say(f"killing the server with SIGKILL at step {killed_at}")
+        self.kill_server()
+        time.sleep(OUTAGE_SECONDS)
+        self.start_server()
+
+        self.wait_for_step(self.steps * 2 // 3)
+        say("stopping the trainer; it saves a checkpoint in mid-epoch")
+        self.stop_trainer()
+        resumed_at = len(self.lines())
+        say(f"starting the trainer again: it resumes at step {resumed_at}")
+        self.start_trainer()
+        if self.trainer is None or self.trainer.wait() != 0:
+            raise SystemExit("demo: the trainer failed; see its message above")
+
+        say("comparing every batch the model saw with what the server says of it")
+        figures = self.check() | {"server_kills": 1, "resumed_at_step": resumed_at}
+        self.plot(killed_at, resumed_at)
+        return figures
+
+    def start_server(self) -> None:
+        command = [*PENSTOCK, "serve", str(self.out / "data"), "--port", str(self.port)]
+        command += ["--cache-dir", str(self.out / "cache")]
+        # A session of its own: Ctrl-C reaches this process alone, which then stops the others.
+        with (self.out / "server.log").open("ab") as log:
+            self.server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 60
+        while not self.server_is_ready():
+            if self.server.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"demo: the server did not start; see {self.out / 'server.log'}")
+            time.sleep(0.1)
+        say(f"the server is ready at {self.url}")
+
+    def server_is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill_server(self) -> None:
+        if self.server:
+            self.server.kill()
+            self.server.wait()
+
+    def start_trainer(self) -> None:
+        script = Path(__file__).with_name("train_gpt.py")
+        command = [sys.executable, str(script), self.url, "--dataset", DATASET, "--steps", str(self.steps)]
+        command += ["--batch-size", str(BATCH_SIZE), "--seq-len", str(SEQ_LEN), "--prefetch-bytes", str(PREFETCH_BYTES)]
+        command += ["--checkpoint", str(self.checkpoint), "--log", str(self.log)]
+        self.trainer = subprocess.Popen(command, start_new_session=True)
+
+    def stop_trainer(self) -> None:
+        if self.trainer:
+            self.trainer.send_signal(signal.SIGTERM)
+            self.trainer.wait(timeout=60)
+
+    def wait_for_step(self, step: int) -> int:
+        while (reached := len(self.lines())) < step:
+            if self.trainer is None or self.trainer.poll() is not None:
+                raise SystemExit("demo: the trainer ended before its time; see its message above")
+            time.sleep(0.05)
+        return reached
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the trainer logged, a line a step; a line that is still being written does not count."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def check(self) -> dict[str, Any]:
+        """Compares the trainer's log with the server: each batch once, none missing, each as the server gives it now."""
+        lines = self.lines()
+        seen = Counter((line["epoch"], line["batch"]) for line in lines)
+        query: dict[str, str | int] = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "seed": SEED}
+        with httpx.Client(base_url=f"{self.url}/v1/datasets/{DATASET}", params=query) as server:
+            per_epoch = server.get("/spec").json()["num_steps"]
+            expected = {divmod(step, per_epoch) for step in range(self.steps)}
+            changed, rows = 0, Counter[tuple[str, int, int]]()
+            for line in lines:
+                url = f"/epochs/{line['epoch']}/ranks/0/batches/{line['batch']}"
+                [frame] = wire.decode(server.get(url).content)
+                changed += fingerprint(expand(frame, pin_memory=False)) != line["digest"]
+                for sequence in server.get(f"{url}/provenance").json()["sequences"]:
+                    rows.update((source["shard"], source["row_group"], source["row"]) for source in sequence["sources"])
+        repeated, lost = sum(seen.values()) - len(seen), len(expected - set(seen))
+        say(f"{len(lines)} batches: {repeated} repeated, {lost} lost, {changed} changed; {len(rows):,} rows seen, "
+            f"none more often than {max(rows.values())} time(s)")  # fmt: skip
+        if repeated or lost or changed or (self.steps <= per_epoch and max(rows.values()) > 1):
+            raise SystemExit("demo: the trainer did not see each batch exactly once")
+        runs = [last for last, line in zip(lines, [*lines[1:], {"tokens": 0}], strict=True) if line["tokens"] < last["tokens"]]
+        seconds = sum(run["seconds"] for run in runs)
+        return {
+            "steps": len(lines),
+            "loss_first": round(lines[0]["loss"], 3),
+            "loss_last": round(sum(line["loss"] for line in lines[-10:]) / 10, 3),
+            "tokens_per_second": round(sum(run["tokens"] for run in runs) / seconds),
+            "data_wait_percent": round(100 * sum(run["wait_seconds"] for run in runs) / seconds, 1),
+            "batches_repeated": repeated,
+            "batches_lost": lost,
+        }
+
+    def plot(self, killed_at: int, resumed_at: int) -> None:
+        lines = self.lines()
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], linewidth=1)
+        marks = [(killed_at, "server killed", "tab:red"), (resumed_at, "trainer stopped and resumed", "tab:green")]
+        for step, label, colour in marks:
+            axes.axvline(step, color=colour, linestyle="--", label=f"{label}, step {step}")
+        axes.set(xlabel="step", ylabel="loss", title="A tiny GPT on generated stories, fed by Penstock")
+        axes.legend()
+        figure.savefig(self.out / "loss.png", dpi=120)
+        say(f"the loss curve is in {self.out / 'loss.png'}")
+
+    def stop(self) -> None:
+        """Stops what was started."""
+        for process in (self.trainer, self.server):
+            if process and process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def say(text: str) -> None:
+    print(f"demo: {text}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for everything the demo writes")
+    parser.add_argument("--steps", type=int, default=450)
+    args = parser.parse_args()
+    demo = Demo(args.out, args.steps)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        figures = demo.run()
+    except KeyboardInterrupt:
+        raise SystemExit("demo: stopped") from None
+    finally:
+        demo.stop()
+    names = "steps loss_first loss_last tokens_per_second data_wait_percent server_kills batches_repeated batches_lost"
+    ordered = {name: figures[name] for name in [*names.split(), "resumed_at_step"]}
+    print(f"demo: {json.dumps(ordered)}")
+
+
+if __name__ == "__main__":
+    main()
