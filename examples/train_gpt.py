@@ -32,7 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv: torch.Tensor = self.qkv(self.norm1(x))
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
+        q, k, v = (t.view(*t.shape[:2], self.num_heads, -1).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
         # Padding comes last in a line, so the causal mask already hides it from every token.
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))

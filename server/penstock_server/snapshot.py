@@ -186,7 +186,8 @@ def _metadata(path: Path) -> pq.FileMetaData:
         metadata.schema.to_arrow_schema()
         return metadata
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _refused(path, f"has a damaged footer: {error}") from error
+        reason = " ".join(str(error).split()).rstrip(".")  # some span lines
+        raise _refused(path, f"has a damaged footer: {reason}") from error
 
 
 def _refused(path: Path, what: str) -> DatasetRefused:

@@ -1,0 +1,18 @@
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from serving import Server
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Starts servers that are killed when the tests end."""
+    with ExitStack() as stack:
+
+        def start(data_dir: Path, *flags: str, cache_dir: Path | None = None) -> Server:
+            return stack.enter_context(Server(data_dir, cache_dir or tmp_path_factory.mktemp("cache"), *flags))
+
+        yield start

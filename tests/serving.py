@@ -1,0 +1,64 @@
+"""A real server: `penstock serve` as a process of its own, on a real socket."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from penstock import wire
+
+
+class Server:
+    """Serves a folder until it is stopped or killed. `start` again takes the same port."""
+
+    def __init__(self, data_dir: Path, cache_dir: Path, *flags: str) -> None:
+        self._command = [sys.executable, "-m", "penstock.cli", "serve", str(data_dir), "--cache-dir", str(cache_dir), *flags]
+        self._port = 0
+        self.start()
+
+    def start(self) -> None:
+        command = [*self._command, "--port", str(self._port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self._process.stdout
+        self.greeting = ""
+        while not self.greeting.endswith("Ctrl-C stops\n"):
+            line = self._process.stdout.readline()
+            assert line, f"the server did not start:\n{self.greeting}{self._process.communicate()[1]}"
+            self.greeting += line
+        [port] = re.findall(r"at http://[^:]+:(\d+)$", self.greeting, re.MULTILINE)[:1]
+        self._port = int(port)
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def kill(self) -> None:
+        """SIGKILL: no chance to say goodbye."""
+        self._process.kill()
+        self._process.communicate()
+
+    def stop(self) -> str:
+        """SIGTERM; what the server wrote to its log."""
+        self._process.terminate()
+        return self._process.communicate(timeout=20)[1]
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def get(self, path: str, **query: str | int) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", params=query, timeout=60)
+
+    def json(self, path: str, **query: str | int) -> Any:
+        response = self.get(path, **query)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def frames(self, path: str, **query: str | int) -> list[wire.Frame]:
+        response = self.get(path, **query)
+        assert response.status_code == 200, response.text
+        return list(wire.decode(response.content))

@@ -1,0 +1,188 @@
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import write_numbered, write_shards
+from penstock_server import encode
+from penstock_server.blocks import Block, BlockCache, Blocks
+from penstock_server.problems import BadRow, ShardUnreadable, SnapshotGone
+from penstock_server.snapshot import open_snapshot
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_numbered(tmp_path / "data", 100)
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def open_blocks(data: Path, cache_dir: Path) -> Callable[[], Blocks]:
+    """The blocks as a server sees them that has just been started."""
+    return lambda: Blocks(open_snapshot(data, None), BlockCache(cache_dir))
+
+
+def rows_of(block: Block) -> list[list[int]]:
+    tokens = block.features["tokens"]
+    return [part.tolist() for part in np.split(tokens.values, tokens.offsets[1:-1])]
+
+
+@pytest.fixture
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    reads: list[str] = []
+    read = encode.encode
+
+    def counted(*args: object) -> pa.RecordBatch:
+        reads.append(threading.current_thread().name)
+        return read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(encode, "encode", counted)
+    return reads
+
+
+def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Blocks]) -> None:
+    first, last = open_blocks().get([0, 4])
+    assert [row[0] for row in rows_of(first)] == list(range(32))
+    assert [row[0] for row in rows_of(last)] == list(range(68, 100))
+
+
+def test_a_block_is_decoded_once_for_all_servers_on_a_folder(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
+    first = rows_of(open_blocks().get([1])[0])
+    assert rows_of(open_blocks().get([1])[0]) == first
+    assert len(count_reads) == 1
+
+
+def test_a_block_is_decoded_once_however_many_ask(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
+    blocks = open_blocks()
+    gate = threading.Barrier(8)
+
+    def ask() -> None:
+        gate.wait()
+        blocks.get([0, 1, 2])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(count_reads) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "foreign"])
+def test_a_damaged_cache_file_is_dropped_and_made_again(
+    open_blocks: Callable[[], Blocks], cache_dir: Path, count_reads: list[str], damage: str
+) -> None:
+    expected = rows_of(open_blocks().get([0])[0])
+    [path] = cache_dir.glob("*.arrow")
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": content[:-100],
+            "flip": content[:300] + bytes([content[300] ^ 4]) + content[301:],
+            "empty": b"",
+            "foreign": b"not a block " * 30,
+        }[damage]
+    )
+    assert rows_of(open_blocks().get([0])[0]) == expected
+    assert len(count_reads) == 2
+    assert path.read_bytes() == content
+
+
+def test_no_flipped_byte_in_a_cache_file_reaches_a_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
+    expected = rows_of(open_blocks().get([0])[0])
+    [path] = cache_dir.glob("*.arrow")
+    content = path.read_bytes()
+    for at in range(0, len(content), 5):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert rows_of(open_blocks().get([0])[0]) == expected
+
+
+def test_nothing_but_whole_blocks_is_left_in_the_folder(
+    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert rows_of(open_blocks().get([0])[0])[5] == [5] + [1] * 5  # served all the same
+    assert list(cache_dir.iterdir()) == []
+
+
+def test_a_cache_folder_that_cannot_be_written_stops_nothing(
+    open_blocks: Callable[[], Blocks], cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = open_blocks()
+    cache_dir.rmdir()
+    assert len(rows_of(blocks.get([0])[0])) == 32
+    assert "serving this block from memory" in caplog.text
+
+
+def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
+    open_blocks: Callable[[], Blocks], data: Path
+) -> None:
+    blocks = open_blocks()
+    (data / "part-000.parquet").touch()
+    blocks.get([0])
+    write_shards(data, "input_ids", [[[9, 9, 9]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    with pytest.raises(SnapshotGone, match=r"part-000.parquet changed since the server read it"):
+        blocks.get([1])
+
+
+def test_a_rewritten_shard_with_the_same_footer_makes_other_blocks(data: Path, cache_dir: Path) -> None:
+    """Two shards of equal layout and equal statistics can have one footer, byte for byte, and yet other tokens."""
+    write = {"use_dictionary": False, "compression": "none"}
+    for name, rows in (("a", [[1, 5, 2]]), ("b", [[1, 2, 5]])):
+        (data.parent / name).mkdir()
+        table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))})
+        pq.write_table(table, data.parent / name / "x.parquet", **write)
+    cache = BlockCache(cache_dir)
+    snapshots = [open_snapshot(data.parent / name, None) for name in "ab"]
+    assert snapshots[0].fingerprint == snapshots[1].fingerprint
+    one, two = (Blocks(snapshot, cache).get([0])[0] for snapshot in snapshots)
+    assert (rows_of(one), rows_of(two)) == ([[1, 5, 2]], [[1, 2, 5]])
+
+
+def test_a_damaged_row_group_is_named_and_tried_again(open_blocks: Callable[[], Blocks], data: Path) -> None:
+    path = data / "part-000.parquet"
+    whole = path.read_bytes()
+    stat = path.stat()
+    path.write_bytes(whole[:4] + b"\xff" * 60 + whole[64:])
+    blocks = open_blocks()
+    for _ in range(2):
+        with pytest.raises(ShardUnreadable, match=r"row group 0 of part-000.parquet cannot be read"):
+            blocks.get([0])
+    path.write_bytes(whole)
+    assert stat.st_size == path.stat().st_size
+    assert len(rows_of(blocks.get([0])[0])) == 32
+
+
+def test_a_bad_row_fails_with_its_place_or_gives_way_to_its_next_neighbour(data: Path, cache_dir: Path) -> None:
+    rows = [[1], [], [3], [], []]
+    write_shards(data.parent / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
+    for policy in ("fail", "substitute"):
+        (data.parent / "holes" / "penstock.toml").write_text(f'on_bad_row = "{policy}"')
+        blocks = Blocks(open_snapshot(data.parent / "holes", None), BlockCache(cache_dir))
+        [block] = blocks.get([0])
+        assert block.bad == {1: "is empty", 3: "is empty", 4: "is empty"}
+        assert blocks.usable_rows(block, 0, np.array([0, 2])).tolist() == [0, 2]
+        if policy == "fail":
+            with pytest.raises(BadRow, match=r"row 1 of row group 0 in part-000.parquet is empty; 3 of the 5 rows"):
+                blocks.usable_rows(block, 0, np.array([0, 1]))
+        else:
+            assert blocks.usable_rows(block, 0, np.arange(5)).tolist() == [0, 2, 2, 0, 0]
+
+
+def test_a_block_without_one_usable_row_fails_even_where_rows_are_substituted(data: Path, cache_dir: Path) -> None:
+    write_shards(data.parent / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
+    (data.parent / "void" / "penstock.toml").write_text('on_bad_row = "substitute"')
+    blocks = Blocks(open_snapshot(data.parent / "void", None), BlockCache(cache_dir))
+    with pytest.raises(BadRow, match="every row of that group"):
+        blocks.usable_rows(blocks.get([0])[0], 0, np.array([0]))

@@ -1,0 +1,99 @@
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer
+
+from corpora import EOS, write_tokenizer
+from penstock_server.encode import encode
+from penstock_server.recipe import Kind, Recipe, TokenizerFile, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"))
+
+
+def recipe(kind: Kind, *columns: str, tokenizer: TokenizerFile | None = None, eos_id: int | None = None) -> Recipe:
+    return Recipe(
+        kind=kind, columns=columns, tokenizer=tokenizer, vocab_size=None, eos_id=eos_id, pad_id=0, on_bad_row="fail"
+    )  # fmt: skip
+
+
+def test_text_is_what_tokenizers_gives_and_an_eos(tokenizer: TokenizerFile) -> None:
+    texts = ["the quick fox", "dog", "\N{SNOWMAN} über 狐"]
+    batch = encode(pa.table({"t": texts}), recipe("text", "t", tokenizer=tokenizer, eos_id=0), "uint16", 400)
+    direct = Tokenizer.from_file(str(tokenizer.path))
+    assert batch["tokens"].to_pylist() == [[*direct.encode(text).ids, direct.token_to_id(EOS)] for text in texts]
+    assert batch["tokens"].type == pa.large_list(pa.uint16())
+
+
+def test_the_eos_closes_the_response_and_not_the_prompt(tokenizer: TokenizerFile) -> None:
+    table = pa.table({"q": ["fox"], "a": ["dog"]})
+    batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)
+    direct = tokenizer.tokenizer
+    assert batch["prompt"].to_pylist() == [direct.encode("fox").ids]
+    assert batch["response"].to_pylist() == [[*direct.encode("dog").ids, 0]]
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_kind_of_text_column_is_read(tokenizer: TokenizerFile, type_: pa.DataType) -> None:
+    rows = pa.table({"t": pa.array(["fox", None], pa.string()).cast(type_)})
+    batch = encode(rows, recipe("text", "t", tokenizer=tokenizer), "uint16", 400)
+    assert batch["tokens"].to_pylist() == [tokenizer.tokenizer.encode("fox").ids, None]
+
+
+def test_bad_texts_are_null_with_the_reason_and_leave_the_others_as_they_are(tokenizer: TokenizerFile) -> None:
+    raw = pa.array([b"fox", None, b"", b"\xff\xfe", b"dog"], pa.binary())
+    rows = pa.table({"t": pa.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0], raw.null_count)})
+    batch = encode(rows, recipe("text", "t", tokenizer=tokenizer, eos_id=0), "uint16", 400)
+    assert batch["bad"].to_pylist() == [None, "t is null", "t is empty", "t is not valid UTF-8 at byte 0", None]
+    assert [row is None for row in batch["tokens"].to_pylist()] == [False, True, True, True, False]
+
+
+def test_a_pair_is_bad_as_a_whole(tokenizer: TokenizerFile) -> None:
+    table = pa.table({"q": ["fox", "fox"], "a": ["", "dog"]})
+    batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)
+    assert batch["bad"].to_pylist() == ["a is empty", None]
+    assert batch["prompt"].to_pylist()[0] is None
+
+
+@pytest.mark.parametrize(
+    "type_",
+    [pa.list_(pa.int64()), pa.large_list(pa.uint16()), pa.list_(pa.int32(), 2), pa.list_(pa.uint64()), pa.list_(pa.int8())],
+)
+def test_every_kind_of_token_column_is_read(type_: pa.DataType) -> None:
+    rows = pa.table({"ids": pa.chunked_array([pa.array([[1, 2], None], type_), pa.array([[3, 4]], type_)])})
+    batch = encode(rows, recipe("tokens", "ids"), "uint16", 2**16)
+    assert batch["tokens"].to_pylist() == [[1, 2], None, [3, 4]]
+
+
+def test_bad_token_lists_are_null_with_the_reason() -> None:
+    lists: list[Any] = [[1], [], None, [1, 400, 2], [-1], [5, None], [399], [2**40]]
+    batch = encode(pa.table({"ids": pa.array(lists, pa.list_(pa.int64()))}), recipe("tokens", "ids"), "uint16", 400)
+    assert batch["bad"].to_pylist() == [
+        None,
+        "is empty",
+        "is null",
+        "has token id 400, outside 0 to 399",
+        "has token id -1, outside 0 to 399",
+        "has a null token",
+        None,
+        "has token id 1099511627776, outside 0 to 399",
+    ]
+    assert batch["tokens"].to_pylist() == [[1], None, None, None, None, None, [399], None]
+
+
+def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    cutting = Tokenizer.from_file(str(path))
+    cutting.enable_truncation(3)
+    cutting.enable_padding(length=9)
+    cutting.save(str(path))
+    batch = encode(
+        pa.table({"t": ["the quick brown fox"] * 2}), recipe("text", "t", tokenizer=load_tokenizer(path)), "uint16", 9
+    )
+    cutting.no_truncation()
+    cutting.no_padding()
+    assert batch["tokens"].to_pylist() == [cutting.encode("the quick brown fox").ids] * 2

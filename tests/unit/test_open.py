@@ -1,0 +1,268 @@
+"""Opening datasets: what is found, how the recipe is decided, and what is refused, with a message that helps."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from penstock_server.blocks import BlockCache
+from penstock_server.catalog import Catalog, open_catalog
+from penstock_server.problems import DatasetRefused, UnknownDataset
+from penstock_server.snapshot import Snapshot, open_snapshot
+
+Opener = Callable[..., Catalog]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def open_all(tmp_path: Path, data: Path) -> Opener:
+    def run(tokenizer: Path | None = None) -> Catalog:
+        return open_catalog(data, tokenizer, BlockCache(tmp_path / "cache"))
+
+    return run
+
+
+def snapshot_of(folder: Path, tokenizer: Path | None = None) -> Snapshot:
+    return open_snapshot(folder, tokenizer)
+
+
+def test_every_folder_with_shards_is_a_dataset_named_after_it(data: Path, tokenizer: Path, open_all: Opener) -> None:
+    write_text(data / "wiki", ["one"])
+    write_numbered(data / "code" / "python", 3)
+    (data / "empty").mkdir()
+    write_numbered(data / ".hidden", 3)
+    assert sorted(open_all(tokenizer).datasets) == ["code.python", "wiki"]
+
+
+def test_a_folder_that_holds_shards_itself_is_a_dataset(data: Path, open_all: Opener) -> None:
+    write_numbered(data, 3)
+    assert list(open_all().datasets) == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        ({"input_ids": [[1]], "text": ["a"]}, "tokens"),
+        ({"tokens": [[1]]}, "tokens"),
+        ({"text": ["a"], "prompt": ["a"], "response": ["a"]}, "text"),
+        ({"prompt": ["a"], "response": ["a"], "score": [1.0]}, "prompt_response"),
+    ],
+)
+def test_without_a_recipe_the_columns_decide(data: Path, tokenizer: Path, columns: dict[str, list[object]], kind: str) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(columns), data / "a.parquet")
+    assert snapshot_of(data, tokenizer).recipe.kind == kind
+
+
+def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) -> None:
+    write_shards(data, "content", [["one"]], type_=pa.string(), row_group_size=1)
+    (data / "penstock.toml").write_text('text = "content"\ntokenizer = "../tokenizer.json"\neos = false\npad = 7\n')
+    recipe = snapshot_of(data).recipe
+    assert (recipe.kind, recipe.columns, recipe.eos_id, recipe.pad_id) == ("text", ("content",), None, 7)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("text = content", "cannot be read"),
+        ('txet = "content"', "unknown key 'txet'.*Known keys: tokens, text"),
+        ("text = 3", "text must be a text, not 3"),
+        ('prompt = "text"', "name tokens, or text, or prompt and response"),
+        ('text = "body"', "no column 'body', which the recipe reads; it has: text"),
+        ('tokens = "text"', "'text' is string, but the recipe reads lists of integers"),
+        ('tokenizer = "none.json"', "none.json cannot be read: No such file"),
+        ('eos = "<nope>"', "eos = '<nope>' is no token of the vocabulary"),
+        ("eos = 4000", "eos = 4000 is no token of the vocabulary"),
+        ("vocab_size = 0", "vocab_size must be a whole number from 1"),
+        ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "substitute"'),
+        ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size contradicts tokenizer"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_what_is_wrong(data: Path, tokenizer: Path, toml: str, message: str) -> None:
+    write_text(data, ["one"])
+    (data / "penstock.toml").write_text(toml)
+    with pytest.raises(DatasetRefused, match=message):
+        snapshot_of(data, tokenizer)
+
+
+def test_a_missing_folder_a_file_and_a_folder_without_parquet_are_told_apart(data: Path, open_all: Opener) -> None:
+    with pytest.raises(DatasetRefused, match="data does not exist"):
+        open_all()
+    data.mkdir()
+    (data / "notes.txt").write_text("no data")
+    with pytest.raises(DatasetRefused, match=r"holds no file that ends in \.parquet, nor does any folder below it"):
+        open_all()
+    shutil.rmtree(data)
+    data.write_text("a file")
+    with pytest.raises(DatasetRefused, match="is a file, not a folder"):
+        open_all()
+
+
+def test_text_without_a_tokenizer_is_refused_with_both_ways_out(data: Path) -> None:
+    write_text(data, ["one"])
+    with pytest.raises(DatasetRefused, match=r"--tokenizer FILE .* or name one in .*penstock.toml"):
+        snapshot_of(data)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "hello", "\x00\x01"])
+def test_a_tokenizer_that_is_none_is_refused(data: Path, tmp_path: Path, open_all: Opener, content: str) -> None:
+    write_text(data, ["one"])
+    (tmp_path / "broken.json").write_text(content)
+    with pytest.raises(DatasetRefused, match=r"broken.json is not a tokenizer"):
+        open_all(tmp_path / "broken.json")
+
+
+def test_a_tokenizer_without_an_eos_is_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one"])
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|unusual|>"))
+    with pytest.raises(DatasetRefused, match=r'eos = "<the token>" or its id, or eos = false'):
+        snapshot_of(data, tokenizer)
+
+
+def test_shards_whose_schemas_differ_are_refused_with_file_and_column(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one"])
+    pq.write_table(pa.table({"text": [1, 2]}), data / "part-1.parquet")
+    pq.write_table(pa.table({"body": ["one"]}), data / "part-2.parquet")
+    with pytest.raises(DatasetRefused) as caught:
+        snapshot_of(data, tokenizer)
+    assert "part-1.parquet: column 'text' is int64, but the recipe reads text" in str(caught.value)
+    assert "part-2.parquet has no column 'text'" in str(caught.value)
+
+
+@pytest.mark.parametrize("broken_first", [True, False])
+def test_truncated_and_foreign_files_are_named_one_by_one(data: Path, broken_first: bool) -> None:
+    write_numbered(data, 100)
+    whole = (data / "part-000.parquet").read_bytes()
+    footer = int.from_bytes(whole[-8:-4], "little")
+    prefix = "a" if broken_first else "z"
+    for name, content in {
+        "cut": whole[: len(whole) // 2],
+        "empty": b"",
+        "foreign": b"id,text\n1,hello\n" * 10,
+        "garbled": whole[: -8 - footer] + b"\xff" * footer + whole[-8:],
+        "overlong": whole[:-8] + b"\xff\xff\xff\x7f" + b"PAR1",
+    }.items():
+        (data / f"{prefix}-{name}.parquet").write_bytes(content)
+    with pytest.raises(DatasetRefused) as caught:
+        snapshot_of(data)
+    lines = sorted(str(caught.value).splitlines())
+    expected = ["is truncated: its end is missing", "is 0 bytes long", "is not a Parquet file", "has a damaged footer",
+                "is truncated: its footer claims"]  # fmt: skip
+    assert len(lines) == len(expected)
+    for line, text in zip(lines, expected, strict=True):
+        assert text in line
+        assert "Write it again, or move it out of the folder" in line
+
+
+def test_a_file_cut_at_any_byte_is_refused_and_never_a_crash(data: Path, tmp_path: Path) -> None:
+    write_numbered(tmp_path / "whole", 40, num_shards=1)
+    whole = (tmp_path / "whole" / "part-000.parquet").read_bytes()
+    data.mkdir()
+    for length in range(0, len(whole), 7):
+        (data / "part.parquet").write_bytes(whole[:length])
+        with pytest.raises(DatasetRefused):
+            snapshot_of(data)
+
+
+def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 10)
+    (data / "bad").mkdir()
+    (data / "bad" / "half.parquet").write_bytes(b"PAR1" + bytes(100))
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    with pytest.raises(DatasetRefused, match="half.parquet is truncated"):
+        catalog["bad"]
+    with pytest.raises(UnknownDataset, match="no dataset 'goood'. Did you mean good"):
+        catalog["goood"]
+    shutil.rmtree(data / "good")
+    with pytest.raises(DatasetRefused, match=r"nothing in .* can be served(.|\n)*half.parquet is truncated"):
+        open_all()
+
+
+def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one", None, "two"])
+    with pytest.raises(DatasetRefused, match=r'part-000.parquet, row group 0: 1 rows are null.*on_bad_row = "substitute"'):
+        snapshot_of(data, tokenizer)
+    (data / "penstock.toml").write_text('on_bad_row = "substitute"')
+    assert snapshot_of(data, tokenizer).num_rows == 3
+
+
+def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:
+    write_numbered(data, 300)
+    (data / "penstock.toml").write_text("vocab_size = 200")
+    with pytest.raises(DatasetRefused, match=r"part-002.parquet: .*ids from 1 to 299, but ids must be from 0 to 199") as caught:
+        snapshot_of(data)
+    assert "vocab_size" in str(caught.value)
+
+
+def test_a_negative_id_is_refused_even_when_no_vocabulary_is_given(data: Path) -> None:
+    write_shards(data, "tokens", [[[1, -5]]], type_=pa.list_(pa.int64()), row_group_size=1)
+    with pytest.raises(DatasetRefused, match="ids from -5 to 1"):
+        snapshot_of(data)
+
+
+def test_a_dataset_without_a_row_is_refused(data: Path) -> None:
+    write_shards(data, "tokens", [[]], type_=pa.list_(pa.int64()), row_group_size=1)
+    with pytest.raises(DatasetRefused, match="not one row"):
+        snapshot_of(data)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65_535, "uint16"), (65_536, "uint32")])
+def test_token_ids_take_the_smallest_dtype_that_the_footers_allow(data: Path, largest: int, dtype: str) -> None:
+    write_shards(data, "tokens", [[[1]], [[largest]]], type_=pa.list_(pa.int64()), row_group_size=1)
+    assert snapshot_of(data).token_dtype == dtype
+
+
+def test_the_fingerprint_is_of_shards_and_recipe_and_nothing_else(data: Path, tmp_path: Path) -> None:
+    write_numbered(data, 50)
+    first = snapshot_of(data).fingerprint
+    shutil.copytree(data, tmp_path / "copy")  # elsewhere and with other dates
+    assert snapshot_of(tmp_path / "copy").fingerprint == first
+    (data / "penstock.toml").write_text('on_bad_row = "substitute"')
+    assert snapshot_of(data).fingerprint == first
+    (data / "penstock.toml").write_text("vocab_size = 60")
+    assert snapshot_of(data).fingerprint != first
+    (data / "penstock.toml").unlink()
+    write_shards(data, "input_ids", [[], [], [], [[1]]], type_=pa.list_(pa.int32()), row_group_size=1)
+    assert snapshot_of(data).fingerprint != first
+
+
+def test_blocks_are_row_groups_in_the_order_of_shards(data: Path) -> None:
+    write_numbered(data, 100, num_shards=2, row_group_size=20)
+    snapshot = snapshot_of(data)
+    assert snapshot.rows_per_block.tolist() == [20, 20, 10, 20, 20, 10]
+    found = [snapshot.block(index) for index in range(snapshot.num_blocks)]
+    assert [(b.shard.path.name, b.row_group, b.num_rows) for b in found] == [
+        (f"part-00{shard}.parquet", group, rows) for shard in (0, 1) for group, rows in enumerate((20, 20, 10))
+    ]
+
+
+def test_prompts_and_responses_are_opened_together(data: Path, tokenizer: Path) -> None:
+    write_pairs(data, [("a", "b"), ("c", "d")])
+    snapshot = snapshot_of(data, tokenizer)
+    assert (snapshot.recipe.columns, snapshot.num_rows) == (("prompt", "response"), 2)
+    assert np.array_equal(snapshot.rows_per_block, [2])
+
+
+@needs_real_data
+def test_files_that_crash_parquet_readers_are_refused_one_by_one(data: Path, tokenizer: Path) -> None:
+    for path in sorted((REAL_DATA / "bad_parquet").glob("*.parquet")):
+        shutil.rmtree(data, ignore_errors=True)
+        data.mkdir()
+        shutil.copy(path, data)
+        with pytest.raises(DatasetRefused):
+            snapshot_of(data, tokenizer)

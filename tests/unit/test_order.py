@@ -1,0 +1,161 @@
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_server.order import EpochOrder, IntArray, Schedule, key, permute, unpermute
+from penstock_server.problems import RankOutOfRange, StepOutOfRange
+
+keys = st.integers(0, 2**64 - 1)
+block_counts = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any).map(np.array)
+shuffles = st.sampled_from(["none", "window", "global"])
+
+
+@given(st.integers(1, 3_000), keys)
+def test_a_permutation_hits_every_element_once_and_its_inverse_undoes_it(size: int, key: int) -> None:
+    image = permute(np.arange(size), size, key)
+    assert sorted(image) == list(range(size))
+    assert (unpermute(image, size, key) == np.arange(size)).all()
+
+
+@given(st.integers(1, 2**53), keys, st.data())
+def test_the_inverse_holds_at_any_size(size: int, key: int, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, size - 1))
+    image = permute(index, size, key)
+    assert 0 <= image < size
+    assert unpermute(image, size, key) == index
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**9), keys), min_size=1, max_size=50), st.integers(0, 10**9))
+def test_sizes_and_keys_may_differ_from_element_to_element(pairs: list[tuple[int, int]], seed: int) -> None:
+    sizes, many = np.array([size for size, _ in pairs]), np.array([key for _, key in pairs], np.uint64)
+    index = seed % sizes
+    one_by_one = [int(permute(i, s, k)) for i, s, k in zip(index, sizes, many, strict=True)]
+    assert permute(index, sizes, many).tolist() == one_by_one
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7])
+def test_every_permutation_of_few_elements_is_equally_frequent(size: int) -> None:
+    num_keys = 20_000
+    many = np.repeat(np.array([key(n, 0, "test") for n in range(num_keys)], np.uint64), size)
+    images = permute(np.tile(np.arange(size), num_keys), np.full(num_keys * size, size), many).reshape(num_keys, size)
+    counts = Counter(map(tuple, images.tolist()))
+    expected = num_keys / math.factorial(size)
+    chi_square = sum((counts[image] - expected) ** 2 / expected for image in counts)
+    chi_square += (math.factorial(size) - len(counts)) * expected
+    degrees = math.factorial(size) - 1
+    assert chi_square < degrees + 4 * math.sqrt(2 * degrees)  # four standard deviations; the keys are fixed
+
+
+def test_neighbours_end_up_as_far_apart_as_in_a_uniform_shuffle() -> None:
+    size = 100_000
+    image = permute(np.arange(size), size, key(0, 0, "test"))
+    assert abs(np.abs(np.diff(image)).mean() / (size / 3) - 1) < 0.02
+
+
+def test_a_key_is_no_sum_of_its_parts() -> None:
+    assert key(41, 1, "blocks") != key(42, 0, "blocks")
+    assert key(1, 11, "blocks") != key(11, 1, "blocks")
+    assert key(0, 0, "blocks") != key(0, 0, "window")
+
+
+@given(block_counts, shuffles, st.integers(1, 200), st.integers(0, 5))
+def test_an_epoch_shows_every_sequence_once_and_finds_each_again(
+    counts: IntArray, shuffle: str, window: int, epoch: int
+) -> None:
+    order = EpochOrder(counts, shuffle=shuffle, window=window, seed=7, epoch=epoch)
+    positions = np.arange(order.num_sequences)
+    blocks, indices = order.sequences(positions)
+    assert sorted(zip(blocks, indices, strict=True)) == [(b, i) for b, n in enumerate(counts) for i in range(n)]
+    assert (order.positions(blocks, indices) == positions).all()
+
+
+@given(block_counts, shuffles, st.integers(1, 200))
+def test_asking_for_one_position_gives_what_asking_for_all_gives(counts: IntArray, shuffle: str, window: int) -> None:
+    order = EpochOrder(counts, shuffle=shuffle, window=window, seed=7, epoch=0)
+    blocks, indices = order.sequences(np.arange(order.num_sequences))
+    for position in range(order.num_sequences):
+        assert order.sequences(np.array([position])) == (blocks[position], indices[position])
+
+
+def test_without_shuffle_the_order_is_as_stored() -> None:
+    blocks, indices = EpochOrder(np.array([2, 0, 3]), shuffle="none", window=1, seed=1, epoch=1).sequences(np.arange(5))
+    assert (blocks.tolist(), indices.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
+
+
+def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -> None:
+    order = EpochOrder(np.full(20, 10), shuffle="window", window=35, seed=0, epoch=0)
+    blocks, _ = order.sequences(np.arange(200))
+    windows = [set(blocks[start : start + 40].tolist()) for start in (0, 40, 80, 120, 160)]
+    assert [len(window) for window in windows] == [4] * 5
+    assert len(set.union(*windows)) == 20
+
+
+def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
+    order = EpochOrder(np.full(9, 10), shuffle="window", window=40, seed=0, epoch=0)
+    blocks, _ = order.sequences(np.arange(90))
+    assert len(set(blocks[:40].tolist())) == 4
+    assert len(set(blocks[40:].tolist())) == 5
+
+
+@pytest.mark.parametrize("shuffle", ["window", "global"])
+def test_seeds_and_epochs_give_other_orders(shuffle: str) -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        blocks, indices = EpochOrder(
+            np.full(10, 10), shuffle=shuffle, window=50, seed=seed, epoch=epoch
+        ).sequences(np.arange(100))  # fmt: skip
+        return [10 * block + index for block, index in zip(blocks.tolist(), indices.tolist(), strict=True)]
+
+    assert len({tuple(order(seed, epoch)) for seed in (41, 42) for epoch in (0, 1)}) == 4
+    assert order(41, 1) != order(42, 0)
+
+
+schedules = st.builds(
+    lambda num, batch, world, offset, tail: Schedule(
+        num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), tail=tail
+    ),
+    st.integers(1, 200), st.integers(1, 9), st.integers(1, 9), st.integers(0, 50), st.sampled_from(["drop", "wrap"]),
+)  # fmt: skip
+
+
+@given(schedules)
+def test_ranks_partition_an_epoch_and_locate_finds_every_sample(schedule: Schedule) -> None:
+    shown = Counter[int]()
+    for step in range(schedule.num_steps):
+        for rank in range(schedule.world_size):
+            for index, position in enumerate(schedule.positions(step, rank).tolist()):
+                shown[position] += 1
+                assert (step, rank, index) in schedule.locate(position)
+    assert all(len(schedule.locate(p)) == shown[p] for p in range(schedule.num_positions))
+    left = range(schedule.offset, schedule.num_positions)
+    per_step = schedule.batch_size * schedule.world_size
+    if schedule.tail == "drop":
+        assert set(shown) <= set(left)
+        assert set(shown.values()) <= {1}
+        assert len(left) - len(shown) < per_step
+    else:
+        assert set(shown) >= set(left)
+        assert sum(shown.values()) - len(left) < per_step
+
+
+@given(schedules)
+def test_the_sample_order_is_the_same_for_every_world_size(schedule: Schedule) -> None:
+    samples = [
+        position
+        for step in range(schedule.num_steps)
+        for rank in range(schedule.world_size)
+        for position in schedule.positions(step, rank).tolist()
+    ]
+    start = schedule.offset
+    assert samples == [p % schedule.num_positions for p in range(start, start + len(samples))]
+
+
+def test_an_address_that_does_not_exist_is_refused_with_the_bound() -> None:
+    schedule = Schedule(num_positions=100, batch_size=10, world_size=2, offset=0, tail="drop")
+    with pytest.raises(StepOutOfRange, match="5 steps, 0 to 4"):
+        schedule.positions(5, 0)
+    with pytest.raises(RankOutOfRange, match="ranks are 0 to 1"):
+        schedule.positions(0, 2)

@@ -1,0 +1,55 @@
+import inspect
+
+import pytest
+
+from penstock import RemoteDataset, Spec, SpecError
+
+
+def test_what_a_query_leaves_out_has_its_default() -> None:
+    assert Spec.from_query([]) == Spec()
+    assert Spec.from_query([("batch_size", "32"), ("shuffle", "global")]) == Spec(batch_size=32, shuffle="global")
+
+
+def test_a_spec_comes_back_from_its_own_query() -> None:
+    spec = Spec(batch_size=3, seed=2**63 - 1, snapshot="abc", pad="longest", tail="wrap", target_len=7)
+    assert Spec.from_query(spec.to_query().items()) == spec
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ([("batchsize", "3")], "Did you mean batch_size"),
+        ([("flavour", "sweet")], "Known: batch_size, loss"),
+        ([("seed", "1"), ("seed", "2")], "seed is given twice"),
+        ([("seq_len", "-3")], "seq_len must be from 1 to 1,048,576, not -3"),
+        ([("seq_len", "99999999")], "seq_len must be from 1 to"),
+        ([("seq_len", "9" * 5000)], "seq_len must be a whole number"),
+        ([("seq_len", "1_000")], "seq_len must be a whole number"),
+        ([("seq_len", "")], "seq_len must be a whole number"),
+        ([("seed", "1.5")], "seed must be a whole number"),
+        ([("shuffle", "yes")], "shuffle must be one of none, window, global"),
+        ([("snapshot", "")], "snapshot must be a fingerprint"),
+    ],
+)
+def test_a_wrong_parameter_is_named_with_its_bound(query: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as caught:
+        Spec.from_query(query)
+    assert caught.value.parameters == (query[0][0],)
+
+
+def test_all_wrong_parameters_are_listed_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        Spec(batch_size=0, seq_len=0, tail="cut")
+    assert caught.value.parameters == ("batch_size", "seq_len", "tail")
+
+
+def test_a_bool_is_no_number() -> None:
+    with pytest.raises(SpecError):
+        Spec(seed=True)
+
+
+def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
+    taken = inspect.signature(RemoteDataset).parameters
+    for name, default in Spec().to_dict().items():
+        if name not in ("world_size", "offset"):  # found out, and kept in the state
+            assert taken[name].default == default

@@ -1,0 +1,168 @@
+"""The transport against real sockets that misbehave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import httpx
+import pytest
+
+import penstock.transport
+from penstock import (
+    AddressError,
+    DataError,
+    PenstockError,
+    ServerUnavailable,
+    SnapshotGone,
+    SpecError,
+    UnknownDataset,
+    WireError,
+)
+from penstock.transport import Transport
+
+
+def response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    head = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def problem(slug: str, status: int, *headers: str) -> bytes:
+    body = {"type": f"urn:penstock:problem:{slug}", "status": status, "detail": f"this is {slug}"}
+    return response(json.dumps(body).encode(), f"{status} No", *headers)
+
+
+@contextmanager
+def server(*answers: bytes) -> Iterator[str]:
+    """Answers each connection with the next bytes, whatever is asked, then closes it; b"" hangs up at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            for answer in answers:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
+    with closing(Transport(servers, retry_seconds=retry_seconds)) as transport:
+        return transport.get("/path", {}, bytes), transport.num_retries
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", b"garbage\r\n\r\n", response(b"no", "500 Oops"),
+     response(b"busy", "503 Busy"), response(b"slow down", "429 Too Many"), problem("internal-error", 500)],
+    ids=["hangs up", "cut short", "garbage", "500", "503", "429", "internal error"],
+)  # fmt: skip
+def test_a_fault_on_the_way_is_tried_again(fault: bytes) -> None:
+    with server(fault, fault, response(b"here")) as url:
+        assert get(url) == (b"here", 2)
+
+
+def test_a_body_that_does_not_decode_is_fetched_again() -> None:
+    def decode(body: bytes) -> bytes:
+        if body == b"damaged":
+            raise WireError("damaged")
+        return body
+
+    with server(response(b"damaged"), response(b"sound")) as url, closing(Transport([url], retry_seconds=9)) as transport:
+        assert transport.get("/", {}, decode) == b"sound"
+
+
+def test_a_server_that_is_away_gives_way_to_the_next() -> None:
+    with server(response(b"here"), response(b"here")) as url:
+        assert get("http://127.0.0.1:9", url)[0] == b"here"
+
+
+def test_retry_after_is_honoured() -> None:
+    with server(response(b"", "503 Busy", "Retry-After: 1"), response(b"here")) as url:
+        began = time.monotonic()
+        assert get(url) == (b"here", 1)
+        assert time.monotonic() - began >= 1  # a lower bound: the wait was asked for
+
+
+def test_when_time_is_up_one_error_says_for_how_long_whom_and_why() -> None:
+    with pytest.raises(ServerUnavailable, match=r"retry_seconds=0.2 from http://127.0.0.1:9; .*Connection refused"):
+        get("http://127.0.0.1:9", retry_seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("slug", "status", "kind"),
+    [
+        ("bad-parameter", 422, SpecError),
+        ("unknown-dataset", 404, UnknownDataset),
+        ("step-out-of-range", 404, AddressError),
+        ("rank-out-of-range", 404, AddressError),
+        ("snapshot-gone", 409, SnapshotGone),
+        ("shard-unreadable", 500, DataError),
+        ("bad-row", 500, DataError),
+        ("dataset-refused", 500, DataError),
+    ],
+)
+def test_a_refusal_is_raised_at_once_with_the_servers_words(slug: str, status: int, kind: type[PenstockError]) -> None:
+    with server(problem(slug, status)) as url, pytest.raises(kind, match=f"this is {slug}"):
+        get(url)
+
+
+def test_a_stranger_on_the_port_is_named() -> None:
+    with server(response(b"<html>", "404 Not Found")) as url, pytest.raises(PenstockError, match="Is this a penstock server"):
+        get(url)
+
+
+def test_an_outage_is_two_lines_in_the_log_and_not_a_flood(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="penstock")
+    with server(*[b""] * 6, response(b"here")) as url:
+        get(url)
+    lines = [record.message for record in caplog.records if record.name == "penstock"]
+    assert len(lines) == 2
+    assert "trying again for up to 20 seconds" in lines[0]
+    assert "answers again after 6 failed attempts" in lines[1]
+
+
+@pytest.mark.parametrize("state", ["reading", "waiting"])
+def test_an_interrupt_ends_a_get_at_once(state: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1] if state == 'reading' else 9}"
+        transport = Transport([url], retry_seconds=600)
+        caught: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                transport.get("/", {}, bytes)
+            except PenstockError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(0.3)
+        transport.interrupt()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert isinstance(caught[0], ServerUnavailable)
+        transport.close()
+
+
+def test_every_error_of_httpx_is_turned_into_one_of_ours() -> None:
+    """Whatever can go wrong below is a TransportError, which is tried again; anything else would be a bug of ours."""
+    outside = {e for e in vars(httpx).values() if isinstance(e, type) and issubclass(e, httpx.RequestError)}
+    outside -= {e for e in outside if issubclass(e, httpx.TransportError)}
+    assert outside == {httpx.RequestError, httpx.DecodingError, httpx.TooManyRedirects}

@@ -1,0 +1,111 @@
+from io import BytesIO
+from itertools import pairwise
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import WireError, wire
+from penstock.wire import Address, Frame, Layout
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+TENSORS: Arrays = {
+    "input_ids": np.arange(24, dtype=np.uint16).reshape(2, 12),
+    "lengths": np.array([12, 7], np.int32),
+}
+
+
+def frame_bytes(tensors: Arrays = TENSORS, step: int = 3) -> bytes:
+    layout = Layout.of([(name, str(array.dtype), array.shape) for name, array in tensors.items()])
+    payload = bytearray(layout.nbytes)
+    for name, view in layout.views(memoryview(payload)).items():
+        view[...] = tensors[name]
+    address = Address(dataset="tiny", snapshot="00112233aabbccdd", epoch=1, rank=0, step=step)
+    return wire.encode_header(address, layout, wire.digest(memoryview(payload))) + bytes(payload)
+
+
+def test_a_frame_comes_back_as_it_was_sent() -> None:
+    [frame] = wire.decode(frame_bytes())
+    assert frame.address == Address(dataset="tiny", snapshot="00112233aabbccdd", epoch=1, rank=0, step=3)
+    assert {name: array.tolist() for name, array in frame.tensors.items()} == {n: a.tolist() for n, a in TENSORS.items()}
+    assert [array.dtype for array in frame.tensors.values()] == [np.uint16, np.int32]
+
+
+def test_any_msgpack_library_reads_a_body_as_header_and_payload_in_turn() -> None:
+    body = frame_bytes(step=1) + frame_bytes(step=2)
+    first, payload, second, _ = list(msgpack.Unpacker(BytesIO(body)))
+    assert (first["step"], second["step"]) == (1, 2)
+    assert first["digest"] == xxhash.xxh3_64_hexdigest(payload)
+    name, dtype, shape, offset = first["tensors"][0]
+    ids = np.frombuffer(payload, dtype, count=int(np.prod(shape)), offset=offset)
+    assert (name, ids.tolist()) == ("input_ids", list(range(24)))
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=5), st.lists(st.integers(1, 70), min_size=1, max_size=3))
+def test_payloads_and_tensors_lie_on_64_byte_boundaries_of_the_body(steps: list[int], sizes: list[int]) -> None:
+    tensors = {f"t{n}": np.full(size, n, np.uint16) for n, size in enumerate(sizes)}
+    body = b"".join(frame_bytes(tensors, step) for step in steps)
+    start = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
+    frames = list(wire.decode(body))
+    assert [frame.address.step for frame in frames] == steps
+    for frame in frames:
+        assert all((a.__array_interface__["data"][0] - start) % 64 == 0 for a in frame.tensors.values())
+
+
+def test_the_length_of_a_header_does_not_depend_on_the_digest() -> None:
+    address = Address(dataset="d", snapshot="s", epoch=0, rank=0, step=70_000)
+    layout = Layout.of([("input_ids", "uint16", (1, 1))])
+    assert len(wire.encode_header(address, layout)) == len(wire.encode_header(address, layout, "f" * 16))
+
+
+def test_no_flipped_bit_goes_unnoticed() -> None:
+    sound = frame_bytes()
+    [expected] = wire.decode(sound)
+    for bit in range(len(sound) * 8):
+        flipped = bytearray(sound)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            [frame] = wire.decode(flipped)
+        except WireError:
+            continue
+        assert _same(frame, expected), f"bit {bit} changed the batch"  # filler may change, the batch may not
+
+
+def test_a_body_cut_at_any_byte_is_refused() -> None:
+    body = frame_bytes(step=1) + frame_bytes(step=2)
+    border = len(frame_bytes())
+    for length in range(1, len(body)):
+        if length != border:
+            with pytest.raises(WireError):
+                list(wire.decode(body[:length]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>502 Bad Gateway</html>", b'{"detail": "no"}', b"\xc1" * 64, msgpack.packb({"a": 1}), msgpack.packb({"v": 1})],
+)
+def test_what_is_no_frame_is_refused(body: bytes) -> None:
+    with pytest.raises(WireError):
+        list(wire.decode(body))
+
+
+def test_another_wire_version_is_named() -> None:
+    with pytest.raises(WireError, match="version 2"):
+        list(wire.decode(msgpack.packb({"v": 2}) + bytes(8)))
+
+
+def _same(one: Frame, other: Frame) -> bool:
+    arrays = [(a, b) for frames in [(one, other)] for a, b in zip(*(f.tensors.values() for f in frames), strict=True)]
+    return one.address == other.address and all((a == b).all() and a.dtype == b.dtype for a, b in arrays)
+
+
+def test_tensors_do_not_overlap() -> None:
+    layout = Layout.of([("a", "uint16", (33,)), ("b", "int32", (1,)), ("c", "uint16", (4, 4))])
+    assert all(one.offset + one.nbytes <= two.offset for one, two in pairwise(layout.tensors))
+    assert layout.nbytes % 64 == 0
