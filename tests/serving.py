@@ -19,6 +19,7 @@ class Server:
     def __init__(self, data_dir: Path, cache_dir: Path, *flags: str) -> None:
         self._command = [sys.executable, "-m", "penstock.cli", "serve", str(data_dir), "--cache-dir", str(cache_dir), *flags]
         self._port = 0
+        self._client = httpx.Client(timeout=60)
         self.start()
 
     def start(self) -> None:
@@ -48,10 +49,11 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._client.close()
         self.kill()
 
     def get(self, path: str, **query: str | int) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", params=query, timeout=60)
+        return self._client.get(f"{self.url}{path}", params=query or None)
 
     def json(self, path: str, **query: str | int) -> Any:
         response = self.get(path, **query)

@@ -49,9 +49,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        catalog = open_catalog(settings.data_dir, settings.tokenizer, BlockCache(settings.cache_dir))
+        catalog = open_catalog(settings.data_dir, settings.tokenizer, _cache(settings))
         listener = _listen(settings)
-    except (SettingsError, DatasetRefused, OSError) as error:
+    except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
     with listener:
@@ -63,6 +63,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
         uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _cache(settings: Settings) -> BlockCache:
+    try:
+        return BlockCache(settings.cache_dir)
+    except OSError as error:
+        raise SettingsError(
+            f"the cache folder {settings.cache_dir} cannot be used: {error.strerror}. Name another with --cache-dir."
+        ) from error
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -1,0 +1,106 @@
+"""`docker compose up` for real: images are built, the server becomes healthy, a trainer container trains and exits 0."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from corpora import write_text, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def _compose() -> list[str] | None:
+    """The command on this machine: the plugin, or the older program."""
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(command[0]) and subprocess.run([*command, "version"], capture_output=True, check=False).returncode == 0:
+            return command
+    return None
+
+
+def _reason_to_skip() -> str | None:
+    if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
+        return "no Docker engine answers"
+    return None if _compose() else "there is neither docker compose nor docker-compose"
+
+
+REASON = _reason_to_skip()
+pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+class Compose:
+    """The project under a name and on a port of its own, over one data folder."""
+
+    def __init__(self, data: Path, tokenizer: str = "") -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._environment = {
+            "COMPOSE_PROJECT_NAME": f"penstock-test-{port}", "PENSTOCK_PORT": str(port), "PENSTOCK_DATA": str(data),
+            "PENSTOCK_TOKENIZER": tokenizer,
+        }  # fmt: skip
+        if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
+            self._environment["DOCKER_BUILDKIT"] = "0"  # an older engine builds by itself
+
+    def __call__(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [*(_compose() or []), *arguments], cwd=ROOT, env=os.environ | self._environment, capture_output=True, text=True,
+            check=False, timeout=1500,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def inspect(self, service: str, template: str) -> str:
+        container = self("ps", "-q", service).strip()
+        return subprocess.run(
+            ["docker", "inspect", "-f", template, container], capture_output=True, text=True, check=True
+        ).stdout.strip()  # fmt: skip
+
+    def wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + 180
+        while self.inspect("server", "{{.State.Health.Status}}") != "healthy":
+            assert time.monotonic() < deadline, self("logs", "server")
+            time.sleep(0.5)
+
+
+@pytest.fixture
+def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Compose]:
+    tmp_path.chmod(0o755)
+    data = tmp_path / "data"
+    data.mkdir()
+    tokenizer = ""
+    if getattr(request, "param", "") == "own data":
+        write_text(data / "mine", ["the quick brown fox jumps over the lazy dog"] * 64)
+        write_tokenizer(data / "tokenizer.json")
+        tokenizer = "/data/tokenizer.json"
+    compose = Compose(data, tokenizer)
+    yield compose
+    compose("--profile", "demo", "down", "--volumes")
+
+
+@pytest.mark.parametrize(("project", "expected"), [("sample", ["questions", "stories"]), ("own data", ["mine"])],
+                         indirect=["project"])  # fmt: skip
+def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected: list[str]) -> None:
+    project("up", "--detach", "--build", "server")
+    project.wait_until_healthy()
+    datasets = httpx.get(f"{project.url}/v1/datasets").json()["datasets"]
+    assert [dataset["name"] for dataset in datasets] == expected
+    batch = httpx.get(f"{project.url}/v1/datasets/{expected[-1]}/epochs/0/ranks/0/batches/0?format=json").json()
+    assert batch["sequences"][0]["text"]
+    assert project("exec", "-T", "server", "id", "-u").strip() == "10001"
+    writes = "touch /data/x /usr/x 2>/dev/null && echo wrote || echo refused"
+    assert project("exec", "-T", "server", "sh", "-c", writes).strip() == "refused"
+
+
+def test_the_demo_profile_trains_in_a_second_container_and_exits_0(project: Compose) -> None:
+    project("--profile", "demo", "up", "--build", "--abort-on-container-exit", "--exit-code-from", "trainer")
+    assert "60/60" in project("--profile", "demo", "logs", "trainer")

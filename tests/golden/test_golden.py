@@ -1,0 +1,52 @@
+"""Frozen values. Whoever changes one breaks every run that resumes (order) or every client in the field (frame)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import wire
+from penstock.wire import Address, Layout
+from penstock_server.order import EpochOrder, key, permute, unpermute
+
+HERE = Path(__file__).parent
+ORDER = json.loads((HERE / "order.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "value"), ORDER["key"].items())
+def test_keys(name: str, value: int) -> None:
+    seed, epoch, purpose = name.split("/")
+    assert key(int(seed), int(epoch), purpose) == value
+
+
+@pytest.mark.parametrize(("name", "images"), ORDER["permute"].items())
+def test_permutations(name: str, images: dict[str, int]) -> None:
+    size, permutation_key = (np.uint64(int(part)) for part in name.split("/"))
+    indices, expected = [int(index) for index in images], list(images.values())
+    assert permute(indices, size, permutation_key).tolist() == expected
+    assert unpermute(expected, size, permutation_key).tolist() == indices
+
+
+@pytest.mark.parametrize(("name", "sequences"), ORDER["epoch"].items())
+def test_epochs(name: str, sequences: str) -> None:
+    shuffle, seed, epoch = name.split("/")
+    counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
+    order = EpochOrder(counts, shuffle=shuffle, window=10, seed=int(seed), epoch=int(epoch))
+    blocks, indices = order.sequences(np.arange(order.num_sequences))
+    assert " ".join(f"{b}.{i}" for b, i in zip(blocks.tolist(), indices.tolist(), strict=True)) == sequences
+
+
+def test_frame() -> None:
+    layout = Layout.of([("input_ids", "uint16", (2, 5)), ("lengths", "int32", (2,))])
+    payload = memoryview(bytearray(layout.nbytes))
+    views = layout.views(payload)
+    views["input_ids"][:] = [[1, 2, 3, 50256, 0], [65535, 7, 50256, 0, 0]]
+    views["lengths"][:] = [4, 3]
+    address = Address(dataset="wiki", snapshot="0123456789abcdef", epoch=2, rank=1, step=300)
+    frame = wire.encode_header(address, layout, wire.digest(payload)) + bytes(payload)
+    golden = (HERE / "frame.msgpack").read_bytes()
+    assert frame == golden
+    [decoded] = wire.decode(golden)
+    assert decoded.address == address
+    assert decoded.tensors["lengths"].tolist() == [4, 3]

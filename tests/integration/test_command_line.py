@@ -1,0 +1,83 @@
+"""What a person types and reads: exit codes, messages without tracebacks."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import write_numbered, write_text
+from serving import Server
+
+
+def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_without_a_command_the_commands_are_listed() -> None:
+    done = penstock()
+    assert done.returncode == 2
+    assert "serve" in done.stderr
+    assert penstock("--version").stdout.startswith("penstock 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve"], "no data folder is given"),
+        (["serve", "{tmp}/none"], "does not exist"),
+        (["serve", "{tmp}/empty"], "holds no file that ends in .parquet"),
+        (["serve", "{tmp}/text"], "no tokenizer is given. Start with --tokenizer FILE"),
+        (["serve", "{tmp}/text", "--tokenizer", "{tmp}/none.json"], "none.json cannot be read: No such file"),
+        (["serve", "{tmp}/numbers", "--port", "high"], "port must be a whole number"),
+        (["serve", "{tmp}/numbers", "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        (["serve", "{tmp}/numbers", "--cache-dir", "/dev/null/x"], "the cache folder /dev/null/x cannot be used"),
+        (["sample", "{tmp}/sample", "--rows", "3"], "--rows must be at least 100"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_and_what_to_do(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    write_text(tmp_path / "text" / "wiki", ["one"])
+    write_numbered(tmp_path / "numbers", 9)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"tmp": str(tmp_path), "taken": str(taken.getsockname()[1])}
+        done = penstock(*(argument.format(**names) for argument in arguments))
+    assert done.returncode == 2
+    assert message.format(**names) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_greeting_names_each_dataset_with_rows_shards_recipe_snapshot_and_a_curl_line(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 1234)
+    server = serve(tmp_path / "data")
+    snapshot = server.json("/v1/datasets/numbers")["snapshot"]
+    assert f"numbers: 1,234 rows in 3 shards, snapshot {snapshot}" in server.greeting
+    assert "recipe: input_ids, pre-tokenized" in server.greeting
+    assert "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?format=json'" in server.greeting
+
+
+def test_a_server_that_is_told_to_stop_stops_without_a_word(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 9)
+    with serve(tmp_path / "data") as server:
+        server.json("/readyz")
+        assert server.stop() == ""
+
+
+def test_equal_seeds_write_equal_samples(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert penstock("sample", tmp_path / name, "--rows", "200").returncode == 0
+    for dataset in ("stories", "questions"):
+        one, two = (
+            [row for path in sorted((tmp_path / name / dataset).glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+            for name in ("one", "two")
+        )
+        assert one == two
+        assert len(one) == 200
+    assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()

@@ -1,0 +1,93 @@
+"""The README's commands, URLs and snippets, run as they stand, so that they cannot rot."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock_server.recipe import read_recipe
+from serving import Server
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and tests/docker
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def shell_lines() -> list[str]:
+    return [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("readme")
+    [line] = [line for line in shell_lines() if line.startswith("penstock sample")]
+    subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(line)[1:]], cwd=folder, check=True)
+    return folder / shlex.split(line)[-1]
+
+
+@pytest.fixture(scope="module")
+def server(sample: Path, serve: Callable[..., Server]) -> Server:
+    assert f"penstock serve {sample.name}" in shell_lines()
+    return serve(sample)
+
+
+def here(text: str, server: Server) -> str:
+    return text.replace("localhost:8000", server.url.removeprefix("http://"))
+
+
+def test_every_command_is_run_by_some_test() -> None:
+    lines = shell_lines()
+    curls = [line for line in lines if line.startswith("curl ")]
+    assert len(curls) >= 3
+    known = {"penstock sample sample-data", "penstock serve sample-data", *curls}
+    assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_every_curl_line_answers(server: Server) -> None:
+    lines = [line for line in shell_lines() if line.startswith("curl ")]
+    lines += re.findall(r"^ +(curl .*)$", server.greeting, re.MULTILINE)
+    for line in lines:
+        done = subprocess.run(["bash", "-c", here(line, server) + " --fail -sS"], capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stderr}{done.stdout}"
+        assert done.stdout.startswith("{")
+
+
+def test_every_python_snippet_runs(server: Server, tmp_path: Path) -> None:
+    for snippet in blocks("python"):
+        subprocess.run([sys.executable, "-W", "error", "-c", here(snippet, server)], cwd=tmp_path, check=True)
+
+
+def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
+    [toml] = blocks("toml")
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "penstock.toml").write_text(toml)
+    shutil.copy(sample / "tokenizer.json", tmp_path)
+    pq.write_table(pa.table({"question": ["?"], "answer": ["!"]}), folder / "a.parquet")
+    recipe = read_recipe(folder, pq.read_schema(folder / "a.parquet"), None)
+    assert (recipe.columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "substitute")
+
+
+def test_every_file_it_points_to_is_there() -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+def test_every_make_target_it_names_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"make ([a-z-]+)", README)) - {"and"}:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

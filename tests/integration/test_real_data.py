@@ -1,0 +1,63 @@
+"""Real text through a real server: the ids are those that `tokenizers` gives directly."""
+
+from collections.abc import Callable
+from itertools import chain
+
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from corpora import REAL_DATA, needs_real_data
+from penstock import RemoteDataset
+from serving import Server
+
+pytestmark = needs_real_data
+EOS = 50256
+TOKENIZER = REAL_DATA / "gpt2" / "tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server]) -> Server:
+    return serve(REAL_DATA, "--tokenizer", str(TOKENIZER))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "tangshi", "shakespeare", "wikitext"])
+def test_every_row_comes_once_with_the_ids_of_tokenizers(server: Server, name: str) -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    tables = [pq.read_table(path).to_pylist() for path in sorted((REAL_DATA / name).glob("*.parquet"))]
+    rows = [row for table in tables for row in table]
+    columns = ["prompt", "response"] if "prompt" in rows[0] else ["text"]
+    expected = []
+    for row in rows:
+        parts = [tokenizer.encode(row[column]).ids for column in columns]
+        expected.append((len(parts[0]) if len(parts) == 2 else 0, [*chain.from_iterable(parts), EOS]))
+    longest = max(len(ids) for _, ids in expected)
+    data = RemoteDataset(server.url, name, batch_size=4, seq_len=longest, pad="longest", tail="wrap")
+    served = []
+    for batch in data:
+        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+            length = int(mask.sum())
+            prompt = int((labels[:length] == -100).sum())
+            assert labels[prompt:length].tolist() == ids[prompt:length].tolist()
+            assert (labels[length:] == -100).all()
+            served.append((prompt, ids[:length].tolist()))
+    assert sorted(served[: len(rows)]) == sorted(expected)
+
+
+def test_prompt_and_response_come_apart_for_seq2seq(server: Server) -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    rows = [row for path in sorted((REAL_DATA / "gsm8k").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    expected = [(tokenizer.encode(r["prompt"]).ids[:64], [*tokenizer.encode(r["response"]).ids, EOS][:48]) for r in rows]
+    data = RemoteDataset(
+        server.url, "gsm8k", task="seq2seq", batch_size=1, seq_len=64, target_len=48, shuffle="none", pad="longest"
+    )
+    assert len(data) == len(expected)
+    for batch, (prompt, response) in zip(data, expected, strict=True):
+        assert batch["input_ids"][0].tolist() == prompt
+        assert batch["labels"][0].tolist() == response
+
+
+def test_what_crashes_parquet_readers_is_refused_and_the_others_are_served(server: Server) -> None:
+    assert "bad_parquet: NOT SERVED" in server.greeting
+    problem = server.get("/v1/datasets/bad_parquet/spec").json()
+    assert problem["type"] == "urn:penstock:problem:dataset-refused"

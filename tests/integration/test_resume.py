@@ -1,0 +1,213 @@
+"""Resuming: at every step, after a restart, with an emptied cache, under another world size; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from corpora import write_numbered
+from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGone, StateMismatch
+from serving import Server
+
+NUM_ROWS = 200
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    write_numbered(tmp_path / "data" / "numbers", NUM_ROWS)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def server(data_dir: Path, tmp_path: Path, serve: Callable[..., Server]) -> Server:
+    return serve(data_dir, cache_dir=tmp_path / "cache")
+
+
+def dataset(server: Server, *, batch_size: int = 4, world_size: int = 1, rank: int = 0, **spec: Any) -> RemoteDataset:
+    settings = {"seq_len": 8, "window": 64, "seed": 5, "retry_seconds": 60.0} | spec
+    return RemoteDataset(
+        server.url, "numbers", batch_size=batch_size, world_size=world_size, rank=rank, **settings,
+    )  # fmt: skip
+
+
+def contents(data: RemoteDataset) -> list[bytes]:
+    return [b"".join(batch[name].numpy().tobytes() for name in sorted(batch)) for batch in data]
+
+
+def rows(data: RemoteDataset) -> list[int]:
+    return [row for batch in data for row in batch["input_ids"][:, 0].tolist()]
+
+
+def state_after(data: RemoteDataset, num_batches: int) -> dict[str, object]:
+    """The state in the loop's body of the last of so many batches, as a checkpoint stores it."""
+    if num_batches:
+        for number, _ in enumerate(data, start=1):
+            if number == num_batches:
+                break
+    return dict(json.loads(json.dumps(data.state_dict())))
+
+
+def test_every_step_resumes_to_the_same_bytes_also_after_a_restart_with_an_emptied_cache(
+    server: Server, tmp_path: Path
+) -> None:
+    data = dataset(server)
+    data.set_epoch(2)
+    whole = contents(data)
+    assert len(whole) == NUM_ROWS // 4
+    states = []
+    for step in range(len(whole) + 1):
+        running = dataset(server)
+        running.set_epoch(2)
+        states.append(state_after(running, step))
+        assert states[-1]["step"] == step
+    for restart in (False, True):
+        if restart:
+            server.kill()
+            shutil.rmtree(tmp_path / "cache")
+            server.start()
+        for step, state in enumerate(states):
+            resumed = dataset(server)
+            resumed.load_state_dict(state)
+            assert (resumed.epoch, len(resumed)) == (2, len(whole) - step)
+            assert contents(resumed) == whole[step:]
+
+
+def test_a_resumed_run_goes_on_with_whole_epochs(server: Server) -> None:
+    data, resumed = dataset(server), dataset(server)
+    resumed.load_state_dict(state_after(data, 7))
+    contents(resumed)
+    for epoch in (1, 2):
+        data.set_epoch(epoch)
+        resumed.set_epoch(epoch)
+        assert contents(resumed) == contents(data)
+        assert len(resumed) == NUM_ROWS // 4
+
+
+def test_setting_the_resumed_epoch_again_keeps_the_place(server: Server) -> None:
+    """What every training loop does: for epoch in range(data.epoch, ...): data.set_epoch(epoch)."""
+    resumed = dataset(server)
+    resumed.load_state_dict(state_after(dataset(server), 7))
+    resumed.set_epoch(0)
+    assert len(contents(resumed)) == NUM_ROWS // 4 - 7
+
+
+def test_a_loop_that_is_left_starts_over_unless_a_state_is_loaded(server: Server) -> None:
+    data = dataset(server)
+    state = state_after(data, 9)
+    assert len(data) == NUM_ROWS // 4
+    assert len(contents(data)) == NUM_ROWS // 4
+    data.load_state_dict(state)
+    assert len(data) == NUM_ROWS // 4 - 9
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (4, 2)), ((4, 2), (4, 1)), ((2, 3), (5, 2)), ((3, 3), (1, 7))])
+def test_another_world_size_goes_on_at_the_same_sample(server: Server, before: tuple[int, int], after: tuple[int, int]) -> None:
+    everything = rows(dataset(server, batch_size=1))
+    state = state_after(dataset(server, batch_size=before[0], world_size=before[1]), 6)
+    consumed = 6 * before[0] * before[1]
+    ranks = [dataset(server, batch_size=after[0], world_size=after[1], rank=rank) for rank in range(after[1])]
+    for data in ranks:
+        data.load_state_dict(state)
+    batches = [[batch["input_ids"][:, 0].tolist() for batch in data] for data in ranks]
+    samples = [row for step in zip(*batches, strict=True) for batch in step for row in batch]
+    assert samples == everything[consumed : consumed + len(samples)]
+    assert NUM_ROWS - consumed - len(samples) < after[0] * after[1]
+    for data in ranks:
+        data.set_epoch(1)
+        assert len(data) == NUM_ROWS // (after[0] * after[1])
+
+
+def test_a_second_resume_under_a_third_world_size_adds_up(server: Server) -> None:
+    everything = rows(dataset(server, batch_size=1))
+    second = dataset(server, batch_size=3, world_size=2)
+    second.load_state_dict(state_after(dataset(server, batch_size=5), 4))
+    third = dataset(server, batch_size=1)
+    third.load_state_dict(state_after(second, 2))
+    assert rows(third) == everything[5 * 4 + 6 * 2 :]
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"shuffle": "global"}, {"window": 9}])
+def test_a_state_of_another_order_is_refused_with_what_differs(server: Server, change: dict[str, Any]) -> None:
+    [(name, value)] = change.items()
+    with pytest.raises(StateMismatch, match=rf"{name}: .* then, {value!r} now"):
+        dataset(server, **change).load_state_dict(state_after(dataset(server), 3))
+
+
+def test_what_is_no_state_is_refused(server: Server) -> None:
+    with pytest.raises(StateMismatch, match="no state of a RemoteDataset"):
+        dataset(server).load_state_dict({"epoch": 3})
+
+
+def test_a_run_never_goes_on_with_other_data(server: Server, data_dir: Path) -> None:
+    data = dataset(server)
+    state, snapshot = state_after(data, 3), data.snapshot
+    server.kill()
+    write_numbered(data_dir / "numbers", NUM_ROWS, row_group_size=9)
+    server.start()
+    with pytest.raises(SnapshotGone, match=f"snapshot {snapshot} of numbers is not on this server"):
+        contents(data)
+    with pytest.raises(SnapshotGone):
+        dataset(server, snapshot=snapshot)
+    with pytest.raises(StateMismatch, match="snapshot: "):
+        dataset(server).load_state_dict(state)
+
+
+def test_a_killed_server_repeats_and_loses_no_batch(server: Server) -> None:
+    """Small buffers, so that the client really is in the middle of fetching whenever the server dies."""
+    expected = contents(dataset(server))
+    data = dataset(server, prefetch_bytes=1)
+    seen = []
+    for number, batch in enumerate(data):
+        seen.append(b"".join(batch[name].numpy().tobytes() for name in sorted(batch)))
+        if number % 12 == 5:
+            server.kill()
+            threading.Timer(0.2, server.start).start()
+    assert seen == expected
+    assert data.stats().num_retries > 0
+    assert data.stats().wait_seconds > 0.2
+
+
+def test_a_server_that_stays_away_is_one_clear_error(server: Server) -> None:
+    data = dataset(server, retry_seconds=0.5, prefetch_bytes=1)
+    batches = iter(data)
+    next(batches)
+    server.kill()
+    with pytest.raises(ServerUnavailable, match=r"no answer within retry_seconds=0.5 from http://127.0.0.1:\d+"):
+        list(batches)
+    assert data.state_dict()["step"] >= 1
+
+
+def train_badly(data: RemoteDataset) -> None:
+    for _ in data:
+        raise RuntimeError("a fault of the training step")
+
+
+def test_leaving_the_loop_leaves_no_thread(server: Server) -> None:
+    before = threading.active_count()
+    data = dataset(server, prefetch_bytes=1)
+    for _ in data:
+        break
+    with pytest.raises(RuntimeError, match="a fault of the training step"):
+        train_badly(data)
+    assert threading.active_count() == before
+
+
+def test_a_state_is_refused_where_loader_workers_run_ahead_of_the_loop(server: Server) -> None:
+    data = dataset(server)
+    next(iter(DataLoader(data, batch_size=None, num_workers=1)))
+    with pytest.raises(PenstockError, match="they run ahead of it"):
+        data.state_dict()
+
+
+def test_a_batch_can_be_trained_on(server: Server) -> None:
+    embedding = torch.nn.Embedding(NUM_ROWS, 4)
+    for batch in dataset(server):
+        assert embedding(batch["input_ids"]).shape == (4, 8, 4)

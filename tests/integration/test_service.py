@@ -1,0 +1,233 @@
+"""The HTTP surface of a real server: equal bytes however they are asked for, caching, and errors that help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pyarrow as pa
+import pytest
+
+from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from penstock import wire
+from serving import Server
+
+BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
+SPECS = [
+    {"batch_size": 4, "seq_len": 8},
+    {"batch_size": 7, "seq_len": 3, "shuffle": "global", "seed": 9},
+    {"batch_size": 4, "seq_len": 8, "pad": "longest"},
+    {"batch_size": 32, "seq_len": 4, "tail": "wrap", "shuffle": "none"},
+]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data")
+    write_tokenizer(data / "tokenizer.json")
+    write_numbered(data / "numbers", 1200)
+    write_text(data / "text", ["the quick fox", "a \N{SNOWMAN} dog"] * 8)
+    write_pairs(data / "pairs", [(f"the {n} dogs ?", f" jumps over {n} foxes" * 3) for n in range(16)])
+    write_shards(data / "holes", "tokens", [[[1], [], [3, 4]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    (data / "broken").mkdir()
+    (data / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    return data
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+    return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_one_batch_at_a_time_a_run_and_a_strided_run_are_the_same_bytes(server: Server, spec: dict[str, str | int]) -> None:
+    run = server.get(BATCHES, **spec).content
+    num_steps = server.json("/v1/datasets/numbers/spec", **spec)["num_steps"]
+    single = [server.get(f"{BATCHES}/{step}", **spec).content for step in range(num_steps)]
+    assert b"".join(single) == run
+    assert server.get(BATCHES, start=3, stop=11, stride=3, **spec).content == b"".join(single[3:11:3])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_second_server_gives_the_same_bytes(
+    server: Server, serve: Callable[..., Server], data_dir: Path, spec: dict[str, str | int]
+) -> None:
+    with serve(data_dir) as other:
+        assert other.get(BATCHES, **spec).content == server.get(BATCHES, **spec).content
+
+
+def test_the_length_is_announced_where_shapes_are_fixed(server: Server) -> None:
+    for path in (BATCHES, f"{BATCHES}/70"):
+        response = server.get(path, batch_size=4, seq_len=8)
+        assert int(response.headers["Content-Length"]) == len(response.content)
+    assert "Content-Length" not in server.get(BATCHES, batch_size=4, pad="longest").headers
+
+
+def test_a_batch_that_names_its_snapshot_is_immutable_and_one_that_means_the_latest_is_not(server: Server) -> None:
+    snapshot = server.json("/v1/datasets/numbers")["snapshot"]
+    assert server.get(f"{BATCHES}/0", snapshot=snapshot).headers["Cache-Control"] == "public, max-age=31536000, immutable"
+    assert server.get(f"{BATCHES}/0").headers["Cache-Control"] == "no-cache"
+
+
+def test_etags_follow_the_address_and_spare_the_body(server: Server) -> None:
+    etag = server.get(f"{BATCHES}/0").headers["ETag"]
+    same = httpx.get(f"{server.url}{BATCHES}/0?batch_size=8", headers={"If-None-Match": f'"other", W/{etag}'})
+    assert (same.status_code, same.content, same.headers["ETag"]) == (304, b"", etag)
+    others = [f"{BATCHES}/1", f"{BATCHES}/0?seed=1", f"{BATCHES}/0?format=json", f"{BATCHES}?stop=2"]
+    assert len({httpx.get(f"{server.url}{path}").headers["ETag"] for path in others} | {etag}) == 5
+
+
+def test_the_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
+    spec = server.json("/v1/datasets/pairs/spec", batch_size=3, pad="longest", world_size=2)
+    assert (spec["num_steps"], spec["num_sequences"]) == (2, 16)
+    assert spec["spec"]["snapshot"] == spec["snapshot"]
+    assert spec["spec"]["target_len"] == 1024
+    assert spec["tensors"] == [
+        {"name": "input_ids", "dtype": "uint16", "shape": [3, None]},
+        {"name": "lengths", "dtype": "int32", "shape": [3]},
+        {"name": "prompt_lengths", "dtype": "int32", "shape": [3]},
+    ]
+    [frame] = server.frames("/v1/datasets/pairs/epochs/0/ranks/0/batches/0", batch_size=3)
+    assert [[name, str(a.dtype), list(a.shape)] for name, a in frame.tensors.items()] == [
+        ["input_ids", "uint16", [3, 1024]], ["lengths", "int32", [3]], ["prompt_lengths", "int32", [3]],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ({}, {"input_ids", "lengths", "prompt_lengths"}),
+        ({"loss": "all"}, {"input_ids", "lengths"}),
+        ({"task": "seq2seq", "target_len": 9}, {"input_ids", "lengths", "labels", "label_lengths"}),
+    ],
+)
+def test_pairs_are_served_for_causal_and_seq2seq_training(server: Server, query: dict[str, str | int], names: set[str]) -> None:
+    [frame] = server.frames("/v1/datasets/pairs/epochs/0/ranks/0/batches/0", batch_size=2, seq_len=40, **query)
+    assert set(frame.tensors) == names
+    page = server.json("/v1/datasets/pairs/epochs/0/ranks/0/batches/0", batch_size=2, seq_len=40, format="json", **query)
+    if "labels" in names:
+        assert frame.tensors["labels"].shape == (2, 9)
+        assert frame.tensors["label_lengths"].tolist() == [9, 9]
+        assert page["sequences"][0]["labels"] == frame.tensors["labels"][0].tolist()
+    else:
+        text = page["sequences"][0]["prompt"] + page["sequences"][0]["response"]
+        assert text.startswith("the ")
+
+
+def test_a_person_can_read_a_batch(server: Server) -> None:
+    response = server.get("/v1/datasets/text/epochs/0/ranks/0/batches/0", format="json", batch_size=2)
+    page = response.json()
+    texts = {"the quick fox<|endoftext|>", "a \N{SNOWMAN} dog<|endoftext|>"}
+    assert {sequence["text"] for sequence in page["sequences"]} <= texts
+    assert page["sequences"][0]["source"].startswith("part-000.parquet, row group 0, row ")
+    assert "\N{SNOWMAN}" in response.text or "fox" in response.text
+    assert max(len(line) for line in response.text.splitlines()) < 500
+    [frame] = server.frames("/v1/datasets/text/epochs/0/ranks/0/batches/0", batch_size=2)
+    assert page["digest"] == frame.digest
+    for sequence, ids in zip(page["sequences"], frame.tensors["input_ids"], strict=True):
+        assert sequence["input_ids"] == ids[: sequence["num_tokens"]].tolist()
+
+
+def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> None:
+    answer = server.json("/v1/datasets")
+    assert [d["name"] for d in answer["datasets"]] == ["holes", "numbers", "pairs", "text"]
+    assert answer["refused"][0]["name"] == "broken"
+    assert "half.parquet is truncated" in answer["refused"][0]["error"]
+    numbers = server.json("/v1/datasets/numbers")
+    assert (numbers["rows"], numbers["shards"], numbers["columns"]) == (1200, 3, ["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "slug", "detail"),
+    [
+        ("nope/spec", 404, "unknown-dataset", "there is no dataset 'nope'"),
+        ("numbers/epochs/0/ranks/0/batches/150", 404, "step-out-of-range", "this epoch has 150 steps, 0 to 149"),
+        ("numbers/epochs/0/ranks/0/batches?start=3&stop=151", 404, "step-out-of-range", "step 150 does not exist"),
+        ("numbers/epochs/0/ranks/2/batches/0?world_size=2", 404, "rank-out-of-range", "ranks are 0 to 1"),
+        ("numbers/epochs/0/ranks/0/batches/0?batchsize=2", 422, "bad-parameter", "Did you mean batch_size?"),
+        ("numbers/epochs/0/ranks/0/batches/0?start=2", 422, "bad-parameter", "'start' is not a parameter"),
+        ("numbers/spec?format=json", 422, "bad-parameter", "'format' is not a parameter"),
+        ("numbers/spec?batch_size=-1", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not -1"),
+        ("numbers/spec?batch_size=70000", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not 70,000"),
+        ("numbers/spec?batch_size=1000&seq_len=1000000", 422, "bad-parameter", "the limit is 1,073,741,824"),
+        ("numbers/spec?batch_size=1201", 422, "bad-parameter", "no step fits: numbers has 1,200 sequences"),
+        ("numbers/spec?offset=1201", 422, "bad-parameter", "offset=1,201 is past the epoch's end"),
+        ("numbers/spec?task=seq2seq", 422, "bad-parameter", "task=seq2seq needs prompt and response"),
+        ("numbers/spec?packing=tight", 422, "bad-parameter", "packing must be one of rows"),
+        ("numbers/epochs/-1/ranks/0/batches/0", 422, "bad-parameter", "epoch='-1'"),
+        ("numbers/epochs/x/ranks/0/batches/0", 422, "bad-parameter", "epoch='x'"),
+        ("numbers/epochs/0/ranks/0/batches/99999999999999999999", 422, "bad-parameter", "step='99999999999999999999'"),
+        ("numbers/epochs/0/ranks/0/batches/0?format=xml", 422, "bad-parameter", "format='xml'"),
+        ("numbers/epochs/0/ranks/0/batches?start=4&stop=4", 422, "bad-parameter", "start=4 must be below stop=4"),
+        ("numbers/epochs/0/ranks/0/batches?stride=0", 422, "bad-parameter", "stride='0'"),
+        ("numbers/spec?snapshot=0123", 409, "snapshot-gone", "snapshot 0123 of numbers is not on this server"),
+        ("broken/spec", 500, "dataset-refused", "half.parquet is truncated"),
+        ("holes/epochs/0/ranks/0/batches/0?batch_size=3", 500, "bad-row", "row 1 of row group 0 in part-000.parquet is empty"),
+        ("holes/epochs/0/ranks/0/batches/0/provenance?batch_size=3", 500, "bad-row", 'on_bad_row = "substitute"'),
+    ],
+)
+def test_a_refusal_is_a_problem_that_names_what_is_wrong(
+    server: Server, path: str, status: int, slug: str, detail: str
+) -> None:
+    response = server.get(f"/v1/datasets/{path}")
+    assert response.headers["Content-Type"] == "application/problem+json"
+    problem = response.json()
+    assert (response.status_code, problem["status"], problem["type"]) == (status, status, f"urn:penstock:problem:{slug}")
+    assert detail in problem["detail"]
+    assert problem["detail"].endswith((".", "?"))
+
+
+def test_a_url_that_is_none_points_to_the_documentation(server: Server) -> None:
+    response = server.get("/v2/anything")
+    assert (response.status_code, response.headers["Content-Type"]) == (404, "application/problem+json")
+    assert "/docs lists every URL" in response.json()["detail"]
+
+
+def test_a_shard_that_breaks_in_mid_run_breaks_the_connection_and_then_names_itself(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    folder = write_numbered(tmp_path / "data" / "long", 60_000, num_shards=2, row_group_size=1000)
+    path = folder / "part-001.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 300 + whole[304:])
+    run = "/v1/datasets/long/epochs/0/ranks/0/batches"
+    with serve(tmp_path / "data") as server:
+        with pytest.raises(httpx.RemoteProtocolError):
+            server.get(run, shuffle="none", seq_len=256)
+        problem = server.get(f"{run}/3750", shuffle="none").json()
+        assert problem["type"] == "urn:penstock:problem:shard-unreadable"
+        assert "row group 0 of part-001.parquet" in problem["detail"]
+        assert len(server.frames(run, stop=3750, shuffle="none")) == 3750
+
+
+def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> None:
+    assert server.json("/healthz") == {"status": "ok"}
+    assert server.json("/readyz") == {"status": "ready", "datasets": 4, "refused": 1}
+    page = server.get("/docs").text
+    assert "https://" not in page
+    assert server.get("/docs/assets/swagger-ui-bundle.js").status_code == 200
+    paths = server.json("/openapi.json")["paths"]
+    parameters = paths["/v1/datasets/{dataset}/epochs/{epoch}/ranks/{rank}/batches/{step}"]["get"]["parameters"]
+    assert {"dataset", "epoch", "rank", "step", "format", "batch_size", "snapshot"} <= {p["name"] for p in parameters}
+
+
+def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> None:
+    [frame] = server.frames("/v1/datasets/numbers/epochs/6/ranks/2/batches/9", world_size=3, batch_size=2)
+    snapshot = server.json("/v1/datasets/numbers")["snapshot"]
+    assert frame.address == wire.Address(dataset="numbers", snapshot=snapshot, epoch=6, rank=2, step=9)
+
+
+def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() -> None:
+    """A trainer installs the client alone; a process that only decodes frames has no torch."""
+    script = (
+        "import sys, penstock, penstock.wire, penstock.transport\n"
+        "heavy = ('torch', 'penstock_server', 'fastapi', 'pyarrow', 'tokenizers', 'uvicorn')\n"
+        "assert not [name for name in heavy if name in sys.modules]\n"
+        "penstock.RemoteDataset\n"
+        "assert 'torch' in sys.modules\n"
+        "assert not [name for name in heavy[1:] if name in sys.modules]\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
