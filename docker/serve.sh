@@ -1,7 +1,8 @@
 #!/bin/sh
 # Serves /data if it holds datasets, else a generated sample.
 set -eu
-if [ -n "$(find -L /data -name '*.parquet' -print -quit 2>/dev/null)" ]; then
+found=$(find -L /data -name '*.parquet' -print -quit) # fails, and the container with it, where /data cannot be read
+if [ -n "$found" ]; then
     exec penstock serve /data
 fi
 echo "no *.parquet below /data: serving a generated sample"

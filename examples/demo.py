@@ -31,6 +31,7 @@ PENSTOCK = [sys.executable, "-m", "penstock.cli"]
 DATASET, BATCH_SIZE, SEQ_LEN, SEED = "stories", 16, 128, 7
 PREFETCH_BYTES = 400_000  # eight batches: half a second of training, so that the outage is felt and not hidden
 OUTAGE_SECONDS = 1.0
+MARK = ".penstock-demo"  # in folders that a demo wrote, and may remove
 
 
 class Demo:
@@ -48,8 +49,11 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         """Everything in turn. Returns the figures of the last line."""
+        if self.out.exists() and any(self.out.iterdir()) and not (self.out / MARK).exists():
+            raise SystemExit(f"demo: {self.out} holds other things, which it would remove; name another folder with --out")
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir(parents=True)
+        (self.out / MARK).touch()
         say("writing a sample corpus")
         subprocess.run([*PENSTOCK, "sample", self.out / "data"], check=True)
         self.start_server()

@@ -63,6 +63,8 @@ def main() -> None:
     data = RemoteDataset(
         args.server, dataset, batch_size=args.batch_size, seq_len=args.seq_len, seed=7, prefetch_bytes=args.prefetch_bytes
     )
+    if data.vocab_size is None:
+        raise SystemExit(f"{dataset} does not say how many token ids there are: set vocab_size in its penstock.toml")
     model = TinyGPT(data.vocab_size, args.seq_len).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = 0

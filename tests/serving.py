@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,9 @@ class Server:
         self._process.kill()
         self._process.communicate()
 
-    def stop(self) -> str:
-        """SIGTERM; what the server wrote to its log."""
-        self._process.terminate()
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> str:
+        """Asks the server to stop; what it wrote to its log."""
+        self._process.send_signal(how)
         return self._process.communicate(timeout=20)[1]
 
     def __enter__(self) -> Server:

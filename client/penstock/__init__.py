@@ -16,6 +16,7 @@ from penstock.errors import (
     SpecError,
     StateMismatch,
     UnknownDataset,
+    VersionMismatch,
     WireError,
 )
 from penstock.spec import Spec
@@ -36,6 +37,7 @@ __all__ = [
     "SpecError",
     "StateMismatch",
     "UnknownDataset",
+    "VersionMismatch",
     "WireError",
 ]
 

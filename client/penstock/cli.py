@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib.util import find_spec
 
 from penstock import __version__
 
@@ -14,13 +13,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    if find_spec("fastapi") and find_spec("pyarrow"):
+    try:
         # The one place where the client reaches for the server: a command of a person's, never the library.
         from penstock_server.cli import add_commands
 
         add_commands(commands)
-    else:
-        parser.epilog = "serve and sample need the server's packages: pip install 'penstock[server]'"
+    except ImportError as error:
+        parser.epilog = f"serve and sample are not available: {error}. Install the server: pip install 'penstock[server]'"
     chosen = parser.parse_args(arguments)
     if not hasattr(chosen, "run"):
         parser.print_help(sys.stderr)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import quote
 
 import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from penstock import wire
-from penstock.errors import PenstockError, SpecError, StateMismatch, WireError
+from penstock.errors import PenstockError, SpecError
 from penstock.prefetch import Prefetch
+from penstock.source import Source
 from penstock.spec import Spec
+from penstock.state import Position, read_state, write_state
 from penstock.tensors import Batch, expand, nbytes
-from penstock.transport import Transport
-
-_STATE_VERSION = 1
-_ORDER = ("snapshot", "seed", "shuffle", "window", "packing")  # what decides which sample stands where in an epoch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,15 +27,6 @@ class Stats:
     num_batches: int = 0
     num_retries: int = 0
     wait_seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cursor:
-    """How far an epoch is consumed: `step` of `num_steps` steps, counted behind the first `offset` samples."""
-
-    offset: int
-    num_steps: int
-    step: int
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -86,12 +72,15 @@ class RemoteDataset(IterableDataset[Batch]):
         prefetch_bytes: int = 64 << 20,
         retry_seconds: float = 600.0,
     ) -> None:
-        self._servers = _addresses(servers)
-        self._path = f"/v1/datasets/{quote(dataset, safe='')}"
-        self.dataset = dataset
+        if prefetch_bytes < 0 or retry_seconds < 0:
+            raise SpecError(
+                f"prefetch_bytes={prefetch_bytes} and retry_seconds={retry_seconds} must not be negative",
+                ("prefetch_bytes", "retry_seconds"),
+            )
         self.rank, self.world_size = _place(rank, world_size)
-        self._prefetch_bytes, self._retry_seconds = prefetch_bytes, retry_seconds
-        spec = Spec(
+        self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
+        self._prefetch_bytes = prefetch_bytes
+        asked = Spec(
             batch_size=batch_size,
             seq_len=seq_len,
             world_size=self.world_size,
@@ -106,15 +95,23 @@ class RemoteDataset(IterableDataset[Batch]):
             tail=tail,
             snapshot=snapshot,
         )
-        answer = self._resolve(spec)
-        self.spec = Spec(**answer["spec"])
-        self.steps_per_epoch = int(answer["num_steps"])
-        self.vocab_size = int(answer["vocab_size"])
-        # In shared memory, so that loader workers that outlive an epoch see set_epoch, and the main process sees them.
-        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._cursor = self._start()
-        self._cursor_is_next = True
+        resolved = self._source.resolve(asked)
+        self.spec = resolved.spec
+        self.steps_per_epoch = resolved.num_steps
+        self.vocab_size = resolved.vocab_size
+        self._position = Position()
+        self._num_steps = self.steps_per_epoch  # behind the position's offset
+        self._position_is_next = True
+        self._num_starts = 0
         self._stats = Stats()
+        # The epoch, and whether loader workers iterate. Shared, so that workers that outlive an epoch see set_epoch.
+        self._shared = torch.zeros(2, dtype=torch.int64)
+        self._share()
+
+    @property
+    def dataset(self) -> str:
+        """Its name on the server."""
+        return self._source.dataset
 
     @property
     def epoch(self) -> int:
@@ -132,41 +129,41 @@ class RemoteDataset(IterableDataset[Batch]):
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise SpecError(f"epoch must be a whole number from 0, not {epoch!r}", ("epoch",))
         if epoch != self.epoch:
-            self._shared[0] = epoch
-            self._cursor, self._cursor_is_next = self._start(), True
+            self._start_at(Position(epoch=epoch))
 
     def __len__(self) -> int:
         """Batches of the next iteration: an epoch's, or what is left of it after load_state_dict."""
-        return self._cursor.num_steps - self._cursor.step if self._cursor_is_next else self.steps_per_epoch
+        return max(0, self._num_steps - self._position.step) if self._position_is_next else self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch from its first step, or from where load_state_dict put it. Leaving the loop stops the fetching.
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
-        if not self._cursor_is_next:
-            self._cursor = self._start()
-        self._cursor_is_next = False
-        cursor, epoch = self._cursor, self.epoch
+        if not self._position_is_next or self._position.epoch != self.epoch:
+            self._start_at(Position(epoch=self.epoch))
+        self._position_is_next = False
+        start, this = self._position, self._num_starts
         worker = get_worker_info()
         first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        if worker:
-            self._shared[1] = 1
-        steps = range(cursor.step + first, cursor.num_steps, stride)
-        spec = replace(self.spec, offset=cursor.offset)
+        self._shared[1] = int(worker is not None)
+        steps = range(start.step + first, self._num_steps, stride)
+        spec = replace(self.spec, offset=start.offset)
         # Torch's pinned memory belongs to the process that has the GPU; a DataLoader pins what its workers send.
         pin_memory = worker is None and torch.cuda.is_available()
-        transport = Transport(self._servers, retry_seconds=self._retry_seconds)
+        transport = self._source.connect()
         before = self._stats
 
         def fetch(run: range) -> list[Batch]:
-            frames = self._fetch(transport, spec, epoch, run)
+            frames = self._source.frames(transport, spec, start.epoch, run)
             return [expand(frame, pin_memory=pin_memory) for frame in frames]
 
         batches = Prefetch(fetch, steps, nbytes=nbytes, budget_bytes=self._prefetch_bytes, interrupt=transport.interrupt)
         with closing(transport), closing(batches):
             for step, batch in zip(steps, batches, strict=True):
-                self._cursor = replace(cursor, step=step + 1)
+                if self._num_starts == this:  # else set_epoch or load_state_dict came in mid-loop, and their word holds
+                    # All workers add their number to it when they start: what they share is the round.
+                    self._position = replace(start, step=step - first + stride)
                 self._stats = Stats(
                     num_batches=self._stats.num_batches + 1,
                     num_retries=before.num_retries + transport.num_retries,
@@ -188,83 +185,32 @@ class RemoteDataset(IterableDataset[Batch]):
                 "state_dict cannot count what the loop consumed: DataLoader workers iterated over this dataset, and they run "
                 "ahead of it. Iterate over the dataset itself, or with num_workers=0: it fetches ahead in a thread anyway."
             )
-        spec = self.spec.to_dict()
-        return {
-            "version": _STATE_VERSION,
-            "dataset": self.dataset,
-            "epoch": self.epoch,
-            "step": self._cursor.step,
-            "offset": self._cursor.offset,
-            "batch_size": spec["batch_size"],
-            "world_size": spec["world_size"],
-            **{name: spec[name] for name in _ORDER},
-        }
+        return write_state(self.dataset, self.spec, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts the next iteration where state_dict was taken. Another world_size or batch_size goes on at the same sample.
 
         Raises StateMismatch: the state is of other data or of another order; the message lists what differs.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise StateMismatch(f"this is no state of a RemoteDataset of version {_STATE_VERSION}: {dict(state)!r}")
-        here = {"dataset": self.dataset, **{name: self.spec.to_dict()[name] for name in _ORDER}}
-        differing = [f"{n}: {state.get(n)!r} then, {value!r} now" for n, value in here.items() if state.get(n) != value]
-        if differing:
-            raise StateMismatch(
-                f"this state belongs to another order of samples ({'; '.join(differing)}); going on with it would repeat some "
-                f"and skip others. Make the dataset with the same values, or start the epoch anew without the state."
-            )
-        offset, step = int(state["offset"]), int(state["step"])
-        per_step = int(state["batch_size"]) * int(state["world_size"])
-        if per_step != self.spec.batch_size * self.spec.world_size:
-            offset, step = offset + step * per_step, 0
-        self._shared[0] = int(state["epoch"])
-        self._cursor, self._cursor_is_next = self._start(offset, step), True
+        self._start_at(read_state(state, self.dataset, self.spec))
 
-    def _start(self, offset: int = 0, step: int = 0) -> _Cursor:
+    def _start_at(self, position: Position) -> None:
         num_steps = self.steps_per_epoch
-        if offset:
-            num_steps = int(self._resolve(replace(self.spec, offset=offset))["num_steps"])
-        return _Cursor(offset=offset, num_steps=num_steps, step=step)
+        if position.offset:
+            # A wrapped last step counts samples past the epoch's end.
+            num_sequences = self._source.resolve(self.spec).num_sequences
+            position = replace(position, offset=min(position.offset, num_sequences))
+            num_steps = self._source.resolve(replace(self.spec, offset=position.offset)).num_steps
+        self._shared[0] = position.epoch
+        self._position, self._num_steps, self._position_is_next = position, num_steps, True
+        self._num_starts += 1
 
-    def _resolve(self, spec: Spec) -> dict[str, Any]:
-        """The server's word on a spec: every parameter resolved, the snapshot included, and the number of steps."""
-        transport = Transport(self._servers, retry_seconds=self._retry_seconds)
-        with closing(transport):
-            return transport.get(f"{self._path}/spec", spec.to_query(), _decode_spec)
+    def _share(self) -> None:
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
-    def _fetch(self, transport: Transport, spec: Spec, epoch: int, steps: range) -> list[wire.Frame]:
-        path = f"{self._path}/epochs/{epoch}/ranks/{self.rank}/batches"
-        # A slice of a strided range may end past the epoch's last step.
-        query = {"start": str(steps[0]), "stop": str(steps[-1] + 1), "stride": str(steps.step), **spec.to_query()}
-
-        def decode(body: bytes) -> list[wire.Frame]:
-            frames = list(wire.decode(body))
-            expected = [
-                wire.Address(dataset=self.dataset, snapshot=self.snapshot, epoch=epoch, rank=self.rank, step=step)
-                for step in steps
-            ]
-            if [frame.address for frame in frames] != expected:
-                raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, other batches came")
-            return frames
-
-        return transport.get(path, query, decode)
-
-
-def _decode_spec(body: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(body)
-        Spec(**answer["spec"]), int(answer["num_steps"]), int(answer["vocab_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise WireError(f"the answer is no spec of this version of penstock: {error}") from error
-    return dict(answer)
-
-
-def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
-    given = (servers,) if isinstance(servers, str) else tuple(servers)
-    if not given or not all(address.startswith(("http://", "https://")) for address in given):
-        raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
-    return tuple(address.rstrip("/") for address in given)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()  # a copy would otherwise tell its own workers nothing
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -272,9 +218,11 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
         raise SpecError("give both rank and world_size, or neither", ("rank", "world_size"))
     if rank is None or world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        else:
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        try:
             rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not 0 <= rank < world_size:
-        raise SpecError(f"rank must be from 0 to {world_size - 1} (world_size={world_size}), not {rank}", ("rank",))
+        except ValueError as error:
+            raise SpecError(f"the environment's RANK and WORLD_SIZE must be whole numbers: {error}", ("rank",)) from error
+    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+        raise SpecError(f"rank must be a whole number from 0 below world_size={world_size!r}, not {rank!r}", ("rank",))
     return rank, world_size

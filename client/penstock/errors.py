@@ -8,6 +8,7 @@ PenstockError
 ├── DataError           the server found data it cannot use: an unreadable shard, a bad row
 ├── ServerUnavailable   no server answered within `retry_seconds`
 ├── WireError           bytes that are not a batch, or not the batch that was asked for
+├── VersionMismatch     the server is of a version that this client does not understand
 └── StateMismatch       a state_dict belongs to other data or another order
 """
 
@@ -46,6 +47,10 @@ class ServerUnavailable(PenstockError):
 
 class WireError(PenstockError):
     """Bytes that are not a batch, were damaged on the way, or answer another question."""
+
+
+class VersionMismatch(PenstockError):
+    """The server is of a version that this client does not understand."""
 
 
 class StateMismatch(PenstockError, ValueError):

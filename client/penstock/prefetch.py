@@ -17,9 +17,9 @@ _CLOSE_SECONDS = 5.0
 class Prefetch(Generic[T]):
     """Iterates over the items of `steps`, in order, fetched by a thread of its own in runs that grow to a few MiB.
 
-    `fetch(steps)` returns one item for each step; `nbytes(item)` is its size. At most `budget_bytes` are buffered, but
-    always room for one run. `interrupt()` makes a fetch in the thread fail. `wait_seconds` is how long the consumer has
-    waited so far.
+    `fetch(steps)` returns an item for each of at least the first of the steps; `nbytes(item)` is its size. At most
+    `budget_bytes` are buffered, but always room for one run. `interrupt()` makes a fetch in the thread fail.
+    `wait_seconds` is how long the consumer has waited so far.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Prefetch(Generic[T]):
         start, run = 0, 1  # the first batch comes alone, so that the loop starts at once
         while start < len(self._steps):
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._buffered_bytes < self._budget_bytes)
+                self._changed.wait_for(lambda: self._closed or not self._items or self._buffered_bytes < self._budget_bytes)
                 if self._closed:
                     return
             items = self._fetch(self._steps[start : start + run])
@@ -94,4 +94,4 @@ class Prefetch(Generic[T]):
                 self._buffered_bytes += run_bytes
                 self._changed.notify_all()
             start += len(items)
-            run = max(1, min(2 * run, target_bytes * len(items) // max(run_bytes, 1)))
+            run = max(1, min(2 * len(items), target_bytes * len(items) // max(run_bytes, 1)))

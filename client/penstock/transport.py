@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
@@ -47,7 +48,7 @@ _EXCEPTIONS: Mapping[str, type[PenstockError]] = {
 
 
 class _TryAgain(Exception):
-    """This attempt failed in a way that another may not; `after_seconds` is how long the server asks to wait."""
+    """This attempt failed in a way that another may not; `after_seconds` is how long the server asks to be left alone."""
 
     def __init__(self, reason: str, after_seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -68,6 +69,7 @@ class Transport:
         self._interrupted = threading.Event()
         self._socket: socket.socket | None = None
         self._server = 0
+        self._not_before = dict.fromkeys(servers, 0.0)
         timeout = httpx.Timeout(_READ_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
         self._client = httpx.Client(timeout=timeout, headers={"Accept-Encoding": "identity"})
@@ -84,29 +86,47 @@ class Transport:
         while True:
             server = self._servers[self._server]
             try:
-                result = decode(self._fetch(server + path, query))
-            except (httpx.TransportError, WireError, _TryAgain) as error:
-                if self._interrupted.is_set():
-                    raise ServerUnavailable(f"interrupted while reading from {server}") from error
-                reason = f"{server}: {str(error) or type(error).__name__}"
-                wait = max(random.uniform(0, delay), getattr(error, "after_seconds", 0.0))
+                result = self._attempt(server, path, query, decode)
+            except _TryAgain as failure:
+                reason = f"{server}: {failure}"
             else:
                 if failures:
                     log.warning("penstock: %s answers again after %d failed attempts", server, failures)
                 return result
             failures += 1
-            self._server = (self._server + 1) % len(self._servers)
-            delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
-            if time.monotonic() + wait > deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise ServerUnavailable(
                     f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers)}; the last attempt "
                     f"failed with {reason}. Start the server again and resume from the last checkpoint."
                 )
             if failures == 1:
                 log.warning("penstock: %s; trying again for up to %g seconds", reason, self._retry_seconds)
-            if self._interrupted.wait(wait):
+            asked = self._not_before[self._servers[self._server]] - time.monotonic()
+            # Full jitter, so that a thousand ranks do not come back as one. The last attempt is made when time is up.
+            if self._interrupted.wait(min(max(random.uniform(0, delay), asked), left)):
                 raise ServerUnavailable(f"interrupted while waiting for {server}")
+            delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+
+    def get_once(self, path: str, query: Mapping[str, str], decode: Callable[[bytes], T]) -> T | None:
+        """One attempt of `get`: None if it failed in a way that another may not."""
+        try:
+            return self._attempt(self._servers[self._server], path, query, decode)
+        except _TryAgain:
+            return None
+
+    def _attempt(self, server: str, path: str, query: Mapping[str, str], decode: Callable[[bytes], T]) -> T:
+        """Raises _TryAgain: it failed; the next attempt is another server's turn."""
+        try:
+            return decode(self._fetch(server + path, query))
+        except (httpx.RequestError, WireError, _TryAgain) as error:
+            if self._interrupted.is_set():
+                raise ServerUnavailable(f"interrupted while reading from {server}") from error
+            after_seconds = error.after_seconds if isinstance(error, _TryAgain) else 0.0
+            self._not_before[server] = time.monotonic() + after_seconds
+            self._server = (self._server + 1) % len(self._servers)
             self.num_retries += 1
+            raise _TryAgain(str(error) or type(error).__name__, after_seconds) from error
 
     def interrupt(self) -> None:
         """Makes a `get` in another thread fail now, whether it reads or waits; nothing can be fetched afterwards."""
@@ -149,4 +169,9 @@ def _problem(response: httpx.Response) -> dict[str, str]:
 
 
 def _seconds(retry_after: str) -> float:
-    return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0
+    """The seconds that a Retry-After header asks for: a number of them, or a date."""
+    if retry_after.isascii() and retry_after.isdigit():
+        return float(retry_after)
+    with suppress(ValueError):
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    return 0.0

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from penstock.errors import WireError
+from penstock.errors import VersionMismatch, WireError
 
 VERSION = 1
 ALIGNMENT = 64
@@ -130,7 +130,8 @@ def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST) ->
 def decode(body: bytes | bytearray | memoryview) -> Iterator[Frame]:
     """The frames of a body, in order; their tensors share the body's memory.
 
-    Raises WireError: the bytes are not frames of this version, a frame is cut short, or a digest does not match.
+    Raises WireError: the bytes are not frames, a frame is cut short, or a digest does not match.
+    Raises VersionMismatch: the frames are of another version.
     """
     view = memoryview(body).cast("B")
     start = 0
@@ -151,14 +152,14 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
         layout = Layout(
             tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in header["tensors"]), nbytes
         )
-        sound = mark == 0xC6 and nbytes == header["nbytes"] and header["header_digest"] == _digest_of_fields(header)
+        sound = mark == 0xC6 and nbytes == header["nbytes"]
         sound = sound and all(
             0 <= t.offset and t.offset + t.nbytes <= nbytes and all(size >= 0 for size in t.shape) for t in layout.tensors
         )
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"the header of a frame lacks or garbles a field: {error!r}") from error
     if not sound:
-        raise WireError("the header of a frame was damaged on the way")
+        raise WireError("the header of a frame does not fit its payload")
     payload = view[at : at + nbytes]
     if len(payload) < nbytes:
         raise WireError(f"the body ends inside the batch of step {address.step}: {len(payload)} of {nbytes} bytes came")
@@ -184,8 +185,10 @@ def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
             raise WireError(f"this is not a batch: {error}") from error
         if not isinstance(header, dict) or "v" not in header:
             raise WireError("this is not a batch: it does not begin with a frame's header")
+        if header.get("header_digest") != _digest_of_fields(header):
+            raise WireError("the header of a frame was damaged on the way")
         if header["v"] != VERSION:
-            raise WireError(
+            raise VersionMismatch(
                 f"the server speaks wire version {header['v']}, this client {VERSION}: install the same penstock on both"
             )
         return header, start + unpacker.tell()

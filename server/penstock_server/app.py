@@ -79,7 +79,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         detail = f"{request.method} {request.url.path}: {error.detail}. The page /docs lists every URL."
-        return _problem_json(request, "about:blank", str(error.detail), error.status_code, detail)
+        answer = _problem_json(request, "about:blank", str(error.detail), error.status_code, detail)
+        answer.headers.update(error.headers or {})  # such as Allow
+        return answer
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:

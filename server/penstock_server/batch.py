@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from penstock import wire
 from penstock_server.blocks import Block
+from penstock_server.order import IntArray
 from penstock_server.packing import Piece, fill, truncate
 from penstock_server.plan import Plan, Tensor
 
@@ -45,14 +47,54 @@ class TokenSequence:
         return sum(piece.length for piece in self.pieces(tensor))
 
 
-def frames(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[bytearray]:
-    """The frames of these steps, a few MiB at a time.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some batches of one rank and epoch that are made at a time.
 
-    Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch; and whatever a block raises that cannot be used.
+    Sequence i of them is row `rows[i]` of block `needed[place[i]]`.
+    """
+
+    plan: Plan
+    epoch: int
+    rank: int
+    steps: range
+    needed: list[int]
+    place: IntArray
+    rows: IntArray
+
+    def request(self) -> list[Future[Block]]:
+        """The blocks that are needed, soon."""
+        return self.plan.blocks.request(self.needed)
+
+
+def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
+    """The steps in chunks of a few MiB.
+
+    Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
     """
     steps_per_chunk = max(1, _CHUNK_BYTES // plan.largest_layout.nbytes)
     for start in range(0, len(steps), steps_per_chunk):
-        yield _write(plan, epoch, rank, steps[start : start + steps_per_chunk])
+        part = steps[start : start + steps_per_chunk]
+        blocks, rows = plan.sequences(epoch, rank, part)
+        needed, place = np.unique(blocks, return_inverse=True)
+        yield Chunk(plan, epoch, rank, part, needed.tolist(), place, rows)
+
+
+def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
+    """The frames of a chunk, one behind the other, from the blocks it needs. Raises BadRow: see Blocks.usable_rows."""
+    plan = chunk.plan
+    batches = gather(chunk, blocks)
+    addresses = [plan.address(chunk.epoch, chunk.rank, step) for step in chunk.steps]
+    layouts = [_layout(plan, batch) for batch in batches]
+    heads = [len(wire.encode_header(address, layout)) for address, layout in zip(addresses, layouts, strict=True)]
+    body = bytearray(sum(heads) + sum(layout.nbytes for layout in layouts))
+    view, end = memoryview(body), 0
+    for batch, address, layout, head in zip(batches, addresses, layouts, heads, strict=True):
+        start, end = end + head, end + head + layout.nbytes
+        payload = view[start:end]
+        _fill(plan, batch, layout, payload)
+        view[start - head : start] = wire.encode_header(address, layout, wire.digest(payload))
+    return body
 
 
 def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None:
@@ -69,21 +111,14 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     return total
 
 
-def gather(plan: Plan, epoch: int, rank: int, steps: Sequence[int]) -> list[list[TokenSequence]]:
-    """The sequences of each of these steps, batch_size each. Reads the blocks that hold them.
-
-    Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch; and whatever a block raises that cannot be used.
-    """
-    drawn = [plan.sequences(epoch, rank, step) for step in steps]
-    indices = np.concatenate([blocks for blocks, _ in drawn])
-    rows = np.concatenate([rows for _, rows in drawn])
-    needed, place = np.unique(indices, return_inverse=True)
-    blocks = plan.blocks.get(needed.tolist())
-    for at, (index, block) in enumerate(zip(needed.tolist(), blocks, strict=True)):
-        rows[place == at] = plan.blocks.usable_rows(block, index, rows[place == at])
+def gather(chunk: Chunk, blocks: Sequence[Block]) -> list[list[TokenSequence]]:
+    """The sequences of each batch of a chunk, batch_size each. Raises BadRow: see Blocks.usable_rows."""
+    plan, rows = chunk.plan, chunk.rows.copy()
+    for at, (index, block) in enumerate(zip(chunk.needed, blocks, strict=True)):
+        mine = chunk.place == at
+        rows[mine] = plan.blocks.usable_rows(block, index, rows[mine])
     sequences = [
-        _sequence(plan, blocks[at], index, row)
-        for at, index, row in zip(place.tolist(), indices.tolist(), rows.tolist(), strict=True)
+        _sequence(plan, blocks[at], chunk.needed[at], row) for at, row in zip(chunk.place.tolist(), rows.tolist(), strict=True)
     ]
     size = plan.spec.batch_size
     return [sequences[start : start + size] for start in range(0, len(sequences), size)]
@@ -108,21 +143,6 @@ def _sequence(plan: Plan, block: Block, index: int, row: int) -> TokenSequence:
         stop = sum(piece.length for piece in cut.values())
     at = plan.snapshot.block(index)
     return TokenSequence(cut, Source(at.shard.path.name, at.row_group, row, 0, stop))
-
-
-def _write(plan: Plan, epoch: int, rank: int, steps: range) -> bytearray:
-    batches = gather(plan, epoch, rank, steps)
-    addresses = [plan.address(epoch, rank, step) for step in steps]
-    layouts = [_layout(plan, batch) for batch in batches]
-    heads = [len(wire.encode_header(address, layout)) for address, layout in zip(addresses, layouts, strict=True)]
-    body = bytearray(sum(heads) + sum(layout.nbytes for layout in layouts))
-    view, end = memoryview(body), 0
-    for batch, address, layout, head in zip(batches, addresses, layouts, heads, strict=True):
-        start, end = end + head, end + head + layout.nbytes
-        payload = view[start:end]
-        _fill(plan, batch, layout, payload)
-        view[start - head : start] = wire.encode_header(address, layout, wire.digest(payload))
-    return body
 
 
 def _layout(plan: Plan, batch: Sequence[TokenSequence]) -> wire.Layout:

@@ -1,9 +1,8 @@
-"""Blocks: the unit of decoding and caching. Each is decoded and tokenized once, kept as a file, and memory-mapped.
+"""Blocks: the unit of decoding and caching. Each is decoded and tokenized once, stored, and mapped into memory.
 
-    Snapshot --read a row group--> rows --encode--> tokens --write, rename--> cache folder --mmap--> Block
+    Snapshot --read a row group--> rows --encode--> tokens --Arrow IPC--> cache folder --mmap--> Block
 
-A cached block is an uncompressed Arrow IPC stream and, behind it, the xxh3-64 of its bytes. Its name is a hash of all that
-its tokens depend on, so a changed shard or recipe finds no old block, and servers may share a folder.
+A block's name in the cache is a hash of all that its tokens depend on, so a changed shard or recipe finds no old block.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -19,25 +17,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from penstock_server import encode
+from penstock_server.cache import CacheFolder
 from penstock_server.order import IntArray
-from penstock_server.problems import BadRow, ShardUnreadable, SnapshotGone
+from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.snapshot import BlockAddress, Snapshot, shard_changed
 
 log = logging.getLogger("penstock.blocks")
 
-_FORMAT = 1  # of the cached files: a change here rebuilds them
-_DIGEST_BYTES = 8
-_OPEN_BLOCKS = 512  # memory maps held open, a file descriptor each
+_FORMAT = 1  # of the cached blocks: a change here rebuilds them
+_OPEN_BLOCKS = 4096  # maps held; a process may hold some 65,000, and what is evicted keeps its disk until it is let go
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +78,49 @@ class Block:
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
 
 
-class BlockCache:
-    """A folder of encoded blocks, and the ones that are mapped into memory now.
+class BlockStore:
+    """The blocks of all datasets: in the cache folder, and the ones that are mapped into memory now.
 
     Loads are single flight: however many ask for a block, it is decoded once. Threads decode side by side; pyarrow and
     `tokenizers` release the GIL.
     """
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+    def __init__(self, cache: CacheFolder) -> None:
+        self.cache = cache
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Block] = OrderedDict()
         self._loading: dict[str, Future[Block]] = {}
 
-    def get(self, wanted: Iterable[tuple[str, Callable[[], pa.RecordBatch]]]) -> list[Block]:
-        """The blocks of these keys; one that is not in the folder is made by its function and stored.
+    def request(self, key: str, build: Callable[[], pa.RecordBatch]) -> Future[Block]:
+        """The block of this key, soon; one that is not in the cache is made by `build` and stored.
 
-        Raises whatever the function raises; the next call tries again.
+        The future raises whatever `build` raises; the next request tries again.
         """
-        asked = [self._request(key, build) for key, build in wanted]
-        return [block if isinstance(block, Block) else block.result() for block in asked]
-
-    def _request(self, key: str, build: Callable[[], pa.RecordBatch]) -> Block | Future[Block]:
         with self._lock:
             if block := self._open.get(key):
                 self._open.move_to_end(key)
-                return block
+                ready: Future[Block] = Future()
+                ready.set_result(block)
+                return ready
             if key not in self._loading:
                 self._loading[key] = self._threads.submit(self._load, key, build)
             return self._loading[key]
 
+    def close(self) -> None:
+        """Drops the loads that have not begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _load(self, key: str, build: Callable[[], pa.RecordBatch]) -> Block:
         try:
-            path = self._folder / f"{key}.arrow"
-            block = _map(path) or self._build(path, build)
+            block = self._stored(key)
+            if block is None:
+                batch = build()
+                self._store(key, batch)
+                block = self._stored(key)
+            if block is None:
+                # Not kept: what no map backs is memory, and memory must not grow with the data.
+                return Block.of(batch)
             with self._lock:
                 self._open[key] = block
                 while len(self._open) > _OPEN_BLOCKS:
@@ -127,34 +130,42 @@ class BlockCache:
             with self._lock:
                 del self._loading[key]
 
-    def _build(self, path: Path, build: Callable[[], pa.RecordBatch]) -> Block:
-        batch = build()
+    def _stored(self, key: str) -> Block | None:
+        content = self.cache.read(key)
+        return None if content is None else Block.of(pa.ipc.open_stream(content).read_next_batch())
+
+    def _store(self, key: str, batch: pa.RecordBatch) -> None:
+        stream = pa.BufferOutputStream()
+        with pa.ipc.new_stream(stream, batch.schema) as writer:
+            writer.write_batch(batch)
         try:
-            _store(batch, path)
+            self.cache.write(key, memoryview(stream.getvalue()))
         except OSError as error:
-            log.warning("the block cache cannot store %s: %s; serving this block from memory", path, error)
-            return Block.of(batch)
-        return _map(path) or Block.of(batch)
+            log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
 
 
 class Blocks:
     """The blocks of one snapshot, by their index in it."""
 
-    def __init__(self, snapshot: Snapshot, cache: BlockCache) -> None:
+    def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
         self._snapshot = snapshot
-        self._cache = cache
+        self._store = store
         self._identity = json.dumps(
             [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
         )
 
+    def request(self, indices: Iterable[int]) -> list[Future[Block]]:
+        """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
+        addresses = [self._snapshot.block(index) for index in indices]
+        return [self._store.request(self._key(address), partial(self._read, address)) for address in addresses]
+
     def get(self, indices: Iterable[int]) -> list[Block]:
         """The blocks at these indices, each in [0, num_blocks).
 
-        Raises ShardUnreadable: a shard cannot be decoded.
+        Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable: its storage fails.
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
-        addresses = [self._snapshot.block(index) for index in indices]
-        return self._cache.get((self._key(address), partial(self._read, address)) for address in addresses)
+        return [future.result() for future in self.request(indices)]
 
     def usable_rows(self, block: Block, index: int, rows: IntArray) -> IntArray:
         """The rows to serve for these rows of block `index`: themselves, or neighbours where the recipe substitutes.
@@ -177,68 +188,45 @@ class Blocks:
         return block.substitutes[rows]
 
     def _key(self, address: BlockAddress) -> str:
-        # By path and date too: two shards of equal layout can have equal footers and yet other tokens.
+        # By path and date too: the shard's digest is of samples.
         shard = address.shard
-        parts = [str(shard.path.absolute()), shard.size_bytes, shard.mtime_ns, shard.footer_hash, address.row_group]
+        parts = [str(shard.path.absolute()), shard.size_bytes, shard.mtime_ns, shard.digest, address.row_group]
         return blake2b(json.dumps([*parts, self._identity]).encode(), digest_size=16).hexdigest()
 
     def _read(self, address: BlockAddress) -> pa.RecordBatch:
+        try:
+            return self._decode(address)
+        except OSError as error:
+            if error.errno is None:  # pyarrow's word for a damaged file, too
+                raise self._unreadable(address, error) from error
+            raise ShardUnavailable(
+                f"{self._snapshot.folder.name}: {address.shard.path} cannot be read now: {error.strerror}. The client tries "
+                f"again; if it stays so, mend the storage or its permissions."
+            ) from error
+        except (pa.ArrowException, ValueError) as error:
+            raise self._unreadable(address, error) from error
+
+    def _decode(self, address: BlockAddress) -> pa.RecordBatch:
         shard, snapshot = address.shard, self._snapshot
         if shard_changed(shard):
             raise SnapshotGone(
                 f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
                 f"file back, or restart the server and begin a new run."
             )
-        try:
-            with pq.ParquetFile(shard.path) as file:
-                rows = file.read_row_group(address.row_group, columns=list(snapshot.recipe.columns))
-            if rows.num_rows != address.num_rows:
-                raise pa.ArrowInvalid(f"{rows.num_rows} rows came, {address.num_rows} were expected")
-            rows.validate()
-            batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise ShardUnreadable(
-                f"{snapshot.folder.name}: row group {address.row_group} of {shard.path.name} cannot be read: {error}. Batches "
-                f"that need it fail until the shard is mended; move it out of the folder to train without it."
-            ) from error
+        with pq.ParquetFile(shard.path) as file:
+            rows = file.read_row_group(address.row_group, columns=list(snapshot.recipe.columns))
+        if rows.num_rows != address.num_rows:
+            raise ValueError(f"{rows.num_rows} rows came, {address.num_rows} were expected")
+        rows.validate()
+        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound)
         num_bad = address.num_rows - batch.column(encode.REASON).null_count
         if num_bad:
             log.warning("%s, row group %d: %d rows cannot be used", shard.path, address.row_group, num_bad)
         return batch
 
-
-def _store(batch: pa.RecordBatch, path: Path) -> None:
-    """Writes a block so that a crash leaves the whole file or none. Raises OSError: the disk is full or read-only."""
-    stream = pa.BufferOutputStream()
-    with pa.ipc.new_stream(stream, batch.schema) as writer:
-        writer.write_batch(batch)
-    content = memoryview(stream.getvalue())
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
-        try:
-            file.write(content)
-            file.write(_digest(content))
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-
-
-def _map(path: Path) -> Block | None:
-    """The block in a cache file, or None: there is no such file, or it was damaged and is now gone."""
-    try:
-        content = pa.memory_map(str(path)).read_buffer()
-        # Before anything is parsed: a flipped byte in a length would have the parser read elsewhere.
-        if _digest(memoryview(content)[:-_DIGEST_BYTES]) != bytes(content[-_DIGEST_BYTES:]):
-            raise pa.ArrowInvalid("its digest does not match")
-        return Block.of(pa.ipc.open_stream(content).read_next_batch())
-    except FileNotFoundError:
-        return None
-    except (pa.ArrowException, OSError, ValueError) as error:
-        log.warning("the cached block %s is damaged (%s) and will be made again", path.name, error)
-        path.unlink(missing_ok=True)
-        return None
-
-
-def _digest(content: memoryview) -> bytes:
-    return xxhash.xxh3_64_digest(content)
+    def _unreadable(self, address: BlockAddress, error: Exception) -> ShardUnreadable:
+        reason = " ".join(str(error).split()).rstrip(".")
+        return ShardUnreadable(
+            f"{self._snapshot.folder.name}: row group {address.row_group} of {address.shard.path.name} cannot be read: "
+            f"{reason}. Batches that need it fail until the shard is mended; move it out of the folder to train without it."
+        )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from penstock.spec import Spec
-from penstock_server.blocks import BlockCache, Blocks
+from penstock_server.blocks import Blocks, BlockStore
 from penstock_server.plan import Plan, make_plan
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.recipe import load_tokenizer
 from penstock_server.snapshot import Snapshot, open_snapshot, shard_paths
+
+log = logging.getLogger("penstock.catalog")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Catalog:
         raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(self.datasets) or 'none'}.")
 
 
-def open_catalog(data_dir: Path, tokenizer: Path | None, cache: BlockCache) -> Catalog:
+def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
     """Opens every dataset in a folder; `tokenizer` is for text whose recipe names none.
 
     Raises DatasetRefused: there is no such folder, no Parquet in it, or nothing in it can be served; the message lists why.
@@ -60,13 +62,17 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, cache: BlockCache) -> C
         raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
     if tokenizer:
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
-    datasets, refused = {}, {}
-    for name, folder in _folders(data_dir):
+    folders, refused = _find(data_dir)
+    datasets = {}
+    for name, folder in folders.items():
         try:
             snapshot = open_snapshot(folder, tokenizer)
-            datasets[name] = Dataset(name, snapshot, Blocks(snapshot, cache))
+            datasets[name] = Dataset(name, snapshot, Blocks(snapshot, store))
         except DatasetRefused as refusal:
             refused[name] = str(refusal)
+        except Exception as error:  # a fault of ours in one dataset must not stop the others
+            log.exception("%s cannot be opened", folder)
+            refused[name] = f"{folder} cannot be opened, by a fault of penstock: {type(error).__name__}: {error}"
     if not datasets and not refused:
         raise DatasetRefused(f"{data_dir} holds no file that ends in .parquet, nor does any folder below it.")
     if not datasets:
@@ -75,10 +81,33 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, cache: BlockCache) -> C
     return Catalog(datasets, refused)
 
 
-def _folders(data_dir: Path) -> Iterator[tuple[str, Path]]:
-    """Each folder that holds shards, with its dataset's name: its path below the data folder, joined with dots."""
-    for root, names, _ in os.walk(data_dir, followlinks=True):
+def _find(data_dir: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """The folders that hold shards by their dataset's name, and what is refused already.
+
+    The name is the path below the data folder, joined with dots.
+    """
+    found: dict[str, list[Path]] = {}
+    refused: dict[str, str] = {}
+    visited: set[tuple[int, int]] = set()
+
+    def name_of(folder: Path) -> str:
+        return ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
+
+    def unreadable(error: OSError) -> None:
+        folder = Path(error.filename)
+        refused[name_of(folder)] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
+
+    for root, names, _ in os.walk(data_dir, followlinks=True, onerror=unreadable):
+        stat = Path(root).stat()
+        if (stat.st_dev, stat.st_ino) in visited:  # a link that leads back
+            names.clear()
+            continue
+        visited.add((stat.st_dev, stat.st_ino))
         names[:] = sorted(name for name in names if name[0] not in "._")
-        folder = Path(root)
-        if shard_paths(folder):
-            yield ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name, folder
+        if shard_paths(Path(root)):
+            found.setdefault(name_of(Path(root)), []).append(Path(root))
+    for name, folders in found.items():
+        if len(folders) > 1:
+            listed = " and ".join(map(str, folders))
+            refused[name] = f"{listed} would both be the dataset {name!r}. Rename one of the folders."
+    return {name: folders[0] for name, folders in found.items() if len(folders) == 1}, refused

@@ -6,13 +6,16 @@ import argparse
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import uvicorn
 
 from penstock import __version__
 from penstock_server.app import create_app
-from penstock_server.blocks import BlockCache
+from penstock_server.blocks import BlockStore
+from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused
 from penstock_server.sample import write_sample
@@ -30,6 +33,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serve.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
     serve.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for text whose penstock.toml names none")
     serve.add_argument("--cache-dir", metavar="DIR", help=f"where decoded blocks are kept (default: {default_cache_dir()})")
+    serve.add_argument("--cache-bytes", metavar="N", help="their budget, such as 200GB (default: half of the free disk)")
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
     serve.add_argument("--port", help="port to listen on (default: 8000; 0 for any free one)")
     serve.set_defaults(run=_serve)
@@ -49,7 +53,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _serve(arguments: argparse.Namespace) -> int:
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        catalog = open_catalog(settings.data_dir, settings.tokenizer, _cache(settings))
+        store = BlockStore(_cache(settings))
+        catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
         listener = _listen(settings)
     except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
@@ -61,13 +66,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         config = uvicorn.Config(
             create_app(catalog), log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off"
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        with suppress(KeyboardInterrupt):  # uvicorn has already shut down, and raises it once more
+            uvicorn.Server(config).run(sockets=[listener])
+        store.close()
     return 0
 
 
-def _cache(settings: Settings) -> BlockCache:
+def _cache(settings: Settings) -> CacheFolder:
     try:
-        return BlockCache(settings.cache_dir)
+        return CacheFolder(settings.cache_dir, settings.cache_bytes)
     except OSError as error:
         raise SettingsError(
             f"the cache folder {settings.cache_dir} cannot be used: {error.strerror}. Name another with --cache-dir."
@@ -86,14 +93,15 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _greeting(catalog: Catalog, settings: Settings, host: str, port: int) -> str:
-    url = f"http://{host}:{port}"
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
     for name, dataset in catalog.datasets.items():
         snapshot = dataset.snapshot
         lines += [
             f"  {name}: {snapshot.num_rows:,} rows in {len(snapshot.shards):,} shards, snapshot {snapshot.fingerprint}",
             f"    recipe: {snapshot.recipe.describe()}",
-            f"    curl '{url}/v1/datasets/{name}/epochs/0/ranks/0/batches/0?format=json{_small(snapshot.num_rows)}'",
+            f"    curl '{url}/v1/datasets/{quote(name, safe='')}/epochs/0/ranks/0/batches/0?format=json"
+            f"{_small(snapshot.num_rows)}'",
         ]
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
@@ -109,6 +117,10 @@ def _sample(arguments: argparse.Namespace) -> int:
     if arguments.rows < 100:
         print("penstock sample: --rows must be at least 100", file=sys.stderr)
         return 2
-    for line in write_sample(arguments.out_dir, rows=arguments.rows, seed=arguments.seed):
-        print(line)
+    try:
+        for line in write_sample(arguments.out_dir, rows=arguments.rows, seed=arguments.seed):
+            print(line)
+    except OSError as error:
+        print(f"penstock sample: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     return 0

@@ -31,6 +31,8 @@ def encode(rows: pa.Table, recipe: Recipe, token_dtype: str, token_bound: int) -
 
     Text is encoded without the tokenizer's special tokens; the recipe's EOS closes a text or a response. Token ids must
     be in [0, token_bound).
+
+    Raises ValueError: the tokenizer fails.
     """
     reasons: list[str | None] = [None] * rows.num_rows
     if recipe.kind == "tokens":
@@ -73,7 +75,10 @@ def _text(raw: bytes | None) -> tuple[str, str | None]:
 
 def _tokenize(texts: Sequence[str], name: str, recipe: Recipe, end: int | None, reasons: list[str | None]) -> _Lists:
     assert recipe.tokenizer  # text has one, or the dataset was refused
-    encodings = recipe.tokenizer.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    try:
+        encodings = recipe.tokenizer.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    except Exception as error:  # the library raises bare Exception, as for a text that needs an unknown token it has not
+        raise ValueError(f"the tokenizer {recipe.tokenizer.path.name} fails on column {name!r}: {error}") from error
     closing = [] if end is None else [end]
     ids = [encoding.ids + closing for encoding in encodings]
     for row, encoding in enumerate(encodings):

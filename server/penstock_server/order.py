@@ -10,7 +10,7 @@ Golden values in tests/golden freeze all of it: whoever changes a value here bre
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -208,8 +208,8 @@ class Schedule:
         per_step = self.batch_size * self.world_size
         return left // per_step if self.tail == "drop" else -(-left // per_step)
 
-    def positions(self, step: int, rank: int) -> IntArray:
-        """Epoch positions of one batch, shape [batch_size], each in [0, num_positions).
+    def check(self, step: int, rank: int) -> None:
+        """Whether the epoch has such a batch.
 
         Raises StepOutOfRange: step is not in [0, num_steps).
         Raises RankOutOfRange: rank is not in [0, world_size).
@@ -224,8 +224,16 @@ class Schedule:
                 f"step {step} does not exist: this epoch has {self.num_steps} steps, 0 to {self.num_steps - 1}. "
                 f"Go on with step 0 of the next epoch."
             )
-        start = self.offset + (step * self.world_size + rank) * self.batch_size
-        return np.arange(start, start + self.batch_size) % self.num_positions
+
+    def positions(self, steps: Sequence[int], rank: int) -> IntArray:
+        """Epoch positions of some batches of a rank, shape [len(steps), batch_size], each in [0, num_positions).
+
+        Raises StepOutOfRange, RankOutOfRange: see check.
+        """
+        for step in steps:
+            self.check(step, rank)
+        starts = self.offset + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
+        return (starts[:, None] + np.arange(self.batch_size)) % self.num_positions
 
     def locate(self, position: int) -> list[tuple[int, int, int]]:
         """Each (step, rank, index) that shows a position: none if it is dropped, several where the tail wraps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -86,12 +87,12 @@ class Plan:
         spec = self.spec
         return _order(self.snapshot, spec.shuffle, spec.window, spec.seed, epoch)
 
-    def sequences(self, epoch: int, rank: int, step: int) -> tuple[IntArray, IntArray]:
-        """The (block, row in the block) of each sequence of a batch, each of shape [batch_size].
+    def sequences(self, epoch: int, rank: int, steps: Sequence[int]) -> tuple[IntArray, IntArray]:
+        """The (block, row in the block) of each sequence of some batches, each of shape [len(steps) * batch_size].
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
-        return self.order(epoch).sequences(self.schedule.positions(step, rank))
+        return self.order(epoch).sequences(self.schedule.positions(steps, rank).reshape(-1))
 
 
 def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, spec: Spec) -> Plan:

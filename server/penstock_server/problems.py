@@ -7,7 +7,8 @@ Problem
 ├── RankOutOfRange    404  the spec has fewer ranks
 ├── SnapshotGone      409  the snapshot asked for is not, or no longer, on this server
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
-├── ShardUnreadable   500  a shard cannot be read
+├── ShardUnreadable   500  a shard cannot be decoded
+├── ShardUnavailable  503  the storage fails; another time it may not
 └── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
 
 What is wrong with stored data is a 5xx, never a 404: a client that took it for "not there" would train on a shorter epoch.
@@ -66,9 +67,15 @@ class DatasetRefused(Problem):
 
 
 class ShardUnreadable(Problem):
-    """A shard cannot be read."""
+    """A shard cannot be decoded."""
 
-    status, slug, title = 500, "shard-unreadable", "A shard cannot be read"
+    status, slug, title = 500, "shard-unreadable", "A shard cannot be decoded"
+
+
+class ShardUnavailable(Problem):
+    """The storage of a shard fails; another time it may not."""
+
+    status, slug, title = 503, "shard-unavailable", "A shard cannot be read now"
 
 
 class BadRow(Problem):

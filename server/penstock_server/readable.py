@@ -7,14 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock import wire
-from penstock_server.batch import TokenSequence, frames, gather
+from penstock_server.batch import Chunk, TokenSequence, frames, gather
+from penstock_server.blocks import Block
 from penstock_server.packing import Piece
 from penstock_server.plan import Plan
 
 
-def batch_as_json(plan: Plan, epoch: int, rank: int, step: int) -> str:
-    """The batch that GET serves at this address: the same ids and digest, and the text that each sequence decodes to."""
-    frame = next(wire.decode(b"".join(frames(plan, epoch, rank, range(step, step + 1)))))
+def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
+    """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sequence decodes to."""
+    return [
+        _batch(chunk.plan, frame, sequences)
+        for frame, sequences in zip(wire.decode(frames(chunk, blocks)), gather(chunk, blocks), strict=True)
+    ]
+
+
+def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str:
     address = frame.address
     facts = {
         "dataset": address.dataset,
@@ -26,11 +33,10 @@ def batch_as_json(plan: Plan, epoch: int, rank: int, step: int) -> str:
         "nbytes": frame.nbytes,
         "tensors": [[name, str(array.dtype), list(array.shape)] for name, array in frame.tensors.items()],
     }
-    [batch] = gather(plan, epoch, rank, [step])
     sequences = [_sequence(plan, index, sequence) for index, sequence in enumerate(batch)]
     head = "".join(f"  {json.dumps(name)}: {_dump(value)},\n" for name, value in facts.items())
     body = ",\n".join(map(_indented, sequences))
-    return f'{{\n{head}  "sequences": [\n{body}\n  ]\n}}\n'
+    return f'{{\n{head}  "sequences": [\n{body}\n  ]\n}}'
 
 
 def _sequence(plan: Plan, index: int, sequence: TokenSequence) -> dict[str, Any]:

@@ -140,6 +140,8 @@ def _load_tokenizer(path: Path) -> TokenizerFile:
         raise DatasetRefused(
             f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes."
         ) from error
+    if not tokenizer.get_vocab_size():
+        raise DatasetRefused(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TokenizerFile(path, blake2b(content, digest_size=16).hexdigest(), tokenizer)
@@ -170,6 +172,8 @@ def check_columns(kind: Kind, columns: tuple[str, ...], schema: pa.Schema, where
                 f"{where} has no column {column!r}, which the recipe reads; it has: {', '.join(schema.names)}. "
                 f"Give all shards of a dataset the same columns, or move this one to a folder of its own."
             )
+        if schema.names.count(column) > 1:
+            raise DatasetRefused(f"{where} has {schema.names.count(column)} columns {column!r}. Rename all but one.")
         if not fits(schema.field(column).type):
             raise DatasetRefused(
                 f"{where}: column {column!r} is {schema.field(column).type}, but the recipe reads {wanted}. "
@@ -215,9 +219,10 @@ def _columns(folder: Path, given: dict[str, Any], schema: pa.Schema) -> tuple[Ki
         raise DatasetRefused(
             f"{folder / FILE_NAME} names the columns {', '.join(named)}; name tokens, or text, or prompt and response."
         )
-    usable = {name for name in schema.names if is_text(schema.field(name).type)}
+    usable = {field.name for field in schema if is_text(field.type)}
+    tokens = {field.name for field in schema if is_tokens(field.type)}
     for name in _TOKEN_COLUMNS:
-        if name in schema.names and is_tokens(schema.field(name).type):
+        if name in tokens:
             return "tokens", (name,)
     if "text" in usable:
         return "text", ("text",)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
-from penstock_server.batch import frames, frames_nbytes, gather
+from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather
+from penstock_server.blocks import Block
 from penstock_server.catalog import Catalog, Dataset
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
-from penstock_server.readable import batch_as_json
+from penstock_server.readable import as_json
 
 Index = Annotated[int, Path(ge=0, le=LARGEST_COUNT)]
 Format = Annotated[Literal["msgpack", "json"], Query(description="msgpack for trainers; json, with text, for people")]
@@ -36,6 +38,18 @@ _SPEC_PARAMETERS = {
         for p in describe()
     ]
 }
+_PROBLEM_FIELDS = {"type": "string", "title": "string", "status": "integer", "detail": "string", "instance": "string"}
+_PROBLEM_SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in _PROBLEM_FIELDS.items()}}
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/problem+json": {"schema": _PROBLEM_SCHEMA}}}
+    for status, text in {
+        404: "no such dataset, step or rank",
+        409: "the data changed",
+        422: "a parameter is wrong",
+        500: "data that cannot be used; the detail names the place",
+        503: "not now; try again",
+    }.items()
+}
 _BATCH_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {wire.MEDIA_TYPE: {}, "application/json": {}}, "description": "one or more frames"},
     304: {"description": "the client's copy is current"},
@@ -44,19 +58,25 @@ _BATCH_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def make_router(catalog: Catalog) -> APIRouter:
     """The routes of version 1, over one catalog."""
-    router = APIRouter(prefix="/v1/datasets")
+    router = APIRouter(prefix="/v1/datasets", responses=_PROBLEMS)
 
     def plan_of(request: Request, dataset: str, *own: str) -> Plan:
         pairs = [(name, value) for name, value in request.query_params.multi_items() if name not in own]
         return catalog[dataset].plan(Spec.from_query(pairs))
 
-    @router.get("", tags=["datasets"])
+    def no_parameters(request: Request) -> None:
+        if request.query_params:
+            raise BadParameter(f"{', '.join(request.query_params)}: this URL takes no parameter. Remove what follows the '?'.")
+
+    plain = [Depends(no_parameters)]
+
+    @router.get("", tags=["datasets"], dependencies=plain)
     def list_datasets() -> dict[str, Any]:
         """Every dataset, and those that could not be opened, with the reason."""
         refused = [{"name": name, "error": reason} for name, reason in catalog.refused.items()]
         return {"datasets": [_describe(d) for d in catalog.datasets.values()], "refused": refused}
 
-    @router.get("/{dataset}", tags=["datasets"])
+    @router.get("/{dataset}", tags=["datasets"], dependencies=plain)
     def show_dataset(dataset: str) -> dict[str, Any]:
         """Rows, shards, columns, recipe and snapshot."""
         return _describe(catalog[dataset])
@@ -73,7 +93,7 @@ def make_router(catalog: Catalog) -> APIRouter:
             "snapshot": plan.snapshot.fingerprint,
             "num_steps": plan.schedule.num_steps,
             "num_sequences": plan.schedule.num_positions,
-            "vocab_size": plan.snapshot.token_bound,
+            "vocab_size": plan.snapshot.vocab_size,
             "tensors": tensors,
             "spec": plan.spec.to_dict(),
         }
@@ -104,13 +124,15 @@ def make_router(catalog: Catalog) -> APIRouter:
         stop = plan.schedule.num_steps if stop is None else stop
         if start >= stop:
             raise BadParameter(f"start={start} must be below stop={stop}: a run has at least one step.")
-        plan.schedule.positions(stop - 1, rank)  # raises before the first byte is sent
+        plan.schedule.check(stop - 1, rank)  # before the first byte is sent
         return await _respond(request, plan, epoch, rank, range(start, stop, stride), format)
 
     @router.get(batches + "/{step}/provenance", tags=["batches"], openapi_extra=_SPEC_PARAMETERS)
     def provenance(request: Request, dataset: str, epoch: Index, rank: Index, step: Index) -> dict[str, Any]:
         """For each sequence of a batch the rows it is made of."""
-        [sequences] = gather(plan_of(request, dataset), epoch, rank, [step])
+        plan = plan_of(request, dataset)
+        [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
+        [sequences] = gather(chunk, plan.blocks.get(chunk.needed))
         lines = [{"index": i, "sources": [asdict(sequence.source)]} for i, sequence in enumerate(sequences)]
         return {"step": step, "rank": rank, "sequences": lines}
 
@@ -118,19 +140,15 @@ def make_router(catalog: Catalog) -> APIRouter:
 
 
 async def _respond(request: Request, plan: Plan, epoch: int, rank: int, steps: range, format: str) -> Response:
-    plan.schedule.positions(steps[0], rank)  # an address that does not exist has no ETag either
+    plan.schedule.check(steps[0], rank)  # an address that does not exist has no ETag either
     headers = {"ETag": _etag(plan, epoch, rank, steps, format), "Cache-Control": _cache_control(request)}
     if _matches(request, headers["ETag"]):
         return Response(status_code=304, headers=headers)
-    if format == "json":
-        bodies: Iterator[Any] = (batch_as_json(plan, epoch, rank, step).encode() for step in steps)
-        media_type = "application/json"
-    else:
-        bodies = (memoryview(body) for body in frames(plan, epoch, rank, steps))
-        media_type = wire.MEDIA_TYPE
+    media_type = "application/json" if format == "json" else wire.MEDIA_TYPE
+    bodies = _json(plan, epoch, rank, steps) if format == "json" else _frames(plan, epoch, rank, steps)
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
-    # connection breaks off; the client asks again from that step and gets the reason then.
-    first = await run_in_threadpool(next, bodies)
+    # connection breaks off; the client asks for less then, and gets the reason.
+    first = await anext(bodies)
     if len(steps) == 1:
         return Response(first, media_type=media_type, headers=headers)
     nbytes = frames_nbytes(plan, epoch, rank, steps) if format == "msgpack" else None
@@ -139,9 +157,31 @@ async def _respond(request: Request, plan: Plan, epoch: int, rank: int, steps: r
     return StreamingResponse(_chain(first, bodies), media_type=media_type, headers=headers)
 
 
-async def _chain(first: Any, rest: Iterator[Any]) -> AsyncIterator[Any]:
+async def _frames(plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[memoryview]:
+    async for chunk, blocks in _loaded(plan, epoch, rank, steps):
+        yield memoryview(await run_in_threadpool(frames, chunk, blocks))
+
+
+async def _json(plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[bytes]:
+    """One batch as an object, several as an array of them."""
+    before, after = ("", "\n") if len(steps) == 1 else ("[\n", "\n]\n")
+    async for chunk, blocks in _loaded(plan, epoch, rank, steps):
+        text = before + ",\n".join(await run_in_threadpool(as_json, chunk, blocks))
+        before = ",\n"
+        yield (text + after if chunk.steps[-1] == steps[-1] else text).encode()
+
+
+async def _loaded(plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[tuple[Chunk, list[Block]]]:
+    """The chunks with their blocks. No thread waits for blocks: threads are few, and warm requests need them."""
+    async for chunk in iterate_in_threadpool(chunks(plan, epoch, rank, steps)):
+        futures = await run_in_threadpool(chunk.request)
+        # Shielded: a client that leaves must not cancel a block that others wait for.
+        yield chunk, await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
+
+
+async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
     yield first
-    async for chunk in iterate_in_threadpool(rest):
+    async for chunk in rest:
         yield chunk
 
 

@@ -20,20 +20,17 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Where the data is, where decoded blocks are kept, and where to listen.
+    """Where the data is, where decoded blocks are kept and how many bytes of them, and where to listen.
 
-    Raises SettingsError: a value is out of bounds.
+    cache_bytes  budget of the cache folder; None is half of what is free on its disk
     """
 
     data_dir: Path
     tokenizer: Path | None = None
     cache_dir: Path
+    cache_bytes: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise SettingsError(f"port must be from 0 (any free port) to 65,535, not {self.port}")
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
@@ -42,15 +39,30 @@ class Settings:
         given = {
             name: value for name in known if (value := flags.get(name) or environment.get(f"PENSTOCK_{name.upper()}") or None)
         }
-        if "data_dir" not in given:
-            raise SettingsError("no data folder is given: penstock serve DATA_DIR, or set PENSTOCK_DATA_DIR")
         values: dict[str, Any] = {"cache_dir": default_cache_dir(), **given}
+        problems = []
+        if "data_dir" not in given:
+            problems.append("no data folder is given: penstock serve DATA_DIR, or set PENSTOCK_DATA_DIR")
         for name in ("data_dir", "tokenizer", "cache_dir"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
         if "port" in values:
-            try:
-                values["port"] = int(values["port"])
-            except ValueError as error:
-                raise SettingsError(f"port must be a whole number, not {values['port']!r}") from error
+            values["port"] = _number(values["port"], {"": 1})
+            if values["port"] is None or values["port"] > 65_535:
+                problems.append(f"port must be a whole number from 0 (any free port) to 65,535, not {given['port']!r}")
+        if "cache_bytes" in values:
+            values["cache_bytes"] = _number(values["cache_bytes"], _UNITS)
+            if values["cache_bytes"] is None:
+                problems.append(f"cache_bytes must be a number such as 500000000 or 200GB, not {given['cache_bytes']!r}")
+        if problems:
+            raise SettingsError("\n".join(problems))
         return cls(**values)
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _number(text: str, units: Mapping[str, int]) -> int | None:
+    digits = text.rstrip("kKmMgGtTbB ")
+    unit = text[len(digits) :].strip().upper()
+    return int(digits) * units[unit] if digits.isascii() and digits.isdigit() and unit in units else None

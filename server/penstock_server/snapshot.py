@@ -21,21 +21,23 @@ from penstock_server.recipe import Recipe, check_columns, read_recipe
 
 _MAGIC = b"PAR1"
 _FOOTER_THREADS = 16  # waiting for disks, not for cores
-_NO_BOUND = 2**32
+_LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One Parquet file as its footer describes it.
 
-    `null_rows[g]` is the number of rows of row group g known to be null in a column of the recipe, `token_range` the
-    least and the largest token id of the file, None where the writer left no statistics.
+    `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for
+    byte, and yet other tokens. `null_rows[g]` is the number of rows of row group g known to be null in a column of the
+    recipe, `token_range` the least and the largest token id of the file, None where the writer left no statistics.
     """
 
     path: Path
     size_bytes: int
     mtime_ns: int
-    footer_hash: str
+    digest: str
     rows_per_group: tuple[int, ...]
     null_rows: tuple[int, ...]
     token_range: tuple[int, int] | None
@@ -53,8 +55,10 @@ class BlockAddress:
 class Snapshot:
     """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.
 
-    fingerprint      16 hex digits over the shards (name, size, footer) and the recipe
+    fingerprint      16 hex digits over the shards (name, size, digest) and the recipe
     rows_per_block   shape [num_blocks], in the order of shards and row groups
+    vocab_size       every token id is below it; None where neither the recipe nor the footers know
+    token_bound      ids that are not below it make a bad row
     token_dtype      the smallest of uint16 and uint32 that holds every token id
     """
 
@@ -65,11 +69,12 @@ class Snapshot:
         self.rows_per_block: IntArray = np.array([n for s in shards for n in s.rows_per_group], np.int64)
         self._first_block = np.cumsum([0] + [len(s.rows_per_group) for s in shards])
         self.num_rows = int(self.rows_per_block.sum())
-        self.token_bound = recipe.vocab_size or _token_bound(self.shards)
+        self.vocab_size = recipe.vocab_size or _vocab_size(self.shards)
+        self.token_bound = min(self.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
         self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
         content = {
             "version": 1,
-            "shards": [[s.path.name, s.size_bytes, s.footer_hash] for s in self.shards],
+            "shards": [[s.path.name, s.size_bytes, s.digest] for s in self.shards],
             "recipe": recipe.identity,
         }
         self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -107,18 +112,22 @@ def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
 
 def shard_paths(folder: Path) -> list[Path]:
     """The Parquet files directly in a folder, by name; those that begin with a dot or an underscore are not data."""
-    return sorted(p for p in folder.glob("*.parquet") if p.name[0] not in "._" and p.is_file())
+    # A dangling link is listed, to be refused: left out, it would be a silently shorter epoch.
+    return sorted(p for p in folder.glob("*.parquet") if p.name[0] not in "._" and not p.is_dir())
 
 
 def shard_changed(shard: Shard) -> bool:
-    """Whether the file is no longer the one whose footer was read. A new date on the same footer is no change."""
+    """Whether the file is no longer the one whose footer was read. A new date on the same content is no change.
+
+    Raises OSError: that cannot be known now.
+    """
     try:
         stat = shard.path.stat()
-        if (stat.st_size, stat.st_mtime_ns) == (shard.size_bytes, shard.mtime_ns):
-            return False
-        return stat.st_size != shard.size_bytes or _hash(_footer(shard.path)) != shard.footer_hash
-    except (OSError, DatasetRefused):
+    except FileNotFoundError:
         return True
+    if (stat.st_size, stat.st_mtime_ns) == (shard.size_bytes, shard.mtime_ns):
+        return False
+    return stat.st_size != shard.size_bytes or _file_digest(shard.path, stat.st_size) != shard.digest
 
 
 def _try_read(path: Path, recipe: Recipe) -> Shard | DatasetRefused:
@@ -133,7 +142,7 @@ def _first_schema(paths: Sequence[Path]) -> pa.Schema:
     failures = []
     for path in paths:
         try:
-            _footer(path)
+            _check_footer(path)
             return _metadata(path).schema.to_arrow_schema()
         except DatasetRefused as refusal:
             failures.append(str(refusal))
@@ -141,7 +150,7 @@ def _first_schema(paths: Sequence[Path]) -> pa.Schema:
 
 
 def _read_shard(path: Path, recipe: Recipe) -> Shard:
-    footer = _footer(path)
+    _check_footer(path)
     stat = path.stat()
     metadata = _metadata(path)
     check_columns(recipe.kind, recipe.columns, metadata.schema.to_arrow_schema(), path)
@@ -150,15 +159,15 @@ def _read_shard(path: Path, recipe: Recipe) -> Shard:
         path=path,
         size_bytes=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
-        footer_hash=_hash(footer),
+        digest=_file_digest(path, stat.st_size),
         rows_per_group=tuple(g.num_rows for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
-        token_range=_token_range(groups, recipe) if recipe.kind == "tokens" else None,
+        token_range=_token_range(metadata, recipe) if recipe.kind == "tokens" else None,
     )
 
 
-def _footer(path: Path) -> bytes:
-    """The raw footer of a Parquet file. Raises DatasetRefused: the file has none."""
+def _check_footer(path: Path) -> None:
+    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -174,8 +183,6 @@ def _footer(path: Path) -> bytes:
                 raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
             if length > size - 12:
                 raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
-            file.seek(size - 8 - length)
-            return file.read(length)
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}") from error
 
@@ -194,34 +201,47 @@ def _refused(path: Path, what: str) -> DatasetRefused:
     return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
 
 
-def _hash(footer: bytes) -> str:
-    return blake2b(footer, digest_size=16).hexdigest()
+def _file_digest(path: Path, size: int) -> str:
+    """Of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        file.seek(size - 8)
+        footer_bytes = struct.unpack("<I", file.read(4))[0] + 8
+        for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64).tolist():
+            file.seek(start)
+            digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(size - footer_bytes, 0))
+        digest.update(file.read())
+    return digest.hexdigest()
 
 
 def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
     """Rows of a group that the footer knows to be null. In nested columns a null may as well be an empty list."""
     if recipe.kind == "tokens":
         return 0
-    return max((s.null_count for s in _statistics(group, recipe) if s and s.has_null_count), default=0)
-
-
-def _token_range(groups: Sequence[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
-    found = [s for g in groups if g.num_rows for s in _statistics(g, recipe)]
-    ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]
-    if not ranges or len(ranges) < len(found):
-        return None
-    return min(low for low, _ in ranges), max(high for _, high in ranges)
-
-
-def _statistics(group: pq.RowGroupMetaData, recipe: Recipe) -> list[pq.Statistics | None]:
     columns = [group.column(c) for c in range(group.num_columns)]
-    return [c.statistics for c in columns if c.path_in_schema.split(".")[0] in recipe.columns]
+    found = [c.statistics for c in columns if c.path_in_schema in recipe.columns]
+    return max((s.null_count for s in found if s and s.has_null_count), default=0)
 
 
-def _token_bound(shards: Sequence[Shard]) -> int:
-    ranges = [s.token_range for s in shards if s.rows_per_group]
-    known = [r for r in ranges if r is not None]
-    return max(high for _, high in known) + 1 if known and len(known) == len(ranges) else _NO_BOUND
+def _token_range(metadata: pq.FileMetaData, recipe: Recipe) -> tuple[int, int] | None:
+    """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
+    [name] = recipe.columns
+    leaves = [metadata.schema.column(c) for c in range(metadata.num_columns)]
+    # A flat column called "tokens.n" is no part of the lists in "tokens".
+    [leaf] = [c for c, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.") and leaf.max_repetition_level == 1][:1]
+    chunks = [metadata.row_group(g).column(leaf) for g in range(metadata.num_row_groups)]
+    found = [c.statistics for c in chunks if c.num_values]
+    unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
+    ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]
+    if unknown:
+        return None
+    return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
+
+
+def _vocab_size(shards: Sequence[Shard]) -> int | None:
+    known = [s.token_range for s in shards if s.token_range is not None]
+    return max(high for _, high in known) + 1 if len(known) == len(shards) else None
 
 
 def _check_rows(snapshot: Snapshot) -> None:

@@ -1,5 +1,7 @@
 """What a person types and reads: exit codes, messages without tracebacks."""
 
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpora import write_numbered, write_text
+from penstock import RemoteDataset
 from serving import Server
 
 
@@ -34,9 +37,10 @@ def test_without_a_command_the_commands_are_listed() -> None:
         (["serve", "{tmp}/empty"], "holds no file that ends in .parquet"),
         (["serve", "{tmp}/text"], "no tokenizer is given. Start with --tokenizer FILE"),
         (["serve", "{tmp}/text", "--tokenizer", "{tmp}/none.json"], "none.json cannot be read: No such file"),
-        (["serve", "{tmp}/numbers", "--port", "high"], "port must be a whole number"),
+        (["serve", "{tmp}/numbers", "--port", "high"], "port must be a whole number from 0"),
         (["serve", "{tmp}/numbers", "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use"),
         (["serve", "{tmp}/numbers", "--cache-dir", "/dev/null/x"], "the cache folder /dev/null/x cannot be used"),
+        (["sample", "/dev/null/sample"], "/dev/null/sample cannot be written: Not a directory"),
         (["sample", "{tmp}/sample", "--rows", "3"], "--rows must be at least 100"),
     ],
 )
@@ -68,6 +72,22 @@ def test_a_server_that_is_told_to_stop_stops_without_a_word(serve: Callable[...,
     with serve(tmp_path / "data") as server:
         server.json("/readyz")
         assert server.stop() == ""
+
+
+def test_ctrl_c_stops_a_server_without_a_traceback(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 9)
+    with serve(tmp_path / "data") as server:
+        server.json("/readyz")
+        assert server.stop(signal.SIGINT) == ""
+
+
+def test_the_curl_line_works_for_any_name_and_address(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "so #1? it's über", 9)
+    server = serve(tmp_path / "data")
+    [line] = re.findall(r"^ +(curl .*)$", server.greeting, re.MULTILINE)
+    done = subprocess.run(["bash", "-c", line + " --fail -sS"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert next(iter(RemoteDataset(server.url, "so #1? it's über", batch_size=3)))["input_ids"].shape == (3, 1024)
 
 
 def test_equal_seeds_write_equal_samples(tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import pickle
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker as worker_module
 
 from corpora import write_numbered
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGone, StateMismatch
@@ -40,6 +45,16 @@ def dataset(server: Server, *, batch_size: int = 4, world_size: int = 1, rank: i
 
 def contents(data: RemoteDataset) -> list[bytes]:
     return [b"".join(batch[name].numpy().tobytes() for name in sorted(batch)) for batch in data]
+
+
+@contextmanager
+def in_worker(number: int, num_workers: int) -> Iterator[None]:
+    """What torch tells the code that runs in a loader worker."""
+    worker_module._worker_info = worker_module.WorkerInfo(id=number, num_workers=num_workers, seed=0, dataset=None)
+    try:
+        yield
+    finally:
+        worker_module._worker_info = None
 
 
 def rows(data: RemoteDataset) -> list[int]:
@@ -141,9 +156,64 @@ def test_a_state_of_another_order_is_refused_with_what_differs(server: Server, c
         dataset(server, **change).load_state_dict(state_after(dataset(server), 3))
 
 
-def test_what_is_no_state_is_refused(server: Server) -> None:
-    with pytest.raises(StateMismatch, match="no state of a RemoteDataset"):
-        dataset(server).load_state_dict({"epoch": 3})
+@pytest.mark.parametrize("change", [None, {"version": 9}, {"step": "3"}, {"step": -1}, {"offset": None}, {"epoch": True}])
+def test_what_is_no_state_is_refused(server: Server, change: dict[str, Any] | None) -> None:
+    data = dataset(server)
+    state = None if change is None else data.state_dict() | change
+    with pytest.raises(StateMismatch, match=r"no state of a RemoteDataset|this state is damaged"):
+        data.load_state_dict(state)  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_wrapped_epoch_resumes_under_another_world_size(server: Server) -> None:
+    data = dataset(server, batch_size=7, tail="wrap")
+    state = state_after(data, len(data))
+    resumed = dataset(server, batch_size=3, tail="wrap")
+    resumed.load_state_dict(state)
+    assert len(resumed) == 0
+    assert contents(resumed) == []
+
+
+def test_choosing_an_epoch_in_mid_loop_skips_nothing_of_it(server: Server) -> None:
+    data = dataset(server)
+    for number, _ in enumerate(data):
+        if number == 2:
+            data.set_epoch(1)
+        if number == 5:
+            break
+    assert (data.state_dict()["epoch"], data.state_dict()["step"]) == (1, 0)
+    assert len(contents(data)) == NUM_ROWS // 4
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
+def test_a_copy_tells_its_own_workers_the_epoch(server: Server, duplicate: Callable[[RemoteDataset], RemoteDataset]) -> None:
+    data = duplicate(dataset(server))
+    expected = dataset(server)
+    loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
+    for epoch in range(3):
+        data.set_epoch(epoch)
+        expected.set_epoch(epoch)
+        assert [b["input_ids"][:, 0].tolist() for b in loader] == [b["input_ids"][:, 0].tolist() for b in expected]
+    with pytest.raises(PenstockError, match="they run ahead of it"):
+        data.state_dict()
+
+
+def test_each_worker_resumes_from_its_own_state(server: Server) -> None:
+    """As torchdata's StatefulDataLoader does: every worker saves and loads the dataset's state in its own process."""
+    whole = contents(dataset(server))
+    for consumed in range(7):
+        resumed = []
+        for worker in range(3):
+            data = dataset(server)
+            with in_worker(worker, 3):
+                batches = iter(data)
+                for _ in range(consumed):
+                    next(batches)
+                state = data.state_dict()
+                again = dataset(server)
+                again.load_state_dict(state)
+                resumed.append(contents(again))
+        turns = [batch for turn in itertools.zip_longest(*resumed) for batch in turn if batch is not None]
+        assert turns == whole[3 * consumed :]
 
 
 def test_a_run_never_goes_on_with_other_data(server: Server, data_dir: Path) -> None:

@@ -1,3 +1,5 @@
+import errno
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +11,9 @@ import pytest
 
 from corpora import write_numbered, write_shards
 from penstock_server import encode
-from penstock_server.blocks import Block, BlockCache, Blocks
-from penstock_server.problems import BadRow, ShardUnreadable, SnapshotGone
+from penstock_server.blocks import Block, Blocks, BlockStore
+from penstock_server.cache import CacheFolder
+from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.snapshot import open_snapshot
 
 
@@ -27,7 +30,7 @@ def cache_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def open_blocks(data: Path, cache_dir: Path) -> Callable[[], Blocks]:
     """The blocks as a server sees them that has just been started."""
-    return lambda: Blocks(open_snapshot(data, None), BlockCache(cache_dir))
+    return lambda: Blocks(open_snapshot(data, None), BlockStore(CacheFolder(cache_dir)))
 
 
 def rows_of(block: Block) -> list[list[int]]:
@@ -81,7 +84,7 @@ def test_a_damaged_cache_file_is_dropped_and_made_again(
     open_blocks: Callable[[], Blocks], cache_dir: Path, count_reads: list[str], damage: str
 ) -> None:
     expected = rows_of(open_blocks().get([0])[0])
-    [path] = cache_dir.glob("*.arrow")
+    [path] = cache_dir.glob("*.block")
     content = path.read_bytes()
     path.write_bytes(
         {
@@ -98,31 +101,26 @@ def test_a_damaged_cache_file_is_dropped_and_made_again(
 
 def test_no_flipped_byte_in_a_cache_file_reaches_a_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
     expected = rows_of(open_blocks().get([0])[0])
-    [path] = cache_dir.glob("*.arrow")
+    [path] = cache_dir.glob("*.block")
     content = path.read_bytes()
     for at in range(0, len(content), 5):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         assert rows_of(open_blocks().get([0])[0]) == expected
 
 
-def test_nothing_but_whole_blocks_is_left_in_the_folder(
-    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_without_room_and_one_that_cannot_be_written_stop_nothing(
+    open_blocks: Callable[[], Blocks], data: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    assert rows_of(open_blocks().get([0])[0])[5] == [5] + [1] * 5  # served all the same
-    assert list(cache_dir.iterdir()) == []
-
-
-def test_a_cache_folder_that_cannot_be_written_stops_nothing(
-    open_blocks: Callable[[], Blocks], cache_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    expected = rows_of(open_blocks().get([0])[0])
+    tight = Blocks(open_snapshot(data, None), BlockStore(CacheFolder(cache_dir, 0)))
+    assert rows_of(tight.get([0])[0]) == expected
+    assert list(cache_dir.glob("*.block")) == []
+    shutil.rmtree(cache_dir)
+    assert rows_of(tight.get([1])[0])[0] == [32] + [1] * (32 % 7)
     blocks = open_blocks()
-    cache_dir.rmdir()
-    assert len(rows_of(blocks.get([0])[0])) == 32
-    assert "serving this block from memory" in caplog.text
+    shutil.rmtree(cache_dir)
+    assert rows_of(blocks.get([0])[0]) == expected
+    assert "the block cache cannot be written to" in caplog.text
 
 
 def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
@@ -136,32 +134,50 @@ def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
         blocks.get([1])
 
 
-def test_a_rewritten_shard_with_the_same_footer_makes_other_blocks(data: Path, cache_dir: Path) -> None:
+def test_a_rewritten_shard_with_the_same_footer_is_noticed_and_is_another_snapshot(data: Path, cache_dir: Path) -> None:
     """Two shards of equal layout and equal statistics can have one footer, byte for byte, and yet other tokens."""
-    write = {"use_dictionary": False, "compression": "none"}
-    for name, rows in (("a", [[1, 5, 2]]), ("b", [[1, 2, 5]])):
-        (data.parent / name).mkdir()
-        table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))})
-        pq.write_table(table, data.parent / name / "x.parquet", **write)
-    cache = BlockCache(cache_dir)
-    snapshots = [open_snapshot(data.parent / name, None) for name in "ab"]
-    assert snapshots[0].fingerprint == snapshots[1].fingerprint
-    one, two = (Blocks(snapshot, cache).get([0])[0] for snapshot in snapshots)
-    assert (rows_of(one), rows_of(two)) == ([[1, 5, 2]], [[1, 2, 5]])
+
+    def write(tokens: list[int]) -> bytes:
+        table = pa.table({"input_ids": pa.array([tokens] * 500, pa.list_(pa.int32()))})
+        pq.write_table(table, path, use_dictionary=False, compression="none")
+        content = path.read_bytes()
+        return content[-8 - int.from_bytes(content[-8:-4], "little") :]
+
+    path = data.parent / "plain" / "x.parquet"
+    path.parent.mkdir()
+    footer = write([1, 5, 2])
+    before = open_snapshot(path.parent, None)
+    blocks = Blocks(before, BlockStore(CacheFolder(cache_dir)))
+    assert write([1, 2, 5]) == footer
+    with pytest.raises(SnapshotGone):
+        blocks.get([0])
+    assert open_snapshot(path.parent, None).fingerprint != before.fingerprint
 
 
-def test_a_damaged_row_group_is_named_and_tried_again(open_blocks: Callable[[], Blocks], data: Path) -> None:
+@pytest.mark.parametrize("call", ["stat", "open"])
+def test_storage_that_fails_is_no_change_of_the_data(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    blocks = open_blocks()
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Path, "stat", fail) if call == "stat" else (pq, "ParquetFile", fail)))
+        with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: Input/output error"):
+            blocks.get([0])
+    assert blocks.get([0])[0].num_rows == 32
+
+
+def test_a_damaged_row_group_is_named_and_the_others_are_served(open_blocks: Callable[[], Blocks], data: Path) -> None:
     path = data / "part-000.parquet"
     whole = path.read_bytes()
-    stat = path.stat()
     path.write_bytes(whole[:4] + b"\xff" * 60 + whole[64:])
     blocks = open_blocks()
     for _ in range(2):
         with pytest.raises(ShardUnreadable, match=r"row group 0 of part-000.parquet cannot be read"):
             blocks.get([0])
-    path.write_bytes(whole)
-    assert stat.st_size == path.stat().st_size
-    assert len(rows_of(blocks.get([0])[0])) == 32
+    assert blocks.get([2])[0].num_rows == 32
 
 
 def test_a_bad_row_fails_with_its_place_or_gives_way_to_its_next_neighbour(data: Path, cache_dir: Path) -> None:
@@ -169,7 +185,7 @@ def test_a_bad_row_fails_with_its_place_or_gives_way_to_its_next_neighbour(data:
     write_shards(data.parent / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
     for policy in ("fail", "substitute"):
         (data.parent / "holes" / "penstock.toml").write_text(f'on_bad_row = "{policy}"')
-        blocks = Blocks(open_snapshot(data.parent / "holes", None), BlockCache(cache_dir))
+        blocks = Blocks(open_snapshot(data.parent / "holes", None), BlockStore(CacheFolder(cache_dir)))
         [block] = blocks.get([0])
         assert block.bad == {1: "is empty", 3: "is empty", 4: "is empty"}
         assert blocks.usable_rows(block, 0, np.array([0, 2])).tolist() == [0, 2]
@@ -183,6 +199,6 @@ def test_a_bad_row_fails_with_its_place_or_gives_way_to_its_next_neighbour(data:
 def test_a_block_without_one_usable_row_fails_even_where_rows_are_substituted(data: Path, cache_dir: Path) -> None:
     write_shards(data.parent / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
     (data.parent / "void" / "penstock.toml").write_text('on_bad_row = "substitute"')
-    blocks = Blocks(open_snapshot(data.parent / "void", None), BlockCache(cache_dir))
+    blocks = Blocks(open_snapshot(data.parent / "void", None), BlockStore(CacheFolder(cache_dir)))
     with pytest.raises(BadRow, match="every row of that group"):
         blocks.usable_rows(blocks.get([0])[0], 0, np.array([0]))

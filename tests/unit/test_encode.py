@@ -3,7 +3,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from corpora import EOS, write_tokenizer
 from penstock_server.encode import encode
@@ -50,6 +50,13 @@ def test_bad_texts_are_null_with_the_reason_and_leave_the_others_as_they_are(tok
     batch = encode(rows, recipe("text", "t", tokenizer=tokenizer, eos_id=0), "uint16", 400)
     assert batch["bad"].to_pylist() == [None, "t is null", "t is empty", "t is not valid UTF-8 at byte 0", None]
     assert [row is None for row in batch["tokens"].to_pylist()] == [False, True, True, True, False]
+
+
+def test_a_tokenizer_that_fails_is_named_with_the_column() -> None:
+    words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="[UNK]"))
+    failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words))
+    with pytest.raises(ValueError, match=r"the tokenizer words.json fails on column 't'"):
+        encode(pa.table({"t": ["dog"]}), failing, "uint16", 9)
 
 
 def test_a_pair_is_bad_as_a_whole(tokenizer: TokenizerFile) -> None:

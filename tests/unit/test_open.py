@@ -1,5 +1,6 @@
 """Opening datasets: what is found, how the recipe is decided, and what is refused, with a message that helps."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from penstock_server.blocks import BlockCache
+from penstock_server import catalog as catalog_module
+from penstock_server.blocks import BlockStore
+from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.snapshot import Snapshot, open_snapshot
@@ -31,7 +35,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def open_all(tmp_path: Path, data: Path) -> Opener:
     def run(tokenizer: Path | None = None) -> Catalog:
-        return open_catalog(data, tokenizer, BlockCache(tmp_path / "cache"))
+        return open_catalog(data, tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
 
     return run
 
@@ -176,6 +180,96 @@ def test_a_file_cut_at_any_byte_is_refused_and_never_a_crash(data: Path, tmp_pat
         (data / "part.parquet").write_bytes(whole[:length])
         with pytest.raises(DatasetRefused):
             snapshot_of(data)
+
+
+def test_two_folders_of_one_name_are_both_refused(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "a.b", 3)
+    write_numbered(data / "a" / "b", 3)
+    write_numbered(data / "c", 3)
+    catalog = open_all()
+    assert list(catalog.datasets) == ["c"]
+    assert "would both be the dataset 'a.b'" in catalog.refused["a.b"]
+
+
+def test_a_link_to_nothing_is_refused_and_never_a_shorter_epoch(data: Path) -> None:
+    write_numbered(data, 30)
+    (data / "part-999.parquet").symlink_to(data / "moved.parquet")
+    with pytest.raises(DatasetRefused, match=r"part-999.parquet cannot be read: No such file"):
+        snapshot_of(data)
+
+
+def test_links_that_lead_back_are_followed_once(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "n", 3)
+    (data / "n" / "up").symlink_to(data)
+    (data / "n" / "self").symlink_to(data / "n")
+    assert list(open_all().datasets) == ["n"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "n", 3)
+    write_numbered(data / "secret", 3)
+    (data / "secret").chmod(0)
+    assert "Permission denied" in open_all().refused["secret"]
+    (data / "secret").chmod(0o700)
+
+
+def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(
+    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "odd", 3)
+    monkeypatch.setattr(catalog_module, "open_snapshot", lambda f, t: open_snapshot(f, t) if f.name == "good" else 1 / 0)
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    assert "by a fault of penstock: ZeroDivisionError" in catalog.refused["odd"]
+
+
+def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), data / "a.parquet")
+    with pytest.raises(DatasetRefused, match=r"2 columns 'text'"):
+        snapshot_of(data, tokenizer)
+    pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "k", "k"]), data / "a.parquet")
+    assert snapshot_of(data, tokenizer).recipe.columns == ("text",)
+
+
+def test_a_tokenizer_that_was_never_trained_is_refused(data: Path, tmp_path: Path) -> None:
+    write_text(data, ["one"])
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(DatasetRefused, match=r"empty.json is a tokenizer with an empty vocabulary"):
+        snapshot_of(data, tmp_path / "empty.json")
+
+
+@pytest.mark.parametrize("largest", [2**32, 2**40, 2**63 + 5])
+def test_ids_that_fit_no_uint32_are_refused_and_never_wrapped(data: Path, largest: int) -> None:
+    write_shards(data, "tokens", [[[1, largest]]], type_=pa.list_(pa.uint64()), row_group_size=1)
+    with pytest.raises(DatasetRefused, match=f"ids from 1 to {largest:,}, but ids must be from 0 to 4,294,967,295"):
+        snapshot_of(data)
+
+
+@pytest.mark.parametrize("rows", [[], [[]]])
+def test_a_shard_without_tokens_says_nothing_of_the_vocabulary(data: Path, rows: list[list[int]]) -> None:
+    write_shards(data, "tokens", [[[1, 3]], rows], type_=pa.list_(pa.int32()), row_group_size=1)
+    snapshot = snapshot_of(data)
+    assert (snapshot.vocab_size, snapshot.token_dtype) == (4, "uint16")
+
+
+def test_a_vocabulary_that_nobody_names_is_not_made_up(data: Path) -> None:
+    data.mkdir()
+    table = pa.table({"tokens": pa.array([[1, 3]], pa.list_(pa.int32()))})
+    pq.write_table(table, data / "a.parquet", write_statistics=False)
+    snapshot = snapshot_of(data)
+    assert (snapshot.vocab_size, snapshot.token_dtype) == (None, "uint32")
+
+
+def test_columns_with_a_dot_in_their_name_are_no_part_of_others(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"tokens.n": [-1], "tokens": tokens}), data / "a.parquet")
+    assert snapshot_of(data).vocab_size == 4
+    pq.write_table(pa.table({"text.lang": pa.array([None], pa.string()), "text": ["a"]}), data / "a.parquet")
+    assert snapshot_of(data, tokenizer).num_rows == 1
 
 
 def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Opener) -> None:

@@ -126,7 +126,7 @@ def test_ranks_partition_an_epoch_and_locate_finds_every_sample(schedule: Schedu
     shown = Counter[int]()
     for step in range(schedule.num_steps):
         for rank in range(schedule.world_size):
-            for index, position in enumerate(schedule.positions(step, rank).tolist()):
+            for index, position in enumerate(schedule.positions([step], rank)[0].tolist()):
                 shown[position] += 1
                 assert (step, rank, index) in schedule.locate(position)
     assert all(len(schedule.locate(p)) == shown[p] for p in range(schedule.num_positions))
@@ -147,7 +147,7 @@ def test_the_sample_order_is_the_same_for_every_world_size(schedule: Schedule) -
         position
         for step in range(schedule.num_steps)
         for rank in range(schedule.world_size)
-        for position in schedule.positions(step, rank).tolist()
+        for position in schedule.positions([step], rank)[0].tolist()
     ]
     start = schedule.offset
     assert samples == [p % schedule.num_positions for p in range(start, start + len(samples))]
@@ -156,6 +156,6 @@ def test_the_sample_order_is_the_same_for_every_world_size(schedule: Schedule) -
 def test_an_address_that_does_not_exist_is_refused_with_the_bound() -> None:
     schedule = Schedule(num_positions=100, batch_size=10, world_size=2, offset=0, tail="drop")
     with pytest.raises(StepOutOfRange, match="5 steps, 0 to 4"):
-        schedule.positions(5, 0)
+        schedule.positions([4, 5], 0)
     with pytest.raises(RankOutOfRange, match="ranks are 0 to 1"):
-        schedule.positions(0, 2)
+        schedule.positions([0], 2)

@@ -79,5 +79,21 @@ def test_closing_interrupts_a_fetch_and_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
+def test_a_budget_of_nothing_still_has_room_for_one_run() -> None:
+    steps = range(20)
+    assert list(prefetch(lambda run: [item(step) for step in run], steps, 0, threading.Event())) == [item(s) for s in steps]
+
+
+def test_a_fetch_may_give_less_than_it_was_asked_for() -> None:
+    runs: list[int] = []
+
+    def fetch(steps: range) -> list[bytes]:
+        runs.append(len(steps))
+        return [item(step) for step in steps[: 1 if len(runs) == 4 else None]]
+
+    assert list(prefetch(fetch, range(40), 64 * KIB, threading.Event())) == [item(step) for step in range(40)]
+    assert runs[:6] == [1, 2, 4, 8, 2, 4]  # and it begins small again
+
+
 def test_no_steps_are_no_items() -> None:
     assert list(prefetch(lambda _: [], range(0), KIB, threading.Event())) == []

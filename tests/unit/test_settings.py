@@ -12,11 +12,20 @@ def test_a_flag_wins_over_the_environment_and_both_over_the_default() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "nbytes"), [("0", 0), ("1000", 1000), ("200GB", 200 * 10**9), ("3 mb", 3 * 10**6), ("1TB", 10**12)]
+)
+def test_a_budget_may_have_a_unit(text: str, nbytes: int) -> None:
+    assert Settings.read({"data_dir": "d", "cache_bytes": text}, {}).cache_bytes == nbytes
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({}, "no data folder is given"),
-        ({"data_dir": "d", "port": "http"}, "port must be a whole number, not 'http'"),
-        ({"data_dir": "d", "port": "70000"}, "port must be from 0"),
+        ({"data_dir": "d", "port": "http"}, "port must be a whole number from 0 .* to 65,535, not 'http'"),
+        ({"data_dir": "d", "port": "70000"}, "port must be a whole number"),
+        ({"data_dir": "d", "cache_bytes": "a lot"}, "cache_bytes must be a number such as 500000000 or 200GB"),
+        ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*port must be(.|\n)*cache_bytes must be"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: dict[str, str], message: str) -> None:

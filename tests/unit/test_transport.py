@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
-import httpx
 import pytest
 
 import penstock.transport
@@ -161,8 +162,25 @@ def test_an_interrupt_ends_a_get_at_once(state: str) -> None:
         transport.close()
 
 
-def test_every_error_of_httpx_is_turned_into_one_of_ours() -> None:
-    """Whatever can go wrong below is a TransportError, which is tried again; anything else would be a bug of ours."""
-    outside = {e for e in vars(httpx).values() if isinstance(e, type) and issubclass(e, httpx.RequestError)}
-    outside -= {e for e in outside if issubclass(e, httpx.TransportError)}
-    assert outside == {httpx.RequestError, httpx.DecodingError, httpx.TooManyRedirects}
+@pytest.mark.parametrize("header", ["1", "{date}"])
+def test_a_server_that_asks_to_be_left_alone_gives_way_to_the_next_at_once(header: str) -> None:
+    date = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+    asked = header.replace("1", "3600").format(date=date)
+    with server(response(b"", "503 Busy", f"Retry-After: {asked}")) as busy, server(response(b"here")) as idle:
+        assert get(busy, idle, retry_seconds=60) == (b"here", 1)
+
+
+def test_one_attempt_tells_a_fault_from_a_refusal() -> None:
+    with (
+        server(b"", response(b"here"), problem("bad-row", 500)) as url,
+        closing(Transport([url], retry_seconds=9)) as transport,
+    ):
+        assert transport.get_once("/", {}, bytes) is None
+        assert transport.get_once("/", {}, bytes) == b"here"
+        with pytest.raises(DataError):
+            transport.get_once("/", {}, bytes)
+
+
+def test_what_httpx_cannot_decode_is_tried_again() -> None:
+    with server(response(b"no gzip", "200 OK", "Content-Encoding: gzip"), response(b"here")) as url:
+        assert get(url) == (b"here", 1)

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import WireError, wire
+from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -96,8 +96,10 @@ def test_what_is_no_frame_is_refused(body: bytes) -> None:
 
 
 def test_another_wire_version_is_named() -> None:
-    with pytest.raises(WireError, match="version 2"):
-        list(wire.decode(msgpack.packb({"v": 2}) + bytes(8)))
+    header: dict[str, object] = {"v": 2, "something": "new"}
+    header |= {"header_digest": wire.digest(msgpack.packb(header))}
+    with pytest.raises(VersionMismatch, match="version 2"):
+        list(wire.decode(msgpack.packb(header) + bytes(8)))
 
 
 def _same(one: Frame, other: Frame) -> bool:

@@ -1,0 +1,115 @@
+"""The source: one dataset on its servers, as one rank asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import httpx
+
+from penstock import wire
+from penstock.errors import DataError, PenstockError, SpecError, VersionMismatch, WireError
+from penstock.spec import Spec
+from penstock.transport import Transport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What the server says of a spec: every parameter of it, the snapshot included, and what follows.
+
+    num_steps      steps of an epoch, the same for every rank
+    num_sequences  sequences of an epoch, over all ranks
+    vocab_size     every token id is below it; None if nobody knows
+    """
+
+    spec: Spec
+    num_steps: int
+    num_sequences: int
+    vocab_size: int | None
+
+
+class Source:
+    """One dataset on servers that hold the same data. Raises SpecError: an address is none."""
+
+    def __init__(self, servers: str | Sequence[str], dataset: str, *, rank: int, retry_seconds: float) -> None:
+        self.dataset = dataset
+        self._servers = _addresses(servers)
+        self._rank = rank
+        self._retry_seconds = retry_seconds
+        self._path = f"/v1/datasets/{quote(dataset, safe='')}"
+
+    def connect(self) -> Transport:
+        """Connections for one thread of this process."""
+        return Transport(self._servers, retry_seconds=self._retry_seconds)
+
+    def resolve(self, spec: Spec) -> Resolved:
+        """The spec with every parameter resolved. Raises the PenstockError that says why the server does not."""
+        with closing(self.connect()) as transport:
+            return transport.get(f"{self._path}/spec", spec.to_query(), _decode_resolved)
+
+    def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range) -> list[wire.Frame]:
+        """The batches of at least the first of the steps, in order; the spec names its snapshot.
+
+        Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
+        """
+        path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
+        if len(steps) > 1:
+            with suppress(DataError):
+                frames = transport.get_once(path, _query(spec, steps), self._decoder(spec, epoch, steps))
+                if frames is not None:
+                    return frames
+        # What stops a run may lie in one of its last steps, and once the first bytes are sent, the reason is only told to
+        # who asks for that step alone. Step by step all that is before it is delivered, and its reason is heard.
+        return transport.get(path, _query(spec, steps[:1]), self._decoder(spec, epoch, steps[:1]))
+
+    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[bytes], list[wire.Frame]]:
+        assert spec.snapshot  # resolved by the server
+        expected = [
+            wire.Address(dataset=self.dataset, snapshot=spec.snapshot, epoch=epoch, rank=self._rank, step=step)
+            for step in steps
+        ]
+
+        def decode(body: bytes) -> list[wire.Frame]:
+            frames = list(wire.decode(body))
+            if [frame.address for frame in frames] != expected:
+                raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, other batches came")
+            return frames
+
+        return decode
+
+
+def _query(spec: Spec, steps: range) -> dict[str, str]:
+    # A slice of a strided range may end past the epoch's last step.
+    return {"start": str(steps[0]), "stop": str(steps[-1] + 1), "stride": str(steps.step), **spec.to_query()}
+
+
+def _decode_resolved(body: bytes) -> Resolved:
+    try:
+        answer = json.loads(body)
+        size = answer["vocab_size"]
+        return Resolved(
+            spec=Spec(**answer["spec"]),
+            num_steps=int(answer["num_steps"]),
+            num_sequences=int(answer["num_sequences"]),
+            vocab_size=None if size is None else int(size),
+        )
+    except PenstockError as error:
+        raise VersionMismatch(f"the server knows other parameters than this client: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise VersionMismatch(
+            f"the answer is no spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"
+        ) from error
+
+
+def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
+    given = (servers,) if isinstance(servers, str) else tuple(servers)
+    try:
+        sound = bool(given) and all(httpx.URL(a).scheme in ("http", "https") and httpx.URL(a).host for a in given)
+    except (httpx.InvalidURL, TypeError):
+        sound = False
+    if not sound:
+        raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
+    return tuple(address.rstrip("/") for address in given)

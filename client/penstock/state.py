@@ -1,0 +1,62 @@
+"""The state of a training loop: a few integers and the fingerprint. How it is written, and when it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import StateMismatch
+from penstock.spec import Spec
+
+_VERSION = 1
+_ORDER = ("snapshot", "seed", "shuffle", "window", "packing")  # what decides which sample stands where in an epoch
+_COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """How far an epoch is consumed: `step` steps of the spec behind the first `offset` samples."""
+
+    epoch: int = 0
+    offset: int = 0
+    step: int = 0
+
+
+def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
+    """The state as plain integers and strings."""
+    values = spec.to_dict()
+    return {
+        "version": _VERSION,
+        "dataset": dataset,
+        "epoch": position.epoch,
+        "step": position.step,
+        "offset": position.offset,
+        "batch_size": spec.batch_size,
+        "world_size": spec.world_size,
+        **{name: values[name] for name in _ORDER},
+    }
+
+
+def read_state(state: Mapping[str, Any], dataset: str, spec: Spec) -> Position:
+    """The position that a state names. Under another batch_size or world_size it is counted in samples.
+
+    Raises StateMismatch: it is no state, or of other data or of another order; the message lists what differs.
+    """
+    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+        raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {state!r}")
+    here = {"dataset": dataset, **{name: spec.to_dict()[name] for name in _ORDER}}
+    differing = [f"{n}: {state.get(n)!r} then, {value!r} now" for n, value in here.items() if state.get(n) != value]
+    if differing:
+        raise StateMismatch(
+            f"this state belongs to another order of samples ({'; '.join(differing)}); going on with it would repeat some and "
+            f"skip others. Make the dataset with the same values, or start the epoch anew without the state."
+        )
+    counts = {name: state.get(name) for name in _COUNTS}
+    wrong = [f"{name}={n!r}" for name, n in counts.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0]
+    if wrong:
+        raise StateMismatch(f"this state is damaged: {', '.join(wrong)} must be whole numbers from 0.")
+    epoch, step, offset, batch_size, world_size = (int(state[name]) for name in _COUNTS)
+    if batch_size * world_size != spec.batch_size * spec.world_size:
+        offset, step = offset + step * batch_size * world_size, 0
+    return Position(epoch=epoch, offset=offset, step=step)

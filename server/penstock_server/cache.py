@@ -1,0 +1,200 @@
+"""The cache folder: files of bytes within a budget, least recently used out first, shared by any number of processes.
+
+A file is written under a temporary name and renamed, and ends with the xxh3-64 of the bytes before it, so that it is whole
+or absent whatever crashes. The bytes in use are counted in the lock file, which one process holds while it makes room.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import xxhash
+
+log = logging.getLogger("penstock.cache")
+
+_DIGEST_BYTES = 8
+_USED = struct.Struct("<q")
+_SUFFIX, _TEMPORARY = ".block", ".tmp"
+_ABANDONED_SECONDS = 60.0  # a temporary file that nobody has written to for so long belongs to a process that died
+_SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
+
+
+class CacheFolder:
+    """A folder of at most `budget_bytes`; None means half of what is free on its disk.
+
+    Safe with several processes on one folder; they should have the same budget. Raises OSError: the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._threads = threading.Lock()
+        self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        with self._locked() as used:
+            used.bytes = self._recount()
+            free = shutil.disk_usage(folder).free
+            self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
+            if used.bytes > self.budget_bytes:
+                self._evict(used, self.budget_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all files in the folder, as counted by all processes."""
+        return int(_USED.unpack(os.pread(self._lock_file, _USED.size, 0).ljust(_USED.size, b"\0"))[0])
+
+    def read(self, name: str) -> pa.Buffer | None:
+        """The bytes stored under a name, mapped into memory, or None: there is no such file, or it was damaged and is gone.
+
+        The map stays good when the file is evicted.
+        """
+        path = self._path(name)
+        try:
+            content = pa.memory_map(str(path)).read_buffer() if _size(path) else pa.py_buffer(b"")
+        except FileNotFoundError:
+            return None
+        except OSError as error:  # no file descriptor left, no permission: the file itself may be sound
+            log.warning("%s cannot be mapped: %s", path, error)
+            return None
+        # Before anything is parsed: a flipped byte in a length would have the parser read elsewhere.
+        body = content.slice(0, max(0, content.size - _DIGEST_BYTES))
+        if content.size < _DIGEST_BYTES or _digest(memoryview(body)) != bytes(content[body.size :]):
+            if path.exists():
+                self._drop(path)
+            return None
+        self.touch(name)
+        return body
+
+    def touch(self, name: str) -> None:
+        """Marks a file as used now."""
+        with suppress(OSError):  # evicted by another process, or a folder that became read-only
+            os.utime(self._path(name))
+
+    def write(self, name: str, content: memoryview) -> bool:
+        """Stores bytes under a name. False: they do not fit the budget, or the disk is full; then nothing is stored.
+
+        Raises OSError: the folder can no longer be written to.
+        """
+        nbytes = content.nbytes + _DIGEST_BYTES
+        if nbytes > self.budget_bytes:
+            return False
+        path, temporary = self._path(name), None
+        try:
+            temporary = self._reserve(nbytes)
+            with temporary.open("r+b") as file:
+                file.write(content)
+                file.write(_digest(content))
+            with self._locked() as used:
+                used.bytes -= _size(path)  # another process stored the same meanwhile
+                temporary.replace(path)
+            return True
+        except OSError as error:
+            if temporary:
+                self._release(temporary)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._shrink(error)
+            return False
+
+    def _reserve(self, nbytes: int) -> Path:
+        """A temporary file of the given size. Its room is taken, on the disk and in the budget, before the bytes are there."""
+        with self._locked() as used:
+            if used.bytes + nbytes > self.budget_bytes:
+                self._evict(used, self.budget_bytes - nbytes - self.budget_bytes // _SPARE)
+            # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
+            temporary = self._folder / f"{uuid.uuid4().hex}{_TEMPORARY}"
+            handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                os.posix_fallocate(handle, 0, nbytes)
+            except OSError:
+                temporary.unlink()
+                raise
+            finally:
+                os.close(handle)
+            used.bytes += nbytes
+            return temporary
+
+    def _release(self, temporary: Path) -> None:
+        with self._locked() as used:
+            used.bytes -= _size(temporary)
+            temporary.unlink()
+
+    def _drop(self, path: Path) -> None:
+        log.warning("%s is damaged and will be made again", path)
+        with suppress(OSError), self._locked() as used:
+            size = _size(path)
+            path.unlink(missing_ok=True)
+            used.bytes -= size
+
+    def _shrink(self, error: OSError) -> None:
+        """A full disk lowers the budget to what is used now: jobs go on, with fewer blocks kept."""
+        self.budget_bytes = min(self.budget_bytes, self.used_bytes)
+        log.warning(
+            "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
+            "each time they are needed. Free disk space and restart, or name another folder with --cache-dir.",
+            self._folder, error.strerror, f"{self.budget_bytes:,}",
+        )  # fmt: skip
+
+    def _evict(self, used: _Used, target_bytes: int) -> None:
+        """Removes the files that were used longest ago until at most `target_bytes` are in use."""
+        used.bytes = self._recount()  # also mends what a crashed process left uncounted
+        entries = [entry for entry in os.scandir(self._folder) if entry.name.endswith(_SUFFIX)]
+        for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
+            if used.bytes <= target_bytes:
+                return
+            used.bytes -= entry.stat().st_size
+            Path(entry.path).unlink(missing_ok=True)
+
+    def _recount(self) -> int:
+        """The bytes in the folder; what crashed processes left half written is removed."""
+        total = 0
+        for entry in os.scandir(self._folder):
+            stat = entry.stat()
+            if entry.name.endswith(_TEMPORARY) and time.time() - stat.st_mtime > _ABANDONED_SECONDS:
+                Path(entry.path).unlink(missing_ok=True)
+            elif entry.name.endswith((_SUFFIX, _TEMPORARY)):
+                total += stat.st_size
+        return total
+
+    @contextmanager
+    def _locked(self) -> Iterator[_Used]:
+        """Holds the folder for this process and thread; what is left in the counter is written back."""
+        with self._threads:  # the file's lock belongs to the process, so it does not part its threads
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+            try:
+                used = _Used(self.used_bytes)
+                yield used
+                os.pwrite(self._lock_file, _USED.pack(used.bytes), 0)
+            finally:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX}"
+
+
+@dataclass(slots=True)
+class _Used:
+    bytes: int
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _digest(content: memoryview) -> bytes:
+    return xxhash.xxh3_64_digest(content)

@@ -1,0 +1,158 @@
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock_server.cache import CacheFolder
+
+KIB = 1 << 10
+OVERHEAD = 8  # the digest behind each file
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def content(number: int, nbytes: int = KIB) -> memoryview:
+    return memoryview(number.to_bytes(4, "big") * (nbytes // 4))
+
+
+def test_what_is_stored_is_read_back_also_by_another_process(tmp_path: Path) -> None:
+    assert CacheFolder(tmp_path, 9 * KIB).write("a", content(1))
+    again = CacheFolder(tmp_path, 9 * KIB)
+    stored = again.read("a")
+    assert stored is not None
+    assert bytes(stored) == bytes(content(1))
+    assert again.read("b") is None
+    assert again.used_bytes == sum(files(tmp_path).values()) == KIB + OVERHEAD
+
+
+def test_the_least_recently_used_goes_first_and_a_map_outlives_its_file(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 4 * KIB + 4 * OVERHEAD)
+    for number in range(4):
+        cache.write(str(number), content(number))
+        os.utime(tmp_path / f"{number}.block", (number, number))
+    held = cache.read("0")
+    assert held is not None
+    cache.write("4", content(4))
+    assert "1.block" not in files(tmp_path)
+    assert {"0.block", "4.block"} <= set(files(tmp_path))
+    for number in range(5, 20):
+        cache.write(str(number), content(number))
+    assert cache.read("0") is None
+    assert bytes(held) == bytes(content(0))
+
+
+def test_what_is_larger_than_the_budget_is_not_stored(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, KIB)
+    assert not cache.write("large", content(1, 2 * KIB))
+    assert (files(tmp_path), cache.used_bytes) == ({}, 0)
+
+
+def test_a_lower_budget_takes_effect_at_the_start(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 100 * KIB)
+    for number in range(50):
+        cache.write(str(number), content(number))
+    lower = CacheFolder(tmp_path, 10 * KIB)
+    assert sum(files(tmp_path).values()) == lower.used_bytes <= 10 * KIB
+
+
+def test_without_a_budget_half_of_the_free_disk_is_taken(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert 0.4 * free < CacheFolder(tmp_path).budget_bytes < 0.6 * free
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "grow", "empty"])
+def test_a_damaged_file_is_dropped_and_its_room_is_free_again(tmp_path: Path, damage: str) -> None:
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    cache.write("a", content(1))
+    path = tmp_path / "a.block"
+    whole = path.read_bytes()
+    path.write_bytes({"flip": b"?" + whole[1:], "cut": whole[:-1], "grow": whole + b"x", "empty": b""}[damage])
+    assert cache.read("a") is None
+    assert files(tmp_path) == {}
+    assert cache.write("a", content(1))
+    assert CacheFolder(tmp_path, 9 * KIB).used_bytes == KIB + OVERHEAD
+
+
+def test_a_file_that_is_stored_twice_counts_once(tmp_path: Path) -> None:
+    one, two = (CacheFolder(tmp_path, 9 * KIB) for _ in range(2))
+    one.write("a", content(1))
+    two.write("a", content(1))
+    assert one.used_bytes == KIB + OVERHEAD
+
+
+def test_what_a_crash_left_half_written_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    (tmp_path / "old.tmp").write_bytes(bytes(KIB))
+    (tmp_path / "young.tmp").write_bytes(bytes(KIB))
+    os.utime(tmp_path / "old.tmp", (time.time() - 3600,) * 2)
+    assert CacheFolder(tmp_path, 9 * KIB).used_bytes == KIB
+    assert list(files(tmp_path)) == ["young.tmp"]
+
+
+def _fill(folder: Path, budget_bytes: int, first: int) -> None:
+    cache = CacheFolder(folder, budget_bytes)
+    for number in range(first, first + 400):
+        cache.write(str(number % 300), content(number % 300, 4 * (1 + number % 300)))
+        stored = cache.read(str((number * 7) % 300))
+        assert stored is None or bytes(stored) == bytes(content((number * 7) % 300, 4 * (1 + (number * 7) % 300)))
+
+
+def test_several_processes_on_one_folder_never_exceed_the_budget(tmp_path: Path) -> None:
+    budget_bytes = 20 * KIB
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_fill, args=(tmp_path, budget_bytes, 100 * n)) for n in range(3)]
+    for process in processes:
+        process.start()
+    seen = []
+    while any(process.is_alive() for process in processes):
+        sizes = []
+        for path in tmp_path.iterdir():
+            if path.suffix in (".block", ".tmp"):
+                try:
+                    sizes.append(path.stat().st_size)
+                except FileNotFoundError:
+                    continue
+        seen.append(sum(sizes))
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert max(seen) > budget_bytes // 2
+    assert sum(files(tmp_path).values()) <= budget_bytes
+    assert CacheFolder(tmp_path, budget_bytes).used_bytes == sum(files(tmp_path).values())
+
+
+FULL_DISK = """
+import logging, sys
+from pathlib import Path
+from penstock_server.cache import CacheFolder
+logging.basicConfig(format="%(message)s")
+folder = Path(sys.argv[1])
+cache = CacheFolder(folder, 1 << 30)
+stored = [number for number in range(100) if cache.write(str(number), memoryview(bytes([number]) * (1 << 16)))]
+assert 10 < len(stored) <= 100, stored
+assert cache.budget_bytes <= 1 << 20, cache.budget_bytes
+assert cache.read(str(stored[-1])) is not None
+assert not list(folder.glob("*.tmp"))
+print("done")
+"""
+
+
+def test_a_full_disk_lowers_the_budget_and_loses_nothing(tmp_path: Path) -> None:
+    mounted = [
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"',
+    ]
+    arguments = ["sh", str(tmp_path), sys.executable, FULL_DISK]
+    done = subprocess.run([*mounted, *arguments], capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no small disk can be made here: {done.stderr.strip()}")
+    assert done.stdout == "done\n", done.stderr
+    assert done.stderr.count("the budget of the block cache is lowered to") == 1
