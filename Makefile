@@ -18,6 +18,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+	@echo "installed into $(VENV); to have the command penstock: . $(BIN)/activate"
 
 demo: install  ## train a tiny GPT on a generated corpus, kill the server and the trainer in mid-run (two minutes)
 	$(BIN)/python examples/demo.py
@@ -40,4 +41,4 @@ docker-test: install  ## build the images and run docker compose for real; needs
 	$(BIN)/python -m pytest tests/docker -rs
 
 clean:  ## remove what make made
-	rm -rf $(VENV) demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-out sample-data .pytest_cache .mypy_cache .ruff_cache .hypothesis

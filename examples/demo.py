@@ -168,7 +168,7 @@ class Demo:
         for step, label, colour in marks:
             axes.axvline(step, color=colour, linestyle="--", label=f"{label}, step {step}")
         axes.set(xlabel="step", ylabel="loss", title="A tiny GPT on generated stories, fed by Penstock")
-        axes.legend()
+        axes.legend(loc="center right")
         figure.savefig(self.out / "loss.png", dpi=120)
         say(f"the loss curve is in {self.out / 'loss.png'}")
 
@@ -181,7 +181,8 @@ class Demo:
 
 
 def say(text: str) -> None:
-    print(f"demo: {text}", flush=True)
+    clear = "\r\033[K" if sys.stdout.isatty() else ""  # the trainer's bar may be on the line
+    print(f"{clear}demo: {text}", flush=True)
 
 
 def main() -> None:
@@ -190,7 +191,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=450)
     args = parser.parse_args()
     demo = Demo(args.out, args.steps)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # the terminal is closed: the others must end, too
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     try:
         figures = demo.run()
     except KeyboardInterrupt:

@@ -59,7 +59,9 @@ def main() -> None:
     args = parse_arguments()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dataset = args.dataset or httpx.get(f"{args.server}/v1/datasets").json()["datasets"][0]["name"]
+    if args.checkpoint and not args.checkpoint.parent.is_dir():
+        raise SystemExit(f"there is no folder {args.checkpoint.parent} to save a checkpoint in")
+    dataset = args.dataset or first_dataset(args.server)
     data = RemoteDataset(
         args.server, dataset, batch_size=args.batch_size, seq_len=args.seq_len, seed=7, prefetch_bytes=args.prefetch_bytes
     )
@@ -74,7 +76,15 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         data.load_state_dict(saved["data"])
         step = saved["step"]
-        tqdm.write(f"resumed at step {step:,}: epoch {data.epoch}, {len(data):,} batches of it left", file=sys.stderr)
+        say(f"resumed at step {step:,}: epoch {data.epoch}, {len(data):,} batches of it left")
+        if step >= args.steps:
+            raise SystemExit(f"nothing to do: --steps is {args.steps:,}")
+
+    def save() -> None:
+        if args.checkpoint:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
+            torch.save(state, args.checkpoint)
+            say(f"saved {args.checkpoint} at step {step:,}")
 
     stopping = False
 
@@ -108,12 +118,23 @@ def main() -> None:
                 log.write(json.dumps(line) + "\n")
             if step >= args.steps or stopping:
                 break
+            if step % args.save_every == 0:
+                save()
         else:
             data.set_epoch(data.epoch + 1)
     bar.close()
-    if args.checkpoint:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
-        torch.save(state, args.checkpoint)
+    save()
+
+
+def first_dataset(server: str) -> str:
+    try:
+        return str(httpx.get(f"{server}/v1/datasets").json()["datasets"][0]["name"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as error:
+        raise SystemExit(f"{server} does not list its datasets ({error!r}); is `penstock serve` running there?") from error
+
+
+def say(text: str) -> None:
+    tqdm.write(text, file=sys.stderr)
 
 
 def fingerprint(batch: dict[str, torch.Tensor]) -> str:
@@ -129,7 +150,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--checkpoint", type=Path, help="load it if it exists; save to it at the end")
+    parser.add_argument("--checkpoint", type=Path, help="load it if it exists; save to it at the end and as --save-every says")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints")
     parser.add_argument("--log", type=Path, help="append a line of JSON a step")
     parser.add_argument("--prefetch-bytes", type=int, default=64 << 20)
     return parser.parse_args()

@@ -8,8 +8,16 @@ import sys
 from penstock import __version__
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Runs one command; the value is the process's exit status."""
+    try:
+        return _run()
+    except KeyboardInterrupt:
+        print("penstock: stopped", file=sys.stderr)
+        return 130
+
+
+def _run() -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -19,8 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
 
         add_commands(commands)
     except ImportError as error:
-        parser.epilog = f"serve and sample are not available: {error}. Install the server: pip install 'penstock[server]'"
-    chosen = parser.parse_args(arguments)
+        for name in ("serve", "sample"):
+            missing = f"penstock {name}: the server is not installed here ({error}): pip install 'penstock[server]'"
+            commands.add_parser(name, help="needs the server: pip install 'penstock[server]'").set_defaults(
+                run=lambda _, missing=missing: print(missing, file=sys.stderr) or 2
+            )
+    chosen = parser.parse_args()
     if not hasattr(chosen, "run"):
         parser.print_help(sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -72,11 +73,8 @@ class RemoteDataset(IterableDataset[Batch]):
         prefetch_bytes: int = 64 << 20,
         retry_seconds: float = 600.0,
     ) -> None:
-        if prefetch_bytes < 0 or retry_seconds < 0:
-            raise SpecError(
-                f"prefetch_bytes={prefetch_bytes} and retry_seconds={retry_seconds} must not be negative",
-                ("prefetch_bytes", "retry_seconds"),
-            )
+        _check_amount("prefetch_bytes", prefetch_bytes)
+        _check_amount("retry_seconds", retry_seconds)
         self.rank, self.world_size = _place(rank, world_size)
         self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
@@ -129,6 +127,12 @@ class RemoteDataset(IterableDataset[Batch]):
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise SpecError(f"epoch must be a whole number from 0, not {epoch!r}", ("epoch",))
         if epoch != self.epoch:
+            if self._position_is_next and self._position.step and self._num_starts:
+                warnings.warn(
+                    f"set_epoch({epoch}) discards the position that load_state_dict set (epoch {self.epoch}, step "
+                    f"{self._position.step}): the epoch starts at its first step. To go on, loop from data.epoch on.",
+                    stacklevel=2,
+                )
             self._start_at(Position(epoch=epoch))
 
     def __len__(self) -> int:
@@ -170,6 +174,10 @@ class RemoteDataset(IterableDataset[Batch]):
                     wait_seconds=before.wait_seconds + batches.wait_seconds,
                 )
                 yield batch
+
+    def __repr__(self) -> str:
+        rank = f"rank {self.rank} of {self.world_size}"
+        return f"RemoteDataset({self.dataset!r}, {rank}, epoch {self.epoch}, {len(self)} of {self.steps_per_epoch} batches)"
 
     def stats(self) -> Stats:
         """Batches, retries and waiting of all iterations in this process."""
@@ -213,16 +221,30 @@ class RemoteDataset(IterableDataset[Batch]):
         self._share()  # a copy would otherwise tell its own workers nothing
 
 
+def _check_amount(name: str, amount: object) -> None:
+    if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
+        raise SpecError(f"{name} must be a number from 0, not {amount!r}", (name,))
+
+
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise SpecError("give both rank and world_size, or neither", ("rank", "world_size"))
     if rank is None or world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        try:
-            rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        except ValueError as error:
-            raise SpecError(f"the environment's RANK and WORLD_SIZE must be whole numbers: {error}", ("rank",)) from error
+        given = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+        if not all(value.isascii() and value.isdigit() for value in given.values()) or int(given["RANK"]) >= int(
+            given["WORLD_SIZE"]
+        ):
+            raise SpecError(
+                f"the environment says RANK={given['RANK']} and WORLD_SIZE={given['WORLD_SIZE']}: RANK must be a whole number "
+                f"below WORLD_SIZE. Start with torchrun, or pass rank and world_size.",
+                ("rank", "world_size"),
+            )
+        return int(given["RANK"]), int(given["WORLD_SIZE"])
     if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
-        raise SpecError(f"rank must be a whole number from 0 below world_size={world_size!r}, not {rank!r}", ("rank",))
+        raise SpecError(
+            f"rank={rank!r} and world_size={world_size!r} must be whole numbers, rank from 0 and below world_size",
+            ("rank", "world_size"),
+        )
     return rank, world_size

@@ -35,6 +35,8 @@ class Source:
     """One dataset on servers that hold the same data. Raises SpecError: an address is none."""
 
     def __init__(self, servers: str | Sequence[str], dataset: str, *, rank: int, retry_seconds: float) -> None:
+        if not isinstance(dataset, str) or not dataset or "/" in dataset:
+            raise SpecError(f"dataset must be a name (a folder a/b is the dataset a.b), not {dataset!r}", ("dataset",))
         self.dataset = dataset
         self._servers = _addresses(servers)
         self._rank = rank

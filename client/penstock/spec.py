@@ -53,6 +53,8 @@ class Spec:
 
     def __post_init__(self) -> None:
         problems = [(f.name, text) for f in fields(self) if (text := _problem(f, getattr(self, f.name)))]
+        if self.target_len is not None and self.task != "seq2seq":
+            problems.append(("target_len", f"target_len={self.target_len} goes with task=seq2seq only"))
         if problems:
             raise SpecError("; ".join(text for _, text in problems), tuple(name for name, _ in problems))
 

@@ -44,7 +44,8 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec) -> Position:
     Raises StateMismatch: it is no state, or of other data or of another order; the message lists what differs.
     """
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-        raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {state!r}")
+        what = f"it has the keys {list(state)[:10]!r}" if isinstance(state, Mapping) else f"it is a {type(state).__name__}"
+        raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {what}")
     here = {"dataset": dataset, **{name: spec.to_dict()[name] for name in _ORDER}}
     differing = [f"{n}: {state.get(n)!r} then, {value!r} now" for n, value in here.items() if state.get(n) != value]
     if differing:

@@ -98,7 +98,8 @@ class Transport:
             if left <= 0:
                 raise ServerUnavailable(
                     f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers)}; the last attempt "
-                    f"failed with {reason}. Start the server again and resume from the last checkpoint."
+                    f"failed with {reason}. Start the server (penstock serve DATA_DIR) or correct the address; a run resumes "
+                    f"from its last checkpoint."
                 )
             if failures == 1:
                 log.warning("penstock: %s; trying again for up to %g seconds", reason, self._retry_seconds)
@@ -151,7 +152,10 @@ class Transport:
             raise kind(detail)
         if response.status_code in (408, 425, 429) or response.status_code >= 500:
             raise _TryAgain(detail, _seconds(response.headers.get("Retry-After", "")))
-        raise PenstockError(f"{response.url} answered {response.status_code}: {detail} Is this a penstock server?")
+        raise PenstockError(
+            f"{url} answered {response.status_code}: {detail} Is there a penstock server at this address, and nothing behind "
+            f"its port, as in http://localhost:8000?"
+        )
 
     def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):

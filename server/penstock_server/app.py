@@ -24,6 +24,7 @@ _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU
 def create_app(catalog: Catalog) -> FastAPI:
     """The service over one catalog. Nothing is remembered between requests."""
     app = FastAPI(title="Penstock", version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
+    app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
     app.include_router(make_router(catalog))
     _add_probes(app, catalog)
     _add_documentation(app)

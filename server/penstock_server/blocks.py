@@ -221,7 +221,9 @@ class Blocks:
         batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound)
         num_bad = address.num_rows - batch.column(encode.REASON).null_count
         if num_bad:
-            log.warning("%s, row group %d: %d rows cannot be used", shard.path, address.row_group, num_bad)
+            policy = snapshot.recipe.on_bad_row
+            then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
+            log.warning("%s, row group %d: %d rows cannot be used; %s", shard.path, address.row_group, num_bad, then)
         return batch
 
     def _unreadable(self, address: BlockAddress, error: Exception) -> ShardUnreadable:

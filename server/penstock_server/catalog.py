@@ -47,9 +47,10 @@ class Catalog:
             return self.datasets[name]
         if name in self.refused:
             raise DatasetRefused(self.refused[name])
-        close = get_close_matches(name, self.datasets, n=1)
+        known = [*self.datasets, *self.refused]
+        close = get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(self.datasets) or 'none'}.")
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(known)}.")
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:

@@ -108,7 +108,8 @@ def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, spec: Spec) -> P
         )
     if spec.task == "seq2seq" and snapshot.recipe.kind != "prompt_response":
         raise BadParameter(f"task=seq2seq needs prompt and response; {dataset} has only {snapshot.recipe.columns[0]!r}.")
-    resolved = replace(spec, snapshot=snapshot.fingerprint, target_len=spec.target_len or spec.seq_len)
+    target_len = (spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None
+    resolved = replace(spec, snapshot=snapshot.fingerprint, target_len=target_len)
     num_sequences = int(sequences_per_block(snapshot.rows_per_block).sum())
     if spec.offset > num_sequences:
         raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {num_sequences:,} sequences.")

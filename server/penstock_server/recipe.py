@@ -11,7 +11,9 @@ on_bad_row = "substitute"         # or "fail"
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -103,8 +105,8 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
     path = folder / given["tokenizer"] if "tokenizer" in given else None if kind == "tokens" else default_tokenizer
     if path is None and kind != "tokens":
         raise DatasetRefused(
-            f"{folder.name} holds text (column {' and '.join(columns)}) and no tokenizer is given. Start with "
-            f'--tokenizer FILE (a tokenizer.json), or name one in {folder / FILE_NAME}: tokenizer = "tokenizer.json".'
+            f"the data is text (column {' and '.join(columns)}) and no tokenizer is given. Start with --tokenizer FILE (a "
+            f'tokenizer.json), or name one in {folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
         )
     tokenizer = load_tokenizer(path) if path else None
     vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
@@ -169,8 +171,8 @@ def check_columns(kind: Kind, columns: tuple[str, ...], schema: pa.Schema, where
     for column in columns:
         if column not in schema.names:
             raise DatasetRefused(
-                f"{where} has no column {column!r}, which the recipe reads; it has: {', '.join(schema.names)}. "
-                f"Give all shards of a dataset the same columns, or move this one to a folder of its own."
+                f"{where} has no column {column!r}, which the recipe reads; it has: {', '.join(schema.names)}."
+                f"{_hint(column, schema.names)} Mend {FILE_NAME}, or give all shards of a dataset the same columns."
             )
         if schema.names.count(column) > 1:
             raise DatasetRefused(f"{where} has {schema.names.count(column)} columns {column!r}. Rename all but one.")
@@ -188,8 +190,9 @@ def _read_file(folder: Path) -> dict[str, Any]:
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DatasetRefused(f"{path} cannot be read: {error}") from error
-    problems = [f"unknown key {key!r}" for key in given if key not in _COLUMN_KEYS + _OPTION_KEYS]
+        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
+    keys = _COLUMN_KEYS + _OPTION_KEYS
+    problems = [f"unknown key {key!r}.{_hint(key, keys)}".rstrip(".") for key in given if key not in keys]
     problems += [
         f"{key} must be a text, not {given[key]!r}"
         for key in (*_COLUMN_KEYS, "tokenizer")
@@ -203,9 +206,13 @@ def _read_file(folder: Path) -> dict[str, Any]:
     if "tokenizer" in given and "vocab_size" in given:
         problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
     if problems:
-        known = ", ".join(_COLUMN_KEYS + _OPTION_KEYS)
-        raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {known}.")
+        raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {', '.join(keys)}.")
     return given
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _columns(folder: Path, given: dict[str, Any], schema: pa.Schema) -> tuple[Kind, tuple[str, ...]]:
@@ -267,4 +274,7 @@ def _token_id(folder: Path, key: str, token: object, tokenizer: TokenizerFile | 
         return token
     if isinstance(token, str) and tokenizer and (found := tokenizer.tokenizer.token_to_id(token)) is not None:
         return found
-    raise DatasetRefused(f"{folder / FILE_NAME}: {key} = {token!r} is no token of the vocabulary, of {size:,} ids.")
+    raise DatasetRefused(
+        f"{folder / FILE_NAME}: {key} = {token!r} is no token of the vocabulary, of {size:,} ids. Name "
+        f"one that it has, by its text or id, or leave {key} out."
+    )

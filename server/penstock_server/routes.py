@@ -22,7 +22,10 @@ from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
 from penstock_server.readable import as_json
 
-Index = Annotated[int, Path(ge=0, le=LARGEST_COUNT)]
+Name = Annotated[str, Path(description="its name in the list of datasets")]
+Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
+Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below world_size")]
+Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the spec's num_steps")]
 Format = Annotated[Literal["msgpack", "json"], Query(description="msgpack for trainers; json, with text, for people")]
 
 _SPEC_PARAMETERS = {
@@ -70,19 +73,19 @@ def make_router(catalog: Catalog) -> APIRouter:
 
     plain = [Depends(no_parameters)]
 
-    @router.get("", tags=["datasets"], dependencies=plain)
+    @router.get("", summary="List the datasets", tags=["datasets"], dependencies=plain)
     def list_datasets() -> dict[str, Any]:
         """Every dataset, and those that could not be opened, with the reason."""
         refused = [{"name": name, "error": reason} for name, reason in catalog.refused.items()]
         return {"datasets": [_describe(d) for d in catalog.datasets.values()], "refused": refused}
 
-    @router.get("/{dataset}", tags=["datasets"], dependencies=plain)
-    def show_dataset(dataset: str) -> dict[str, Any]:
+    @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=plain)
+    def show_dataset(dataset: Name) -> dict[str, Any]:
         """Rows, shards, columns, recipe and snapshot."""
         return _describe(catalog[dataset])
 
-    @router.get("/{dataset}/spec", tags=["datasets"], openapi_extra=_SPEC_PARAMETERS)
-    def show_spec(request: Request, dataset: str) -> dict[str, Any]:
+    @router.get("/{dataset}/spec", summary="Resolve a spec", tags=["datasets"], openapi_extra=_SPEC_PARAMETERS)
+    def show_spec(request: Request, dataset: Name) -> dict[str, Any]:
         """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
         plan = plan_of(request, dataset)
         tensors = [
@@ -99,36 +102,37 @@ def make_router(catalog: Catalog) -> APIRouter:
         }
 
     batches = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
+    batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": _SPEC_PARAMETERS}
 
-    @router.get(batches + "/{step}", tags=["batches"], openapi_extra=_SPEC_PARAMETERS, responses=_BATCH_RESPONSES)
+    @router.get(batches + "/{step}", summary="One batch", responses=_BATCH_RESPONSES, **batch)
     async def one_batch(
-        request: Request, dataset: str, epoch: Index, rank: Index, step: Index, format: Format = "msgpack"
+        request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
     ) -> Response:
         """One batch. Its bytes are those of the same step in a run."""
         plan = await run_in_threadpool(plan_of, request, dataset, "format")
         return await _respond(request, plan, epoch, rank, range(step, step + 1), format)
 
-    @router.get(batches, tags=["batches"], openapi_extra=_SPEC_PARAMETERS, responses=_BATCH_RESPONSES)
+    @router.get(batches, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
     async def run_of_batches(
         request: Request,
-        dataset: str,
-        epoch: Index,
-        rank: Index,
+        dataset: Name,
+        epoch: Epoch,
+        rank: Rank,
         start: Annotated[int, Query(ge=0, description="the first step")] = 0,
-        stop: Annotated[int | None, Query(ge=1, description="the step behind the last; default: all")] = None,
+        stop: Annotated[int, Query(ge=0, description="the step behind the last; default, 0: all")] = 0,
         stride: Annotated[int, Query(ge=1, description="every how manieth step, as in range()")] = 1,
         format: Format = "msgpack",
     ) -> Response:
         """A run of batches, one frame behind the other: steps start, start + stride, ... below stop."""
         plan = await run_in_threadpool(plan_of, request, dataset, "format", "start", "stop", "stride")
-        stop = plan.schedule.num_steps if stop is None else stop
+        stop = stop or plan.schedule.num_steps
         if start >= stop:
             raise BadParameter(f"start={start} must be below stop={stop}: a run has at least one step.")
         plan.schedule.check(stop - 1, rank)  # before the first byte is sent
         return await _respond(request, plan, epoch, rank, range(start, stop, stride), format)
 
-    @router.get(batches + "/{step}/provenance", tags=["batches"], openapi_extra=_SPEC_PARAMETERS)
-    def provenance(request: Request, dataset: str, epoch: Index, rank: Index, step: Index) -> dict[str, Any]:
+    @router.get(batches + "/{step}/provenance", summary="Where a batch comes from", **batch)
+    def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
         """For each sequence of a batch the rows it is made of."""
         plan = plan_of(request, dataset)
         [chunk] = chunks(plan, epoch, rank, range(step, step + 1))

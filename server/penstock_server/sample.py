@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from errno import EEXIST
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 EOS = "<|endoftext|>"
 PAD = "<pad>"
+_MARK = ".penstock-sample"  # in folders that a sample wrote, and may replace
 
 _SHARDS = 4
 _ROWS_PER_GROUP = 1_000
@@ -32,8 +34,13 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
     """Writes the corpus and yields a line on each thing written. Equal arguments write equal rows.
 
     out_dir/tokenizer.json, out_dir/stories and out_dir/questions, each of `rows` rows in several shards.
+
+    Raises FileExistsError: the folder holds what no sample wrote.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
+    if any(out_dir.iterdir()) and not (out_dir / _MARK).exists():
+        raise FileExistsError(EEXIST, "it holds other things, which a sample must not replace; name a new folder", str(out_dir))
+    (out_dir / _MARK).touch()
     corpora: dict[str, Callable[[Random], dict[str, str]]] = {"stories": _story, "questions": _question}
     random = Random(seed)
     training = [" ".join(make(random).values()) for make in corpora.values() for _ in range(2_000)]

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_every_command_is_run_by_some_test() -> None:
     lines = shell_lines()
     curls = [line for line in lines if line.startswith("curl ")]
     assert len(curls) >= 3
-    known = {"penstock sample sample-data", "penstock serve sample-data", *curls}
+    known = {". .venv/bin/activate", "penstock sample sample-data", "penstock serve sample-data", *curls}
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
 
 
@@ -79,7 +80,11 @@ def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
     shutil.copy(sample / "tokenizer.json", tmp_path)
     pq.write_table(pa.table({"question": ["?"], "answer": ["!"]}), folder / "a.parquet")
     recipe = read_recipe(folder, pq.read_schema(folder / "a.parquet"), None)
-    assert (recipe.columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "substitute")
+    optional = tomllib.loads("\n".join(line.removeprefix("# ") for line in toml.splitlines() if line.startswith("# ")))
+    assert set(optional) == {"eos", "pad", "on_bad_row"}
+    (folder / "penstock.toml").write_text(toml.replace("\n# ", "\n"))
+    assert read_recipe(folder, pq.read_schema(folder / "a.parquet"), None).on_bad_row == "substitute"
+    assert (recipe.columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
 
 
 def test_every_file_it_points_to_is_there() -> None:

@@ -48,9 +48,9 @@ def contents(data: RemoteDataset) -> list[bytes]:
 
 
 @contextmanager
-def in_worker(number: int, num_workers: int) -> Iterator[None]:
+def in_worker(data: RemoteDataset, number: int, num_workers: int) -> Iterator[None]:
     """What torch tells the code that runs in a loader worker."""
-    worker_module._worker_info = worker_module.WorkerInfo(id=number, num_workers=num_workers, seed=0, dataset=None)
+    worker_module._worker_info = worker_module.WorkerInfo(id=number, num_workers=num_workers, seed=0, dataset=data)
     try:
         yield
     finally:
@@ -112,6 +112,13 @@ def test_setting_the_resumed_epoch_again_keeps_the_place(server: Server) -> None
     resumed.load_state_dict(state_after(dataset(server), 7))
     resumed.set_epoch(0)
     assert len(contents(resumed)) == NUM_ROWS // 4 - 7
+
+
+def test_leaving_the_resumed_epoch_aside_is_said_aloud(server: Server) -> None:
+    resumed = dataset(server)
+    resumed.load_state_dict(state_after(dataset(server), 7))
+    with pytest.warns(UserWarning, match=r"set_epoch\(1\) discards the position that load_state_dict set \(epoch 0, step 7\)"):
+        resumed.set_epoch(1)
 
 
 def test_a_loop_that_is_left_starts_over_unless_a_state_is_loaded(server: Server) -> None:
@@ -204,7 +211,7 @@ def test_each_worker_resumes_from_its_own_state(server: Server) -> None:
         resumed = []
         for worker in range(3):
             data = dataset(server)
-            with in_worker(worker, 3):
+            with in_worker(data, worker, 3):
                 batches = iter(data)
                 for _ in range(consumed):
                     next(batches)

@@ -84,7 +84,8 @@ def test_the_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
     spec = server.json("/v1/datasets/pairs/spec", batch_size=3, pad="longest", world_size=2)
     assert (spec["num_steps"], spec["num_sequences"]) == (2, 16)
     assert spec["spec"]["snapshot"] == spec["snapshot"]
-    assert spec["spec"]["target_len"] == 1024
+    assert server.json("/v1/datasets/pairs/spec", task="seq2seq")["spec"]["target_len"] == 1024
+    assert spec["spec"]["target_len"] is None
     assert spec["tensors"] == [
         {"name": "input_ids", "dtype": "uint16", "shape": [3, None]},
         {"name": "lengths", "dtype": "int32", "shape": [3]},
@@ -157,6 +158,7 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
         ("numbers/spec?batch_size=1201", 422, "bad-parameter", "no step fits: numbers has 1,200 sequences"),
         ("numbers/spec?offset=1201", 422, "bad-parameter", "offset=1,201 is past the epoch's end"),
         ("numbers/spec?task=seq2seq", 422, "bad-parameter", "task=seq2seq needs prompt and response"),
+        ("numbers/spec?target_len=5", 422, "bad-parameter", "target_len=5 goes with task=seq2seq only"),
         ("numbers/spec?packing=tight", 422, "bad-parameter", "packing must be one of rows"),
         ("numbers/epochs/-1/ranks/0/batches/0", 422, "bad-parameter", "epoch='-1'"),
         ("numbers/epochs/x/ranks/0/batches/0", 422, "bad-parameter", "epoch='x'"),
@@ -213,9 +215,9 @@ def test_what_stops_a_run_is_told_and_everything_before_it_is_delivered(serve: C
         data = RemoteDataset(
             server.url, "holes", batch_size=4, seq_len=2**17, pad="longest", shuffle="none", retry_seconds=30
         )  # fmt: skip
-        seen = []
+        seen: list[int] = []
         with pytest.raises(DataError, match="row 300 of row group 0 in part-000.parquet is empty"):
-            seen.extend(batch["input_ids"][0, 0].item() for batch in data)
+            seen.extend(int(batch["input_ids"][0, 0]) for batch in data)
         assert seen == list(range(0, 300, 4))
 
 

@@ -11,7 +11,7 @@ def test_what_a_query_leaves_out_has_its_default() -> None:
 
 
 def test_a_spec_comes_back_from_its_own_query() -> None:
-    spec = Spec(batch_size=3, seed=2**63 - 1, snapshot="abc", pad="longest", tail="wrap", target_len=7)
+    spec = Spec(batch_size=3, seed=2**63 - 1, snapshot="abc", pad="longest", tail="wrap", target_len=7, task="seq2seq")
     assert Spec.from_query(spec.to_query().items()) == spec
 
 
