@@ -39,7 +39,9 @@ class Spec:
         "window", ("none", "window", "global"), "none: as stored; window: exact within windows; global: exact over all"
     )
     window: int = _count(262_144, 1, LARGEST_COUNT, "fewest sequences that are shuffled together (shuffle=window)")
-    packing: str = _choice("rows", ("rows",), "how rows become sequences; rows: one row, one sequence")
+    packing: str = _choice(
+        "rows", ("rows", "concat"), "rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens"
+    )
     pad: str = _choice("seq_len", ("seq_len", "longest"), "pad every sequence to seq_len, or to the batch's longest")
     task: str = _choice("causal", ("causal", "seq2seq"), "causal: one stream of tokens; seq2seq: prompt in, response out")
     target_len: int | None = field(

@@ -25,7 +25,6 @@ class Position:
 
 def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
     """The state as plain integers and strings."""
-    values = spec.to_dict()
     return {
         "version": _VERSION,
         "dataset": dataset,
@@ -34,8 +33,15 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
         "offset": position.offset,
         "batch_size": spec.batch_size,
         "world_size": spec.world_size,
-        **{name: values[name] for name in _ORDER},
+        **_order(spec),
     }
+
+
+def _order(spec: Spec) -> dict[str, Any]:
+    values = spec.to_dict()
+    # In a stream, sequences of another length are other samples.
+    names = (*_ORDER, "seq_len") if spec.packing == "concat" else _ORDER
+    return {name: values[name] for name in names}
 
 
 def read_state(state: Mapping[str, Any], dataset: str, spec: Spec) -> Position:
@@ -46,7 +52,7 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec) -> Position:
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
         what = f"it has the keys {list(state)[:10]!r}" if isinstance(state, Mapping) else f"it is a {type(state).__name__}"
         raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {what}")
-    here = {"dataset": dataset, **{name: spec.to_dict()[name] for name in _ORDER}}
+    here = {"dataset": dataset, **_order(spec)}
     differing = [f"{n}: {state.get(n)!r} then, {value!r} now" for n, value in here.items() if state.get(n) != value]
     if differing:
         raise StateMismatch(

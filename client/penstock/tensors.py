@@ -24,8 +24,8 @@ def expand(frame: Frame, *, pin_memory: bool) -> Batch:
                     Face's models expect. In seq2seq batches they are the response's, [batch_size, target width]
     """
     arrays = frame.tensors
-    ids, lengths = arrays["input_ids"], arrays["lengths"]
-    mask = _before(lengths, ids)
+    ids = arrays["input_ids"]
+    mask = _before(arrays["lengths"], ids) if "lengths" in arrays else np.ones(ids.shape, np.bool_)
     if "labels" in arrays:
         targets = arrays["labels"]
         learned = _before(arrays["label_lengths"], targets)
@@ -33,6 +33,8 @@ def expand(frame: Frame, *, pin_memory: bool) -> Batch:
         targets, learned = ids, mask
         if "prompt_lengths" in arrays:
             learned = mask & ~_before(arrays["prompt_lengths"], ids)
+        if "loss_mask" in arrays:
+            learned = arrays["loss_mask"].astype(np.bool_)
     batch = {
         name: torch.empty(a.shape, dtype=torch.int64, pin_memory=pin_memory)
         for name, a in (("input_ids", ids), ("attention_mask", mask), ("labels", targets))

@@ -32,6 +32,7 @@ log = logging.getLogger("penstock")
 
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 10.0
+_REPORT_SECONDS = 10.0
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _READ_TIMEOUT_SECONDS = 120.0  # of silence: a cold server may tokenize a large row group before its first byte
 
@@ -55,6 +56,10 @@ class _TryAgain(Exception):
         self.after_seconds = after_seconds
 
 
+class _NotYet(_TryAgain):
+    """The server is at work on what was asked for, and says how far it is."""
+
+
 class Transport:
     """GETs from one or more servers that hold the same data.
 
@@ -69,6 +74,7 @@ class Transport:
         self._interrupted = threading.Event()
         self._socket: socket.socket | None = None
         self._server = 0
+        self._last_report = -_REPORT_SECONDS
         self._not_before = dict.fromkeys(servers, 0.0)
         timeout = httpx.Timeout(_READ_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
@@ -87,6 +93,13 @@ class Transport:
             server = self._servers[self._server]
             try:
                 result = self._attempt(server, path, query, decode)
+            except _NotYet as progress:
+                # However long it takes: the server answers, so retry_seconds does not run.
+                deadline = time.monotonic() + self._retry_seconds
+                self._report(str(progress))
+                if self._interrupted.wait(max(progress.after_seconds, _FIRST_DELAY_SECONDS)):
+                    raise ServerUnavailable(f"interrupted while waiting for {server}") from None
+                continue
             except _TryAgain as failure:
                 reason = f"{server}: {failure}"
             else:
@@ -123,11 +136,18 @@ class Transport:
         except (httpx.RequestError, WireError, _TryAgain) as error:
             if self._interrupted.is_set():
                 raise ServerUnavailable(f"interrupted while reading from {server}") from error
+            if isinstance(error, _NotYet):
+                raise
             after_seconds = error.after_seconds if isinstance(error, _TryAgain) else 0.0
             self._not_before[server] = time.monotonic() + after_seconds
             self._server = (self._server + 1) % len(self._servers)
             self.num_retries += 1
             raise _TryAgain(str(error) or type(error).__name__, after_seconds) from error
+
+    def _report(self, progress: str) -> None:
+        if time.monotonic() - self._last_report >= _REPORT_SECONDS:
+            self._last_report = time.monotonic()
+            log.warning("penstock: %s", progress)
 
     def interrupt(self) -> None:
         """Makes a `get` in another thread fail now, whether it reads or waits; nothing can be fetched afterwards."""
@@ -150,6 +170,8 @@ class Transport:
         kind = _EXCEPTIONS.get(problem.get("type", "").rpartition(":")[2])
         if kind:
             raise kind(detail)
+        if problem.get("type", "").endswith(":index-not-ready"):
+            raise _NotYet(detail, _seconds(response.headers.get("Retry-After", "")))
         if response.status_code in (408, 425, 429) or response.status_code >= 500:
             raise _TryAgain(detail, _seconds(response.headers.get("Retry-After", "")))
         raise PenstockError(

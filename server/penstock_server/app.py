@@ -66,7 +66,10 @@ def _add_documentation(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
-        return _problem_json(request, error.type, error.title, error.status, str(error))
+        answer = _problem_json(request, error.type, error.title, error.status, str(error))
+        if error.status == 503:
+            answer.headers["Retry-After"] = "1"
+        return answer
 
     @app.exception_handler(SpecError)
     async def wrong_spec(request: Request, error: SpecError) -> JSONResponse:

@@ -13,8 +13,9 @@ import numpy as np
 from penstock import wire
 from penstock_server.blocks import Block
 from penstock_server.order import IntArray
-from penstock_server.packing import Piece, fill, truncate
+from penstock_server.packing import Piece, Spans, fill, fill_mask, truncate
 from penstock_server.plan import Plan, Tensor
+from penstock_server.snapshot import Snapshot
 
 _CHUNK_BYTES = 4 << 20  # assembled at a time; beyond a few MiB only memory grows
 _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on
@@ -32,26 +33,51 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens [start, stop) of the stream of block `index`; see Block.stream."""
+
+    block: Block
+    index: int
+    start: int
+    stop: int
+
+    def sources(self, snapshot: Snapshot) -> Iterator[Source]:
+        """The rows that the part runs over; a bad row has no tokens, so it is none of them."""
+        stream, at = self.block.stream, snapshot.block(self.index)
+        for row in range(int(np.searchsorted(stream, self.start, side="right")) - 1, self.block.num_rows):
+            begin, end = stream[row : row + 2].tolist()
+            if begin >= self.stop:
+                return
+            first, last = max(self.start, begin) - begin, min(self.stop, end) - begin
+            if last > first:
+                yield Source(at.shard.path.name, at.row_group, row, first, last)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """One line of a batch before it is written: the tokens of each feature, cut to length, still in their block."""
+    """One line of a batch before it is written: its tokens, still in their blocks, and the parts they come from."""
 
-    features: dict[str, Piece]
-    source: Source
+    pieces: list[Piece]
+    parts: list[Part]
 
-    def pieces(self, tensor: Tensor) -> list[Piece]:
-        """What a line of this tensor is made of."""
-        return [self.features[name] for name in tensor.features]
+    def sources(self, snapshot: Snapshot) -> list[Source]:
+        """The rows it is made of."""
+        return [source for part in self.parts for source in part.sources(snapshot)]
+
+    def line(self, tensor: Tensor) -> list[Piece]:
+        """The pieces that a line of this tensor is made of, or counts."""
+        return [piece for piece in self.pieces if piece.feature in tensor.features]
 
     def num_tokens(self, tensor: Tensor) -> int:
         """The length of a line of this tensor, without padding."""
-        return sum(piece.length for piece in self.pieces(tensor))
+        return sum(piece.length for piece in self.line(tensor))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Some batches of one rank and epoch that are made at a time.
 
-    Sequence i of them is row `rows[i]` of block `needed[place[i]]`.
+    Part i of their sequences lies in block `needed[place[i]]`; `spans` says which part of it.
     """
 
     plan: Plan
@@ -60,7 +86,7 @@ class Chunk:
     steps: range
     needed: list[int]
     place: IntArray
-    rows: IntArray
+    spans: Spans
 
     def request(self) -> list[Future[Block]]:
         """The blocks that are needed, soon."""
@@ -75,9 +101,9 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
     steps_per_chunk = max(1, _CHUNK_BYTES // plan.largest_layout.nbytes)
     for start in range(0, len(steps), steps_per_chunk):
         part = steps[start : start + steps_per_chunk]
-        blocks, rows = plan.sequences(epoch, rank, part)
-        needed, place = np.unique(blocks, return_inverse=True)
-        yield Chunk(plan, epoch, rank, part, needed.tolist(), place, rows)
+        spans = plan.spans(epoch, rank, part)
+        needed, place = np.unique(spans.blocks, return_inverse=True)
+        yield Chunk(plan, epoch, rank, part, needed.tolist(), place, spans)
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
@@ -99,7 +125,7 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
 
 def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None:
     """The length of the frames of these steps, or None where it depends on the rows."""
-    if plan.spec.pad != "seq_len":
+    if not plan.has_fixed_shapes:
         return None
     layout = plan.largest_layout
     total = 0
@@ -113,40 +139,68 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
 
 def gather(chunk: Chunk, blocks: Sequence[Block]) -> list[list[TokenSequence]]:
     """The sequences of each batch of a chunk, batch_size each. Raises BadRow: see Blocks.usable_rows."""
-    plan, rows = chunk.plan, chunk.rows.copy()
+    size = chunk.plan.spec.batch_size
+    made = _rows(chunk, blocks) if chunk.plan.spec.packing == "rows" else _slices(chunk, blocks)
+    return [made[start : start + size] for start in range(0, len(made), size)]
+
+
+def _rows(chunk: Chunk, blocks: Sequence[Block]) -> list[TokenSequence]:
+    """packing=rows: a row each, cut to length."""
+    plan, rows = chunk.plan, chunk.spans.starts.copy()
     for at, (index, block) in enumerate(zip(chunk.needed, blocks, strict=True)):
         mine = chunk.place == at
         rows[mine] = plan.blocks.usable_rows(block, index, rows[mine])
-    sequences = [
-        _sequence(plan, blocks[at], chunk.needed[at], row) for at, row in zip(chunk.place.tolist(), rows.tolist(), strict=True)
-    ]
-    size = plan.spec.batch_size
-    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
+    return [_row(plan, blocks[at], chunk.needed[at], row) for at, row in zip(chunk.place.tolist(), rows.tolist(), strict=True)]
 
 
-def _sequence(plan: Plan, block: Block, index: int, row: int) -> TokenSequence:
-    whole = {}
-    for name, tokens in block.features.items():
-        start, stop = tokens.offsets[row : row + 2].tolist()
-        whole[name] = Piece(tokens.values, start, stop - start)
-    spec = plan.spec
+def _row(plan: Plan, block: Block, index: int, row: int) -> TokenSequence:
+    spec, pieces, start = plan.spec, block.pieces(row), int(block.stream[row])
     if spec.task == "seq2seq":
         assert spec.target_len  # a plan's spec is resolved
-        [prompt], [response] = (
-            truncate([whole["prompt"]], spec.seq_len),
-            truncate([whole["response"]], spec.target_len),
-        )
-        cut = {"prompt": prompt, "response": response}
-        stop = whole["prompt"].length + response.length
+        prompt, response = pieces
+        cut = [*truncate([prompt], spec.seq_len), *truncate([response], spec.target_len)]
+        length = prompt.length + cut[1].length
     else:
-        cut = dict(zip(whole, truncate(list(whole.values()), spec.seq_len), strict=True))
-        stop = sum(piece.length for piece in cut.values())
-    at = plan.snapshot.block(index)
-    return TokenSequence(cut, Source(at.shard.path.name, at.row_group, row, 0, stop))
+        cut = truncate(pieces, spec.seq_len)
+        length = sum(piece.length for piece in cut)
+    return TokenSequence(cut, [Part(block, index, start, start + length)])
+
+
+def _slices(chunk: Chunk, blocks: Sequence[Block]) -> list[TokenSequence]:
+    """packing=concat: a slice of the stream each, which may run over rows and blocks."""
+    made = [TokenSequence([], []) for _ in range(len(chunk.steps) * chunk.plan.spec.batch_size)]
+    spans = (chunk.spans.sequences, chunk.place, chunk.spans.starts, chunk.spans.stops)
+    for number, at, start, stop in zip(*(span.tolist() for span in spans), strict=True):
+        part = Part(blocks[at], chunk.needed[at], start, stop)
+        made[number].parts.append(part)
+        made[number].pieces.extend(_pieces(part))
+    return made
+
+
+def _pieces(part: Part) -> Iterator[Piece]:
+    block = part.block
+    if len(block.features) == 1:  # the stream itself, whatever rows it runs over
+        [(name, tokens)] = block.features.items()
+        yield Piece(name, tokens.values, part.start, part.stop - part.start)
+        return
+    first_row = int(np.searchsorted(block.stream, part.start, side="right")) - 1
+    last_row = int(np.searchsorted(block.stream, part.stop, side="left"))
+    for row in range(first_row, last_row):
+        begin = int(block.stream[row])
+        yield from _cut(block.pieces(row), part.start - begin, part.stop - begin)
+
+
+def _cut(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
+    """Tokens [first, last) of the pieces, one behind the other."""
+    for feature, source, start, length in pieces:
+        low, high = max(first, 0), min(last, length)
+        if high > low:
+            yield Piece(feature, source, start + low, high - low)
+        first, last = first - length, last - length
 
 
 def _layout(plan: Plan, batch: Sequence[TokenSequence]) -> wire.Layout:
-    if plan.spec.pad == "seq_len":
+    if plan.has_fixed_shapes:
         return plan.largest_layout
     widths = [max(sequence.num_tokens(tensor) for sequence in batch) for tensor in plan.tensors]
     shapes = [t.shape(len(batch), width) for t, width in zip(plan.tensors, widths, strict=True)]
@@ -156,8 +210,10 @@ def _layout(plan: Plan, batch: Sequence[TokenSequence]) -> wire.Layout:
 def _fill(plan: Plan, batch: Sequence[TokenSequence], layout: wire.Layout, payload: memoryview) -> None:
     views = layout.views(payload)
     for tensor in plan.tensors:
-        if tensor.longest is None:
-            views[tensor.name][:] = [sequence.num_tokens(tensor) for sequence in batch]
+        out = views[tensor.name]
+        if tensor.kind == "tokens":
+            fill(out, [sequence.line(tensor) for sequence in batch], plan.snapshot.recipe.pad_id)
+        elif tensor.kind == "mask":
+            fill_mask(out, [sequence.pieces for sequence in batch], tensor.features)
         else:
-            lines = [sequence.pieces(tensor) for sequence in batch]
-            fill(views[tensor.name], lines, plan.snapshot.recipe.pad_id)
+            out[:] = [sequence.num_tokens(tensor) for sequence in batch]

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from penstock_server import encode
 from penstock_server.cache import CacheFolder
 from penstock_server.order import IntArray
+from penstock_server.packing import Piece
 from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.snapshot import BlockAddress, Snapshot, shard_changed
 
@@ -70,6 +71,20 @@ class Block:
             },
             bad={int(row): reasons[int(row)].as_py() for row in bad_rows},
         )
+
+    @cached_property
+    def stream(self) -> IntArray:
+        """Where each row starts in the block's stream of tokens, shape [num_rows + 1]: its features one behind the other."""
+        starts: IntArray = np.sum([tokens.offsets for tokens in self.features.values()], axis=0, dtype=np.int64)
+        return starts
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The tokens of a row, a piece a feature."""
+        found = []
+        for name, tokens in self.features.items():
+            start, stop = tokens.offsets[row : row + 2].tolist()
+            found.append(Piece(name, tokens.values, start, stop - start))
+        return found
 
     @cached_property
     def substitutes(self) -> IntArray:
@@ -175,17 +190,25 @@ class Blocks:
         bad = [row for row in rows.tolist() if row in block.bad] if block.bad else []
         if not bad:
             return rows
-        address, name = self._snapshot.block(index), self._snapshot.folder.name
-        first = f"{name}: row {bad[0]} of row group {address.row_group} in {address.shard.path.name} {block.bad[bad[0]]}"
-        if len(block.bad) == block.num_rows:
-            raise BadRow(f"{first}, and so is every row of that group, {block.num_rows:,} in all. Mend the shard.")
-        if self._snapshot.recipe.on_bad_row == "fail":
-            raise BadRow(
-                f"{first}; {len(block.bad):,} of the {block.num_rows:,} rows in that group cannot be used. Mend the shard, or "
-                f'set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a neighbour in '
-                f"place of each: that changes no other batch, so a run can go on where it stopped."
-            )
+        if len(block.bad) == block.num_rows or self._snapshot.recipe.on_bad_row == "fail":
+            raise self._bad_row(block, index, bad[0])
         return block.substitutes[rows]
+
+    def check_bad_rows(self, block: Block, index: int) -> None:
+        """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
+        if block.bad and self._snapshot.recipe.on_bad_row == "fail":
+            raise self._bad_row(block, index, min(block.bad))
+
+    def _bad_row(self, block: Block, index: int, row: int) -> BadRow:
+        address, name = self._snapshot.block(index), self._snapshot.folder.name
+        first = f"{name}: row {row} of row group {address.row_group} in {address.shard.path.name} {block.bad[row]}"
+        if len(block.bad) == block.num_rows:
+            return BadRow(f"{first}, and so is every row of that group, {block.num_rows:,} in all. Mend the shard.")
+        return BadRow(
+            f"{first}; {len(block.bad):,} of the {block.num_rows:,} rows in that group cannot be used. Mend the shard, or "
+            f'set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a neighbour in '
+            f"place of each: that changes no other batch, so a run can go on where it stopped."
+        )
 
     def _key(self, address: BlockAddress) -> str:
         # By path and date too: the shard's digest is of samples.

@@ -40,7 +40,7 @@ class CacheFolder:
 
     def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = folder
         self._threads = threading.Lock()
         self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         with self._locked() as used:
@@ -114,7 +114,7 @@ class CacheFolder:
             if used.bytes + nbytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes - nbytes - self.budget_bytes // _SPARE)
             # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
-            temporary = self._folder / f"{uuid.uuid4().hex}{_TEMPORARY}"
+            temporary = self.folder / f"{uuid.uuid4().hex}{_TEMPORARY}"
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 os.posix_fallocate(handle, 0, nbytes)
@@ -144,13 +144,13 @@ class CacheFolder:
         log.warning(
             "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
             "each time they are needed. Free disk space and restart, or name another folder with --cache-dir.",
-            self._folder, error.strerror, f"{self.budget_bytes:,}",
+            self.folder, error.strerror, f"{self.budget_bytes:,}",
         )  # fmt: skip
 
     def _evict(self, used: _Used, target_bytes: int) -> None:
         """Removes the files that were used longest ago until at most `target_bytes` are in use."""
         used.bytes = self._recount()  # also mends what a crashed process left uncounted
-        entries = [entry for entry in os.scandir(self._folder) if entry.name.endswith(_SUFFIX)]
+        entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX)]
         for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
             if used.bytes <= target_bytes:
                 return
@@ -160,7 +160,7 @@ class CacheFolder:
     def _recount(self) -> int:
         """The bytes in the folder; what crashed processes left half written is removed."""
         total = 0
-        for entry in os.scandir(self._folder):
+        for entry in os.scandir(self.folder):
             stat = entry.stat()
             if entry.name.endswith(_TEMPORARY) and time.time() - stat.st_mtime > _ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
@@ -181,7 +181,7 @@ class CacheFolder:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name}{_SUFFIX}"
+        return self.folder / f"{name}{_SUFFIX}"
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.spec import Spec
 from penstock_server.blocks import Blocks, BlockStore
+from penstock_server.index import Index
 from penstock_server.plan import Plan, make_plan
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.recipe import load_tokenizer
@@ -25,10 +26,11 @@ class Dataset:
     name: str
     snapshot: Snapshot
     blocks: Blocks
+    index: Index
 
     def plan(self, spec: Spec) -> Plan:
-        """The spec resolved against this dataset. Raises SnapshotGone, BadParameter: it does not fit."""
-        return make_plan(self.name, self.snapshot, self.blocks, spec)
+        """The spec resolved against this dataset. Raises what make_plan raises."""
+        return make_plan(self.name, self.snapshot, self.blocks, self.index, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,9 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
     for name, folder in folders.items():
         try:
             snapshot = open_snapshot(folder, tokenizer)
-            datasets[name] = Dataset(name, snapshot, Blocks(snapshot, store))
+            blocks = Blocks(snapshot, store)
+            index = Index(name, snapshot, blocks, store.cache.folder)
+            datasets[name] = Dataset(name, snapshot, blocks, index)
         except DatasetRefused as refusal:
             refused[name] = str(refusal)
         except Exception as error:  # a fault of ours in one dataset must not stop the others

@@ -36,7 +36,7 @@ def encode(rows: pa.Table, recipe: Recipe, token_dtype: str, token_bound: int) -
     """
     reasons: list[str | None] = [None] * rows.num_rows
     if recipe.kind == "tokens":
-        lists = [_checked_ids(rows.column(recipe.columns[0]), token_bound, reasons)]
+        lists = [_close(*_checked_ids(rows.column(recipe.columns[0]), token_bound, reasons), recipe.eos_id)]
     else:
         texts = [_texts(rows.column(name), name, reasons) for name in recipe.columns]
         ends = [None] * (len(texts) - 1) + [recipe.eos_id]
@@ -106,6 +106,15 @@ def _checked_ids(column: pa.ChunkedArray, bound: int, reasons: list[str | None])
     for row in np.flatnonzero(lengths == 0).tolist():
         reasons[row] = "is empty" if array[row].is_valid else "is null"
     return values, lengths
+
+
+def _close(values: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], end: int | None) -> _Lists:
+    """The lists, each closed by a token unless it ends with it."""
+    ends = np.cumsum(lengths)
+    if end is None or not len(values):
+        return values, lengths
+    open_ = (lengths > 0) & (values[np.maximum(ends - 1, 0)] != end)
+    return np.insert(values, ends[open_], end), lengths + open_
 
 
 def _list_array(

@@ -132,7 +132,7 @@ class EpochOrder:
         self._blocks = np.arange(num_blocks)
         if self._shuffled:
             self._blocks = permute(self._blocks, num_blocks, key(seed, epoch, "blocks"))
-        self._block_starts = _starts(sequences_per_block[self._blocks])
+        self._block_starts = starts_of(sequences_per_block[self._blocks])
         self.num_sequences = int(self._block_starts[-1])
         if shuffle == "window":
             self._window_starts = _cut(self._block_starts, window)
@@ -142,7 +142,7 @@ class EpochOrder:
     def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
         """The (block, index in the block) at each position; positions are in [0, num_sequences)."""
         slots = self._in_windows(positions, permute) if self._shuffled else positions
-        place = _find(self._block_starts, slots)
+        place = find(self._block_starts, slots)
         return self._blocks[place], slots - self._block_starts[place]
 
     def positions(self, blocks: IntArray, indices: IntArray) -> IntArray:
@@ -153,7 +153,7 @@ class EpochOrder:
         return self._in_windows(slots, unpermute) if self._shuffled else slots
 
     def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
-        window = _find(self._window_starts, slots)
+        window = find(self._window_starts, slots)
         start = self._window_starts[window]
         if len(window) and window[0] == window[-1] and (window == window[0]).all():
             window, start = window[:1], start[:1]  # one window, so one key for all elements
@@ -162,7 +162,7 @@ class EpochOrder:
         return start + move(slots - start, size, keys)
 
 
-def _starts(counts: IntArray) -> IntArray:
+def starts_of(counts: IntArray) -> IntArray:
     """[0, c0, c0 + c1, ...]: where each run of `counts` starts, and at last where all end."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
@@ -182,7 +182,7 @@ def _cut(block_starts: IntArray, window: int) -> IntArray:
     return np.array(borders)
 
 
-def _find(starts: IntArray, slots: IntArray) -> IntArray:
+def find(starts: IntArray, slots: IntArray) -> IntArray:
     """In which run each slot lies; empty runs hold none."""
     return np.searchsorted(starts, slots, side="right") - 1
 

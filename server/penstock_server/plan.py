@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from penstock.spec import Spec
 from penstock.wire import Address, Layout
 from penstock_server.blocks import Blocks
 from penstock_server.encode import features
-from penstock_server.order import EpochOrder, IntArray, Schedule
-from penstock_server.packing import sequences_per_block
+from penstock_server.index import Index
+from penstock_server.order import EpochOrder, Schedule, key
+from penstock_server.packing import Concat, Packing, Rows, Spans
 from penstock_server.problems import BadParameter, SnapshotGone
 from penstock_server.snapshot import Snapshot
 
@@ -24,19 +25,22 @@ _PLANNED_EPOCHS = 16  # each a few words a block
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of every batch: the tokens of some features, shape [batch_size, width], or their number, [batch_size].
+    """A tensor of every batch, made of the tokens of some features.
 
-    `longest` is the most tokens a line of it has, None for a tensor of numbers.
+    tokens   the tokens themselves, shape [batch_size, width]; a line has at most `longest`
+    mask     1 where the token is of these features, shape [batch_size, width]
+    count    the number of tokens, shape [batch_size]
     """
 
     name: str
+    kind: Literal["tokens", "mask", "count"]
     dtype: str
     features: tuple[str, ...]
-    longest: int | None
+    longest: int = 0
 
     def shape(self, batch_size: int, width: Width) -> tuple[int | Width, ...]:
         """The shape, where the lines of a tensor of tokens are `width` long; None is a width that varies."""
-        return (batch_size,) if self.longest is None else (batch_size, width)
+        return (batch_size,) if self.kind == "count" else (batch_size, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Plan:
     dataset: str
     snapshot: Snapshot
     blocks: Blocks
+    index: Index
     spec: Spec
     schedule: Schedule
 
@@ -54,52 +59,58 @@ class Plan:
         """What a batch holds on the wire; attention masks and labels are derived from it by the client."""
         spec, dtype = self.spec, self.snapshot.token_dtype
         if spec.task == "seq2seq":
+            assert spec.target_len  # a plan's spec is resolved
             return (
-                Tensor("input_ids", dtype, ("prompt",), spec.seq_len),
-                Tensor("lengths", "int32", ("prompt",), None),
-                Tensor("labels", dtype, ("response",), spec.target_len),
-                Tensor("label_lengths", "int32", ("response",), None),
+                Tensor("input_ids", "tokens", dtype, ("prompt",), spec.seq_len),
+                Tensor("lengths", "count", "int32", ("prompt",)),
+                Tensor("labels", "tokens", dtype, ("response",), spec.target_len),
+                Tensor("label_lengths", "count", "int32", ("response",)),
             )
         row = features(self.snapshot.recipe)
-        causal = (Tensor("input_ids", dtype, row, spec.seq_len), Tensor("lengths", "int32", row, None))
-        if "prompt" in row and spec.loss == "response":
-            return (*causal, Tensor("prompt_lengths", "int32", ("prompt",), None))
-        return causal
+        ids = Tensor("input_ids", "tokens", dtype, row, spec.seq_len)
+        masks_prompts = "prompt" in row and spec.loss == "response"
+        if spec.packing == "concat":
+            return (ids, Tensor("loss_mask", "mask", "uint8", ("response",), spec.seq_len)) if masks_prompts else (ids,)
+        lengths = Tensor("lengths", "count", "int32", row)
+        return (ids, lengths, Tensor("prompt_lengths", "count", "int32", ("prompt",))) if masks_prompts else (ids, lengths)
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether every batch has the same shapes, and so the same length in bytes."""
+        return self.spec.pad == "seq_len" or self.spec.packing == "concat"
 
     @property
     def shapes(self) -> list[tuple[int | None, ...]]:
         """The shape of each tensor, with None for a width that differs from batch to batch."""
-        fixed = self.spec.pad == "seq_len"
+        fixed = self.has_fixed_shapes
         return [t.shape(self.spec.batch_size, t.longest if fixed else None) for t in self.tensors]
 
     @property
     def largest_layout(self) -> Layout:
-        """The payload of a batch whose every line is as long as it can be: of every batch, if pad is seq_len."""
+        """The payload of a batch whose every line is as long as it can be: of every batch, if shapes are fixed."""
         size = self.spec.batch_size
-        return Layout.of([(t.name, t.dtype, t.shape(size, t.longest or 0)) for t in self.tensors])
+        return Layout.of([(t.name, t.dtype, t.shape(size, t.longest)) for t in self.tensors])
 
     def address(self, epoch: int, rank: int, step: int) -> Address:
         """The address that a frame of this plan carries."""
         return Address(dataset=self.dataset, snapshot=self.snapshot.fingerprint, epoch=epoch, rank=rank, step=step)
 
-    def order(self, epoch: int) -> EpochOrder:
-        """The order of an epoch; the last few are remembered."""
-        spec = self.spec
-        return _order(self.snapshot, spec.shuffle, spec.window, spec.seed, epoch)
-
-    def sequences(self, epoch: int, rank: int, steps: Sequence[int]) -> tuple[IntArray, IntArray]:
-        """The (block, row in the block) of each sequence of some batches, each of shape [len(steps) * batch_size].
+    def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> Spans:
+        """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
-        return self.order(epoch).sequences(self.schedule.positions(steps, rank).reshape(-1))
+        positions = self.schedule.positions(steps, rank).reshape(-1)
+        packing, order = _epoch(self.snapshot, self.index, _order_of(self.spec), epoch)
+        return packing.spans(*order.sequences(positions))
 
 
-def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, spec: Spec) -> Plan:
+def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, index: Index, spec: Spec) -> Plan:
     """Resolves a spec against a snapshot.
 
     Raises SnapshotGone: the spec names another snapshot.
     Raises BadParameter: the parameters are sound one by one, but not together or not for this dataset.
+    Raises IndexNotReady, and what else Index.tokens_per_block raises: the packing needs token counts.
     """
     if spec.snapshot not in (None, snapshot.fingerprint):
         raise SnapshotGone(
@@ -110,7 +121,12 @@ def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, spec: Spec) -> P
         raise BadParameter(f"task=seq2seq needs prompt and response; {dataset} has only {snapshot.recipe.columns[0]!r}.")
     target_len = (spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None
     resolved = replace(spec, snapshot=snapshot.fingerprint, target_len=target_len)
-    num_sequences = int(sequences_per_block(snapshot.rows_per_block).sum())
+    if spec.packing == "concat":
+        if spec.task == "seq2seq":
+            raise BadParameter("packing=concat makes one stream of tokens; task=seq2seq has two. Use packing=rows.")
+        num_sequences = int(index.tokens_per_block().sum()) // spec.seq_len
+    else:
+        num_sequences = snapshot.num_rows
     if spec.offset > num_sequences:
         raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {num_sequences:,} sequences.")
     schedule = Schedule(
@@ -126,7 +142,7 @@ def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, spec: Spec) -> P
             f"{spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, which fills the step from the "
             f"epoch's start."
         )
-    plan = Plan(dataset, snapshot, blocks, resolved, schedule)
+    plan = Plan(dataset, snapshot, blocks, index, resolved, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:
         raise BadParameter(
             f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be up to {nbytes:,} bytes; the limit "
@@ -135,6 +151,27 @@ def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, spec: Spec) -> P
     return plan
 
 
+class _OrderKey(NamedTuple):
+    """What of a spec decides which sequence stands where. `seq_len` is 0 where it does not."""
+
+    packing: str
+    seq_len: int
+    shuffle: str
+    window: int
+    seed: int
+
+
+def _order_of(spec: Spec) -> _OrderKey:
+    seq_len = spec.seq_len if spec.packing == "concat" else 0
+    return _OrderKey(spec.packing, seq_len, spec.shuffle, spec.window, spec.seed)
+
+
 @lru_cache(maxsize=_PLANNED_EPOCHS)
-def _order(snapshot: Snapshot, shuffle: str, window: int, seed: int, epoch: int) -> EpochOrder:
-    return EpochOrder(sequences_per_block(snapshot.rows_per_block), shuffle=shuffle, window=window, seed=seed, epoch=epoch)
+def _epoch(snapshot: Snapshot, index: Index, of: _OrderKey, epoch: int) -> tuple[Packing, EpochOrder]:
+    packing: Packing
+    if of.packing == "concat":
+        packing = Concat(index.tokens_per_block(), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
+    else:
+        packing = Rows(snapshot.rows_per_block)
+    counts = packing.sequences_per_block
+    return packing, EpochOrder(counts, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)

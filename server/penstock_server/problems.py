@@ -9,6 +9,7 @@ Problem
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
+├── IndexNotReady     503  token counts that the packing needs are still being made
 └── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
 
 What is wrong with stored data is a 5xx, never a 404: a client that took it for "not there" would train on a shorter epoch.
@@ -76,6 +77,12 @@ class ShardUnavailable(Problem):
     """The storage of a shard fails; another time it may not."""
 
     status, slug, title = 503, "shard-unavailable", "A shard cannot be read now"
+
+
+class IndexNotReady(Problem):
+    """Token counts that the packing needs are still being made."""
+
+    status, slug, title = 503, "index-not-ready", "Tokens are being counted"
 
 
 class BadRow(Problem):

@@ -40,20 +40,21 @@ def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str
 
 
 def _sequence(plan: Plan, index: int, sequence: TokenSequence) -> dict[str, Any]:
-    facts: dict[str, Any] = {"index": index, "num_tokens": sum(p.length for p in sequence.features.values())}
-    facts["source"] = f"{sequence.source.shard}, row group {sequence.source.row_group}, row {sequence.source.row}"
-    for name, piece in sequence.features.items():
-        text = _decode(plan, piece)
-        if text is not None:
-            facts["text" if name == "tokens" else name] = text
-    for tensor in plan.tensors:
-        facts[tensor.name] = _ids(sequence.pieces(tensor)) if tensor.longest else sequence.num_tokens(tensor)
-    return facts
-
-
-def _decode(plan: Plan, piece: Piece) -> str | None:
+    facts: dict[str, Any] = {"index": index, "num_tokens": sum(piece.length for piece in sequence.pieces)}
+    facts["source"] = "; ".join(f"{s.shard}, row group {s.row_group}, row {s.row}" for s in sequence.sources(plan.snapshot))
     tokenizer = plan.snapshot.recipe.tokenizer
-    return tokenizer.tokenizer.decode(_ids([piece]), skip_special_tokens=False) if tokenizer else None
+    if tokenizer:
+        whole = plan.spec.packing == "concat" or len(sequence.pieces) == 1
+        texts = {"text": sequence.pieces} if whole else {piece.feature: [piece] for piece in sequence.pieces}
+        facts |= {n: tokenizer.tokenizer.decode(_ids(p), skip_special_tokens=False) for n, p in texts.items()}
+    for tensor in plan.tensors:
+        if tensor.kind == "tokens":
+            facts[tensor.name] = _ids(sequence.line(tensor))
+        elif tensor.kind == "mask":
+            facts[tensor.name] = [int(p.feature in tensor.features) for p in sequence.pieces for _ in range(p.length)]
+        else:
+            facts[tensor.name] = sequence.num_tokens(tensor)
+    return facts
 
 
 def _ids(pieces: Sequence[Piece]) -> list[int]:

@@ -58,7 +58,8 @@ class Recipe:
     """How rows become tokens. Equal identities make equal tokens of equal rows.
 
     `columns` are the columns read: one of text, one of token ids, or prompt and response. `vocab_size` bounds the ids
-    of pre-tokenized rows, None if nothing is known of them. `eos_id` closes a text or a response, None for nothing.
+    of pre-tokenized rows, None if nothing is known of them. `eos_id` closes a text or a response, None for nothing;
+    pre-tokenized rows that end with it are left as they are.
     """
 
     kind: Kind
@@ -110,7 +111,8 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
         )
     tokenizer = load_tokenizer(path) if path else None
     vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
-    eos_id = None if kind == "tokens" else _eos(folder, given, tokenizer, vocab_size)
+    # Pre-tokenized rows are taken as they are, unless the recipe says what closes them.
+    eos_id = None if kind == "tokens" and "eos" not in given else _eos(folder, given, tokenizer, vocab_size)
     return Recipe(
         kind=kind,
         columns=columns,

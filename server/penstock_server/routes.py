@@ -137,7 +137,10 @@ def make_router(catalog: Catalog) -> APIRouter:
         plan = plan_of(request, dataset)
         [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
         [sequences] = gather(chunk, plan.blocks.get(chunk.needed))
-        lines = [{"index": i, "sources": [asdict(sequence.source)]} for i, sequence in enumerate(sequences)]
+        lines = [
+            {"index": index, "sources": [asdict(source) for source in sequence.sources(plan.snapshot)]}
+            for index, sequence in enumerate(sequences)
+        ]
         return {"step": step, "rank": rank, "sequences": lines}
 
     return router
@@ -197,6 +200,7 @@ def _describe(dataset: Dataset) -> dict[str, Any]:
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
+        "index": dict(zip(("blocks_done", "blocks"), dataset.index.progress(), strict=True)),
         "columns": list(snapshot.recipe.columns),
         "recipe": snapshot.recipe.describe(),
         "token_dtype": snapshot.token_dtype,

@@ -92,6 +92,14 @@ def test_bad_token_lists_are_null_with_the_reason() -> None:
     assert batch["tokens"].to_pylist() == [[1], None, None, None, None, None, [399], None]
 
 
+def test_pre_tokenized_rows_are_closed_where_the_recipe_says_so_and_they_are_not_yet() -> None:
+    lists = pa.array([[1], [2, 9], [], [9], None, [3, 9, 4]], pa.list_(pa.int32()))
+    closing = encode(pa.table({"ids": lists}), recipe("tokens", "ids", eos_id=9), "uint16", 10)
+    assert closing["tokens"].to_pylist() == [[1, 9], [2, 9], None, [9], None, [3, 9, 4, 9]]
+    as_they_are = encode(pa.table({"ids": lists}), recipe("tokens", "ids"), "uint16", 10)
+    assert as_they_are["tokens"].to_pylist() == [[1], [2, 9], None, [9], None, [3, 9, 4]]
+
+
 def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.json")
     cutting = Tokenizer.from_file(str(path))
