@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ class Server:
         response = self.get(path, **query)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def json_when_ready(self, path: str, **query: str | int) -> Any:
+        """The answer once it is no longer "not yet"."""
+        deadline = time.monotonic() + 60
+        while (response := self.get(path, **query)).status_code == 503:
+            assert time.monotonic() < deadline, response.text
+            time.sleep(0.05)
+        return self.json(path, **query)
 
     def frames(self, path: str, **query: str | int) -> list[wire.Frame]:
         response = self.get(path, **query)

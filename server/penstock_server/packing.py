@@ -39,6 +39,9 @@ class Packing(Protocol):
     def spans(self, blocks: IntArray, indices: IntArray) -> Spans:
         """What sequences are made of; sequence i is the one with number indices[i] of those that begin in blocks[i]."""
 
+    def holding(self, block: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """The inverse: the (block, number) of each sequence that a part [start, stop) of a block is in."""
+
 
 class Rows:
     """One row, one sequence."""
@@ -49,6 +52,10 @@ class Rows:
     def spans(self, blocks: IntArray, indices: IntArray) -> Spans:
         """One row each."""
         return Spans(np.arange(len(blocks)), blocks, indices, indices + 1)
+
+    def holding(self, block: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """One each."""
+        return np.full(stop - start, block), np.arange(start, stop)
 
 
 class Concat:
@@ -81,6 +88,16 @@ class Concat:
         filled = stops > starts  # blocks without a token lie in between
         parts = (sequences, place % (len(self._starts) - 1), starts, stops)
         return Spans(*(part[filled] for part in parts))
+
+    def holding(self, block: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """Those that the part meets, also where the ring closes; none if it is what is left out."""
+        total = int(self._starts[-1])
+        begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
+        turns = [np.arange((begin + turn) // self._seq_len, -(-(end + turn) // self._seq_len)) for turn in (0, total)]
+        sequences = np.unique(np.concatenate(turns))
+        sequences = sequences[(sequences >= 0) & (sequences < self.num_sequences)]
+        blocks = find(self._first, sequences)
+        return blocks, sequences - self._first[blocks]
 
 
 class Piece(NamedTuple):

@@ -95,13 +95,17 @@ class Plan:
         """The address that a frame of this plan carries."""
         return Address(dataset=self.dataset, snapshot=self.snapshot.fingerprint, epoch=epoch, rank=rank, step=step)
 
+    def epoch(self, epoch: int) -> tuple[Packing, EpochOrder]:
+        """How blocks become sequences in an epoch, and in what order; the last few epochs are remembered."""
+        return _epoch(self.snapshot, self.index, _order_of(self.spec), epoch)
+
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> Spans:
         """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
         positions = self.schedule.positions(steps, rank).reshape(-1)
-        packing, order = _epoch(self.snapshot, self.index, _order_of(self.spec), epoch)
+        packing, order = self.epoch(epoch)
         return packing.spans(*order.sequences(positions))
 
 

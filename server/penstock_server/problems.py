@@ -5,6 +5,7 @@ Problem
 ├── UnknownDataset    404  no dataset of that name
 ├── StepOutOfRange    404  the epoch has fewer steps
 ├── RankOutOfRange    404  the spec has fewer ranks
+├── RowOutOfRange     404  the dataset has fewer rows
 ├── SnapshotGone      409  the snapshot asked for is not, or no longer, on this server
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
 ├── ShardUnreadable   500  a shard cannot be decoded
@@ -53,6 +54,12 @@ class RankOutOfRange(Problem):
     """The spec has fewer ranks."""
 
     status, slug, title = 404, "rank-out-of-range", "No such rank"
+
+
+class RowOutOfRange(Problem):
+    """The dataset has fewer rows."""
+
+    status, slug, title = 404, "row-out-of-range", "No such row"
 
 
 class SnapshotGone(Problem):

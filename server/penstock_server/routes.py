@@ -18,6 +18,7 @@ from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather
 from penstock_server.blocks import Block
 from penstock_server.catalog import Catalog, Dataset
+from penstock_server.lookup import find_row, show_row
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
 from penstock_server.readable import as_json
@@ -25,6 +26,7 @@ from penstock_server.readable import as_json
 Name = Annotated[str, Path(description="its name in the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
 Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below world_size")]
+Row = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the number of rows")]
 Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the spec's num_steps")]
 Format = Annotated[Literal["msgpack", "json"], Query(description="msgpack for trainers; json, with text, for people")]
 
@@ -142,6 +144,21 @@ def make_router(catalog: Catalog) -> APIRouter:
             for index, sequence in enumerate(sequences)
         ]
         return {"step": step, "rank": rank, "sequences": lines}
+
+    @router.get("/{dataset}/rows/{row}", summary="One row", tags=["rows"], dependencies=plain)
+    def one_row(dataset: Name, row: Row) -> dict[str, Any]:
+        """A row with its tokens and its text; rows are counted over all shards in their order."""
+        return show_row(catalog[dataset], row)
+
+    @router.get("/{dataset}/rows/{row}/schedule", summary="When a row is seen", tags=["rows"], openapi_extra=_SPEC_PARAMETERS)
+    def schedule(
+        request: Request,
+        dataset: Name,
+        row: Row,
+        epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+    ) -> dict[str, Any]:
+        """Every (step, rank, index) at which an epoch shows a row or a part of it."""
+        return {"occurrences": find_row(plan_of(request, dataset, "epoch"), row, epoch)}
 
     return router
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.order import IntArray
+from penstock_server.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipe import Recipe, check_columns, read_recipe
 
@@ -68,7 +68,8 @@ class Snapshot:
         self.recipe = recipe
         self.rows_per_block: IntArray = np.array([n for s in shards for n in s.rows_per_group], np.int64)
         self._first_block = np.cumsum([0] + [len(s.rows_per_group) for s in shards])
-        self.num_rows = int(self.rows_per_block.sum())
+        self._first_row = starts_of(self.rows_per_block)
+        self.num_rows = int(self._first_row[-1])
         self.vocab_size = recipe.vocab_size or _vocab_size(self.shards)
         self.token_bound = min(self.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
         self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
@@ -83,6 +84,11 @@ class Snapshot:
     def num_blocks(self) -> int:
         """Blocks of all shards; a block is one row group."""
         return len(self.rows_per_block)
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """The (block, row in the block) of row `row`, in [0, num_rows), of all shards."""
+        index = int(find(self._first_row, np.array([row]))[0])
+        return index, row - int(self._first_row[index])
 
     def block(self, index: int) -> BlockAddress:
         """Where block `index`, in [0, num_blocks), lies."""

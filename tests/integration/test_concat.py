@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from corpora import EOS as EOS_TEXT
 from corpora import REAL_DATA, needs_real_data, write_pairs, write_shards, write_tokenizer
 from penstock import DataError, RemoteDataset, StateMismatch
 from serving import Server
@@ -145,9 +146,7 @@ def test_prompts_in_a_stream_carry_no_loss(server: Server, data_dir: Path) -> No
     expected = []
     for row in pq.read_table(data_dir / "pairs" / "part-000.parquet").to_pylist():
         expected += [(token, -100) for token in tokenizer.encode(row["prompt"]).ids]
-        expected += [
-            (token, token) for token in [*tokenizer.encode(row["response"]).ids, tokenizer.token_to_id("<|endoftext|>")]
-        ]
+        expected += [(token, token) for token in tokenizer.encode(row["response"] + EOS_TEXT).ids]
     served = []
     for batch in dataset(server, dataset="pairs", shuffle="none", batch_size=1):
         served += list(zip(batch["input_ids"][0].tolist(), batch["labels"][0].tolist(), strict=True))

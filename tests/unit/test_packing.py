@@ -57,11 +57,29 @@ def test_any_choice_of_sequences_gives_what_all_give(tokens: npt.NDArray[np.int6
     assert list(zip(*(values.tolist() for values in alone), strict=True)) == expected
 
 
+@given(block_tokens.filter(any), st.integers(1, 9), st.data())
+def test_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
+    packing = Concat(tokens, seq_len, data.draw(st.integers(0, seq_len - 1)))
+    blocks = np.repeat(np.arange(len(tokens)), packing.sequences_per_block)
+    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_block.tolist()])
+    block = data.draw(st.sampled_from(np.flatnonzero(tokens).tolist()))
+    start = data.draw(st.integers(0, int(tokens[block]) - 1))
+    stop = data.draw(st.integers(start + 1, int(tokens[block])))
+    expected = {
+        (int(blocks[owner]), int(indices[owner]))
+        for owner, where, first, last in zip(*(values.tolist() for values in packing.spans(blocks, indices)), strict=True)
+        if where == block and first < stop and last > start
+    }
+    held = packing.holding(block, start, stop)
+    assert set(zip(*(values.tolist() for values in held), strict=True)) == expected
+
+
 def test_a_row_is_a_sequence() -> None:
     packing = Rows(np.array([2, 0, 3]))
     assert packing.sequences_per_block.tolist() == [2, 0, 3]
     spans = packing.spans(np.array([2, 0]), np.array([1, 0]))
     assert [values.tolist() for values in spans] == [[0, 1], [2, 0], [1, 0], [2, 1]]
+    assert [values.tolist() for values in packing.holding(2, 1, 3)] == [[2, 2], [1, 2]]
 
 
 def test_a_mask_marks_the_tokens_of_its_features() -> None:

@@ -1,0 +1,69 @@
+"""Look-ups from a row agree with what the batches hold, for every packing and tail."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+
+from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
+from serving import Server
+
+SHARDS = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 34, 68))}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data = tmp_path_factory.mktemp("data")
+    write_numbered(data / "numbers", 100)
+    write_pairs(data / "pairs", [("the dog", "jumps"), ("a fox", "runs")])
+    rows = [[1], [], [3], [], []]
+    holes = write_shards(data / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
+    (holes / "penstock.toml").write_text('on_bad_row = "substitute"')
+    return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
+
+
+@pytest.mark.parametrize("packing", ["rows", "concat"])
+@pytest.mark.parametrize("tail", [{}, {"tail": "wrap"}, {"offset": 13}])
+def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: str, tail: dict[str, str | int]) -> None:
+    spec: dict[str, str | int] = {"batch_size": 3, "world_size": 2, "seq_len": 8, "seed": 4, "packing": packing, **tail}
+    server.json_when_ready("/v1/datasets/numbers/spec", **spec)
+    found = defaultdict(set)
+    for rank in (0, 1):
+        for step in range(server.json("/v1/datasets/numbers/spec", **spec)["num_steps"]):
+            answer = server.json(f"/v1/datasets/numbers/epochs/2/ranks/{rank}/batches/{step}/provenance", **spec)
+            for sequence in answer["sequences"]:
+                for source in sequence["sources"]:
+                    row = SHARDS[source["shard"]] + 32 * source["row_group"] + source["row"]
+                    found[row].add((2, step, rank, sequence["index"]))
+    assert found
+    for row in range(100):
+        occurrences = server.json(f"/v1/datasets/numbers/rows/{row}/schedule", epoch=2, **spec)["occurrences"]
+        assert [tuple(o[key] for key in ("epoch", "step", "rank", "index")) for o in occurrences] == sorted(
+            found[row], key=lambda place: place[1:]
+        )  # fmt: skip
+
+
+def test_a_row_shows_its_place_tokens_and_text(server: Server) -> None:
+    row = server.json("/v1/datasets/numbers/rows/40")
+    assert row == {"row": 40, "shard": "part-001.parquet", "row_group": 0, "row_in_group": 6, "tokens": [40] + [1] * 5}
+    pair = server.json("/v1/datasets/pairs/rows/1")
+    assert (pair["prompt"], pair["response"]) == ("a fox", "runs<|endoftext|>")
+    assert len(pair["prompt_tokens"]) >= 1
+
+
+def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server) -> None:
+    assert server.json("/v1/datasets/holes/rows/3")["bad"] == "is empty"
+    places = [
+        len(server.json(f"/v1/datasets/holes/rows/{row}/schedule", batch_size=5)["occurrences"]) for row in range(5)
+    ]  # fmt: skip
+    assert places == [3, 0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("path", ["rows/100", "rows/100/schedule"])
+def test_a_row_past_the_end_is_refused_with_the_bound(server: Server, path: str) -> None:
+    problem = server.get(f"/v1/datasets/numbers/{path}").json()
+    assert (problem["status"], problem["type"]) == (404, "urn:penstock:problem:row-out-of-range")
+    assert "numbers has 100 rows, 0 to 99" in problem["detail"]
