@@ -33,6 +33,7 @@ class Server:
             line = self._process.stdout.readline()
             assert line, f"the server did not start:\n{self.greeting}{self._process.communicate()[1]}"
             self.greeting += line
+        self.pid = self._process.pid
         [port] = re.findall(r"at http://[^:]+:(\d+)$", self.greeting, re.MULTILINE)[:1]
         self._port = int(port)
         self.url = f"http://127.0.0.1:{self._port}"

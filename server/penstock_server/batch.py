@@ -50,7 +50,7 @@ class Part:
                 return
             first, last = max(self.start, begin) - begin, min(self.stop, end) - begin
             if last > first:
-                yield Source(at.shard.path.name, at.row_group, row, first, last)
+                yield Source(at.shard.path.name, at.row_group, at.first_row + row, first, last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Blocks: the unit of decoding and caching. Each is decoded and tokenized once, stored, and mapped into memory.
+"""Blocks: the unit of caching, a row group or a part of a very large one. Each is tokenized once, stored and mapped.
 
     Snapshot --read a row group--> rows --encode--> tokens --Arrow IPC--> cache folder --mmap--> Block
 
@@ -12,8 +12,9 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -93,6 +94,10 @@ class Block:
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
 
 
+# Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.
+Decoder = Callable[[Callable[[int], bool]], Iterator[tuple[int, pa.RecordBatch]]]
+
+
 class BlockStore:
     """The blocks of all datasets: in the cache folder, and the ones that are mapped into memory now.
 
@@ -106,12 +111,15 @@ class BlockStore:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Block] = OrderedDict()
         self._loading: dict[str, Future[Block]] = {}
+        self._groups: dict[str, tuple[threading.Lock, int]] = {}  # being decoded, and how many load from each
 
-    def request(self, key: str, build: Callable[[], pa.RecordBatch]) -> Future[Block]:
-        """The block of this key, soon; one that is not in the cache is made by `build` and stored.
+    def request(self, group: Sequence[str], number: int, decode: Decoder) -> Future[Block]:
+        """The block `number` of a row group whose blocks have these keys, soon.
 
-        The future raises whatever `build` raises; the next request tries again.
+        What is not in the cache is made by `decode`, and its neighbours with it: the group has to be decoded from its
+        start. The future raises whatever `decode` raises; the next request tries again.
         """
+        key = group[number]
         with self._lock:
             if block := self._open.get(key):
                 self._open.move_to_end(key)
@@ -119,35 +127,59 @@ class BlockStore:
                 ready.set_result(block)
                 return ready
             if key not in self._loading:
-                self._loading[key] = self._threads.submit(self._load, key, build)
+                self._loading[key] = self._threads.submit(self._load, group, number, decode)
             return self._loading[key]
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, key: str, build: Callable[[], pa.RecordBatch]) -> Block:
+    def _load(self, group: Sequence[str], number: int, decode: Decoder) -> Block:
+        key = group[number]
         try:
-            block = self._stored(key)
-            if block is None:
-                batch = build()
-                self._store(key, batch)
-                block = self._stored(key)
-            if block is None:
-                # Not kept: what no map backs is memory, and memory must not grow with the data.
-                return Block.of(batch)
-            with self._lock:
-                self._open[key] = block
-                while len(self._open) > _OPEN_BLOCKS:
-                    self._open.popitem(last=False)
-            return block
+            with self._decoding(group[0]):
+                return self._stored(key) or self._make(group, number, decode)
         finally:
             with self._lock:
                 del self._loading[key]
 
+    def _make(self, group: Sequence[str], number: int, decode: Decoder) -> Block:
+        """Decodes the group and stores what the cache does not have; holds no more than one block of it at a time."""
+        made: Block | None = None
+        for other, batch in decode(lambda other: other == number or not self.cache.has(group[other])):
+            self._store(group[other], batch)
+            if other == number:
+                # What is not kept by the cache is memory, and memory must not grow with the data: it is handed out once.
+                made = self._stored(group[other]) or Block.of(batch)
+        assert made is not None  # decode gives every block that it is told to
+        pa.default_memory_pool().release_unused()  # Arrow keeps what it decoded into, in every thread anew
+        return made
+
+    @contextmanager
+    def _decoding(self, group: str) -> Iterator[None]:
+        """One decodes a row group at a time; who waited finds what was made."""
+        with self._lock:
+            lock, num_waiting = self._groups.get(group, (threading.Lock(), 0))
+            self._groups[group] = (lock, num_waiting + 1)
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                lock, num_waiting = self._groups.pop(group)
+                if num_waiting > 1:
+                    self._groups[group] = (lock, num_waiting - 1)
+
     def _stored(self, key: str) -> Block | None:
         content = self.cache.read(key)
-        return None if content is None else Block.of(pa.ipc.open_stream(content).read_next_batch())
+        if content is None:
+            return None
+        block = Block.of(pa.ipc.open_stream(content).read_next_batch())
+        with self._lock:
+            self._open[key] = block
+            while len(self._open) > _OPEN_BLOCKS:
+                self._open.popitem(last=False)
+        return block
 
     def _store(self, key: str, batch: pa.RecordBatch) -> None:
         stream = pa.BufferOutputStream()
@@ -172,7 +204,7 @@ class Blocks:
     def request(self, indices: Iterable[int]) -> list[Future[Block]]:
         """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
         addresses = [self._snapshot.block(index) for index in indices]
-        return [self._store.request(self._key(address), partial(self._read, address)) for address in addresses]
+        return [self._store.request(self._keys(at), at.number, partial(self._read, at)) for at in addresses]
 
     def get(self, indices: Iterable[int]) -> list[Block]:
         """The blocks at these indices, each in [0, num_blocks).
@@ -201,24 +233,28 @@ class Blocks:
 
     def _bad_row(self, block: Block, index: int, row: int) -> BadRow:
         address, name = self._snapshot.block(index), self._snapshot.folder.name
-        first = f"{name}: row {row} of row group {address.row_group} in {address.shard.path.name} {block.bad[row]}"
+        place = f"row {address.first_row + row} of row group {address.row_group} in {address.shard.path.name}"
+        first = f"{name}: {place} {block.bad[row]}"
         if len(block.bad) == block.num_rows:
-            return BadRow(f"{first}, and so is every row of that group, {block.num_rows:,} in all. Mend the shard.")
+            return BadRow(f"{first}, and so is every one of the {block.num_rows:,} rows beside it. Mend the shard.")
         return BadRow(
-            f"{first}; {len(block.bad):,} of the {block.num_rows:,} rows in that group cannot be used. Mend the shard, or "
+            f"{first}; {len(block.bad):,} of the {block.num_rows:,} rows beside it cannot be used. Mend the shard, or "
             f'set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a neighbour in '
             f"place of each: that changes no other batch, so a run can go on where it stopped."
         )
 
-    def _key(self, address: BlockAddress) -> str:
+    def _keys(self, address: BlockAddress) -> list[str]:
+        """The names in the cache of all blocks of the row group that a block is of."""
         # By path and date too: the shard's digest is of samples.
         shard = address.shard
         parts = [str(shard.path.absolute()), shard.size_bytes, shard.mtime_ns, shard.digest, address.row_group]
-        return blake2b(json.dumps([*parts, self._identity]).encode(), digest_size=16).hexdigest()
+        group = blake2b(json.dumps([*parts, address.rows_per_block, self._identity]).encode(), digest_size=16).hexdigest()
+        return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
 
-    def _read(self, address: BlockAddress) -> pa.RecordBatch:
+    def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Decodes and encodes the blocks of a row group, one at a time, from its start."""
         try:
-            return self._decode(address)
+            yield from self._decode(address, needed)
         except OSError as error:
             if error.errno is None:  # pyarrow's word for a damaged file, too
                 raise self._unreadable(address, error) from error
@@ -229,24 +265,34 @@ class Blocks:
         except (pa.ArrowException, ValueError) as error:
             raise self._unreadable(address, error) from error
 
-    def _decode(self, address: BlockAddress) -> pa.RecordBatch:
+    def _decode(self, address: BlockAddress, needed: Callable[[int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
         shard, snapshot = address.shard, self._snapshot
         if shard_changed(shard):
             raise SnapshotGone(
                 f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
                 f"file back, or restart the server and begin a new run."
             )
-        with pq.ParquetFile(shard.path) as file:
-            rows = file.read_row_group(address.row_group, columns=list(snapshot.recipe.columns))
-        if rows.num_rows != address.num_rows:
-            raise ValueError(f"{rows.num_rows} rows came, {address.num_rows} were expected")
-        rows.validate()
+        expected = [int(snapshot.rows_per_block[index]) for index in snapshot.blocks_of_group(address.group)]
+        # Page by page: a row group of gigabytes must not be in memory as a whole.
+        with pq.ParquetFile(shard.path, buffer_size=1 << 20, pre_buffer=False) as file:
+            batches = file.iter_batches(address.rows_per_block, [address.row_group], list(snapshot.recipe.columns))
+            for number, num_rows in enumerate(expected):
+                batch = next(batches, None)
+                rows = file.schema_arrow.empty_table() if batch is None else pa.Table.from_batches([batch])
+                if rows.num_rows != num_rows:
+                    raise ValueError(f"block {number} has {rows.num_rows} rows, not {num_rows}")
+                if needed(number):
+                    rows.validate()
+                    yield number, self._encode(address, rows)
+
+    def _encode(self, address: BlockAddress, rows: pa.Table) -> pa.RecordBatch:
+        snapshot = self._snapshot
         batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound)
-        num_bad = address.num_rows - batch.column(encode.REASON).null_count
+        num_bad = batch.num_rows - batch.column(encode.REASON).null_count
         if num_bad:
             policy = snapshot.recipe.on_bad_row
             then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
-            log.warning("%s, row group %d: %d rows cannot be used; %s", shard.path, address.row_group, num_bad, then)
+            log.warning("%s, row group %d: %d rows cannot be used; %s", address.shard.path, address.row_group, num_bad, then)
         return batch
 
     def _unreadable(self, address: BlockAddress, error: Exception) -> ShardUnreadable:

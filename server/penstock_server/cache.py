@@ -77,6 +77,10 @@ class CacheFolder:
         self.touch(name)
         return body
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name; `read` finds out whether it is sound."""
+        return self._path(name).exists()
+
     def touch(self, name: str) -> None:
         """Marks a file as used now."""
         with suppress(OSError):  # evicted by another process, or a folder that became read-only

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import pyarrow.compute as pc
 
 from penstock_server.recipe import Recipe
 
+_PORTION_CHARACTERS = 1 << 20
 REASON = "bad"  # the column beside the features: why a row cannot be used, null where it can
 
 
@@ -75,17 +75,31 @@ def _text(raw: bytes | None) -> tuple[str, str | None]:
 
 def _tokenize(texts: Sequence[str], name: str, recipe: Recipe, end: int | None, reasons: list[str | None]) -> _Lists:
     assert recipe.tokenizer  # text has one, or the dataset was refused
+    closing = [] if end is None else [end]
+    ids: list[npt.NDArray[np.int64]] = []
     try:
-        encodings = recipe.tokenizer.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        for portion in _portions(texts):
+            encodings = recipe.tokenizer.tokenizer.encode_batch_fast(portion, add_special_tokens=False)
+            ids += [np.array(encoding.ids + closing, np.int64) for encoding in encodings]
     except Exception as error:  # the library raises bare Exception, as for a text that needs an unknown token it has not
         raise ValueError(f"the tokenizer {recipe.tokenizer.path.name} fails on column {name!r}: {error}") from error
-    closing = [] if end is None else [end]
-    ids = [encoding.ids + closing for encoding in encodings]
-    for row, encoding in enumerate(encodings):
-        if len(encoding) == 0:
-            reasons[row] = reasons[row] or f"{name} has no tokens"
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    return np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum())), lengths
+    for row in np.flatnonzero(lengths == len(closing)).tolist():
+        reasons[row] = reasons[row] or f"{name} has no tokens"
+    return np.concatenate(ids) if ids else np.zeros(0, np.int64), lengths
+
+
+def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts, in turn, about a million characters at a time: an encoding takes some hundred bytes a token."""
+    portion: list[str] = []
+    length = 0
+    for text in texts:
+        portion.append(text)
+        length += len(text)
+        if length >= _PORTION_CHARACTERS:
+            yield portion
+            portion, length = [], 0
+    yield portion
 
 
 def _checked_ids(column: pa.ChunkedArray, bound: int, reasons: list[str | None]) -> _Lists:
@@ -94,18 +108,31 @@ def _checked_ids(column: pa.ChunkedArray, bound: int, reasons: list[str | None])
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks)
     lengths = pc.fill_null(pc.cast(pc.list_value_length(array), pa.int64()), 0).to_numpy(zero_copy_only=False)
-    items = pc.cast(array.flatten(), pa.int64(), safe=False)  # an id past 2^63 turns negative, so it stays outside
+    items = array.flatten()
+    sound = not items.null_count and _all_within(items, bound)
+    values = items.to_numpy() if sound else _marked(items, lengths, bound, reasons)
+    for row in np.flatnonzero(lengths == 0).tolist():
+        reasons[row] = "is empty" if array[row].is_valid else "is null"
+    return values, lengths
+
+
+def _all_within(items: pa.Array, bound: int) -> bool:
+    least, largest = pc.min_max(items).as_py().values()
+    return least is None or (least >= 0 and largest < bound)
+
+
+def _marked(items: pa.Array, lengths: npt.NDArray[np.int64], bound: int, reasons: list[str | None]) -> npt.NDArray[np.integer]:
+    """The items with 0 for null, after the rows are noted that hold what is no token."""
+    items = pc.cast(items, pa.int64(), safe=False)  # an id past 2^63 turns negative, so it stays outside
     outside = pc.fill_null(pc.or_(pc.less(items, 0), pc.greater_equal(items, bound)), True)
-    values = pc.fill_null(items, 0).to_numpy(zero_copy_only=False)
     starts = np.cumsum(lengths) - lengths
     for at in np.flatnonzero(outside.to_numpy(zero_copy_only=False)).tolist():
         row = int(np.searchsorted(starts, at, side="right")) - 1
         item = items[at].as_py()
         what = "a null token" if item is None else f"token id {item}, outside 0 to {bound - 1}"
         reasons[row] = reasons[row] or f"has {what}"
-    for row in np.flatnonzero(lengths == 0).tolist():
-        reasons[row] = "is empty" if array[row].is_valid else "is null"
-    return values, lengths
+    values: npt.NDArray[np.integer] = pc.fill_null(items, 0).to_numpy(zero_copy_only=False)
+    return values
 
 
 def _close(values: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], end: int | None) -> _Lists:
@@ -120,8 +147,7 @@ def _close(values: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], end:
 def _list_array(
     values: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], bad: npt.NDArray[np.bool_], dtype: str
 ) -> pa.LargeListArray:
-    keep = np.repeat(~bad, lengths)
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(np.where(bad, 0, lengths), out=offsets[1:])
-    kept = pa.array(values[keep].astype(dtype))
-    return pa.LargeListArray.from_arrays(pa.array(offsets), kept, mask=pa.array(bad))
+    kept = values[np.repeat(~bad, lengths)] if bad.any() else values
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(kept.astype(dtype, copy=False)), mask=pa.array(bad))

@@ -32,7 +32,8 @@ def show_row(dataset: Dataset, row: int) -> dict[str, Any]:
     index, row_in_block = _locate(dataset.name, snapshot, row)
     [block] = dataset.blocks.get([index])
     at = snapshot.block(index)
-    facts: dict[str, Any] = {"row": row, "shard": at.shard.path.name, "row_group": at.row_group, "row_in_group": row_in_block}
+    facts: dict[str, Any] = {"row": row, "shard": at.shard.path.name, "row_group": at.row_group}
+    facts["row_in_group"] = at.first_row + row_in_block
     if row_in_block in block.bad:
         return facts | {"bad": block.bad[row_in_block]}
     tokenizer = snapshot.recipe.tokenizer

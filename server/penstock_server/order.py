@@ -119,19 +119,23 @@ class EpochOrder:
     """The order of one epoch: which sequence stands at which position.
 
     none    the blocks as they are stored, each from its start to its end
-    window  the blocks permuted, then cut into windows of at least `window` sequences, each permuted as a whole
+    window  the row groups permuted, then cut into windows of at least `window` sequences, each permuted as a whole
     global  one window
+
+    The blocks of a row group stay together, since to decode one of them is to decode them all. Windows end at blocks.
 
     Planning is O(blocks), a look-up O(log blocks); nothing is ever listed per sequence.
     """
 
-    def __init__(self, sequences_per_block: IntArray, *, shuffle: str, window: int, seed: int, epoch: int) -> None:
-        num_blocks = len(sequences_per_block)
+    def __init__(
+        self, sequences_per_block: IntArray, blocks_per_group: IntArray, *, shuffle: str, window: int, seed: int, epoch: int
+    ) -> None:
         self._window_key = key(seed, epoch, "window")
         self._shuffled = shuffle != "none"
-        self._blocks = np.arange(num_blocks)
+        self._blocks = np.arange(len(sequences_per_block))
         if self._shuffled:
-            self._blocks = permute(self._blocks, num_blocks, key(seed, epoch, "blocks"))
+            groups = permute(np.arange(len(blocks_per_group)), len(blocks_per_group), key(seed, epoch, "blocks"))
+            self._blocks = _concatenated_ranges(starts_of(blocks_per_group)[groups], blocks_per_group[groups])
         self._block_starts = starts_of(sequences_per_block[self._blocks])
         self.num_sequences = int(self._block_starts[-1])
         if shuffle == "window":
@@ -167,6 +171,11 @@ def starts_of(counts: IntArray) -> IntArray:
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def _concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """[starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ...], counts[i] numbers from each starts[i]."""
+    return np.arange(counts.sum()) + np.repeat(starts - starts_of(counts)[:-1], counts)
 
 
 def _cut(block_starts: IntArray, window: int) -> IntArray:

@@ -178,4 +178,5 @@ def _epoch(snapshot: Snapshot, index: Index, of: _OrderKey, epoch: int) -> tuple
     else:
         packing = Rows(snapshot.rows_per_block)
     counts = packing.sequences_per_block
-    return packing, EpochOrder(counts, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
+    groups = snapshot.blocks_per_group
+    return packing, EpochOrder(counts, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)

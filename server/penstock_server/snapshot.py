@@ -23,6 +23,7 @@ _MAGIC = b"PAR1"
 _FOOTER_THREADS = 16  # waiting for disks, not for cores
 _LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+_BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,9 @@ class Shard:
     """One Parquet file as its footer describes it.
 
     `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for
-    byte, and yet other tokens. `null_rows[g]` is the number of rows of row group g known to be null in a column of the
-    recipe, `token_range` the least and the largest token id of the file, None where the writer left no statistics.
+    byte, and yet other tokens. Of the recipe's columns, `bytes_per_group[g]` is the size in row group g, uncompressed,
+    `null_rows[g]` the number of rows known to be null, and `token_range` the least and the largest token id of the file,
+    None where the writer left no statistics.
     """
 
     path: Path
@@ -39,24 +41,34 @@ class Shard:
     mtime_ns: int
     digest: str
     rows_per_group: tuple[int, ...]
+    bytes_per_group: tuple[int, ...]
     null_rows: tuple[int, ...]
     token_range: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAddress:
-    """Where a block lies: one row group of one shard."""
+    """Where a block lies: rows [first_row, first_row + num_rows) of one row group of one shard.
+
+    `group` is the number of the row group among all, `number` that of the block among the group's, each of which has
+    `rows_per_block` rows but the last.
+    """
 
     shard: Shard
     row_group: int
+    first_row: int
     num_rows: int
+    group: int
+    number: int
+    rows_per_block: int
 
 
 class Snapshot:
     """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.
 
     fingerprint      16 hex digits over the shards (name, size, digest) and the recipe
-    rows_per_block   shape [num_blocks], in the order of shards and row groups
+    rows_per_block   shape [num_blocks], in the order of shards, row groups and rows
+    blocks_per_group shape [num_groups]: a row group is one block, a very large one several
     vocab_size       every token id is below it; None where neither the recipe nor the footers know
     token_bound      ids that are not below it make a bad row
     token_dtype      the smallest of uint16 and uint32 that holds every token id
@@ -66,8 +78,14 @@ class Snapshot:
         self.folder = folder
         self.shards = tuple(shards)
         self.recipe = recipe
-        self.rows_per_block: IntArray = np.array([n for s in shards for n in s.rows_per_group], np.int64)
-        self._first_block = np.cumsum([0] + [len(s.rows_per_group) for s in shards])
+        rows = np.array([n for s in shards for n in s.rows_per_group], np.int64)
+        nbytes = np.array([n for s in shards for n in s.bytes_per_group], np.int64)
+        self._first_group = starts_of(np.array([len(s.rows_per_group) for s in shards], np.int64))
+        self._block_size, self.blocks_per_group = _split(rows, nbytes)
+        self._first_block = starts_of(self.blocks_per_group)
+        group = np.repeat(np.arange(len(rows)), self.blocks_per_group)
+        first_row = (np.arange(len(group)) - self._first_block[group]) * self._block_size[group]
+        self.rows_per_block: IntArray = np.minimum(self._block_size[group], rows[group] - first_row)
         self._first_row = starts_of(self.rows_per_block)
         self.num_rows = int(self._first_row[-1])
         self.vocab_size = recipe.vocab_size or _vocab_size(self.shards)
@@ -82,7 +100,7 @@ class Snapshot:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all shards; a block is one row group."""
+        """Blocks of all shards."""
         return len(self.rows_per_block)
 
     def locate(self, row: int) -> tuple[int, int]:
@@ -92,9 +110,22 @@ class Snapshot:
 
     def block(self, index: int) -> BlockAddress:
         """Where block `index`, in [0, num_blocks), lies."""
-        shard = int(np.searchsorted(self._first_block, index, side="right")) - 1
-        row_group = index - int(self._first_block[shard])
-        return BlockAddress(self.shards[shard], row_group, int(self.rows_per_block[index]))
+        group = int(np.searchsorted(self._first_block, index, side="right")) - 1
+        shard = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        number, size = index - int(self._first_block[group]), int(self._block_size[group])
+        return BlockAddress(
+            shard=self.shards[shard],
+            row_group=group - int(self._first_group[shard]),
+            first_row=number * size,
+            num_rows=int(self.rows_per_block[index]),
+            group=group,
+            number=number,
+            rows_per_block=size,
+        )
+
+    def blocks_of_group(self, group: int) -> range:
+        """The blocks that a row group is split into."""
+        return range(int(self._first_block[group]), int(self._first_block[group + 1]))
 
 
 def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
@@ -167,6 +198,7 @@ def _read_shard(path: Path, recipe: Recipe) -> Shard:
         mtime_ns=stat.st_mtime_ns,
         digest=_file_digest(path, stat.st_size),
         rows_per_group=tuple(g.num_rows for g in groups),
+        bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
         token_range=_token_range(metadata, recipe) if recipe.kind == "tokens" else None,
     )
@@ -219,6 +251,19 @@ def _file_digest(path: Path, size: int) -> str:
         file.seek(max(size - footer_bytes, 0))
         digest.update(file.read())
     return digest.hexdigest()
+
+
+def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
+    """The rows of a block in each row group, and the blocks that makes; a block is a bounded number of bytes and of rows."""
+    # Bytes alone would not do: a column of few different values is small in the file, however many rows it has.
+    wanted = np.maximum(-(-nbytes // _BLOCK_BYTES), -(-rows // _BLOCK_ROWS)).clip(1)
+    size = np.maximum(-(-rows // wanted), 1)
+    return size, np.maximum(-(-rows // size), 1)
+
+
+def _bytes(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
+    columns = [group.column(c) for c in range(group.num_columns)]
+    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in recipe.columns)
 
 
 def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:

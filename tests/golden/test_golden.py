@@ -32,7 +32,7 @@ def test_permutations(name: str, images: dict[str, int]) -> None:
 def test_epochs(name: str, sequences: str) -> None:
     shuffle, seed, epoch = name.split("/")
     counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
-    order = EpochOrder(counts, shuffle=shuffle, window=10, seed=int(seed), epoch=int(epoch))
+    order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=10, seed=int(seed), epoch=int(epoch))
     blocks, indices = order.sequences(np.arange(order.num_sequences))
     assert " ".join(f"{b}.{i}" for b, i in zip(blocks.tolist(), indices.tolist(), strict=True)) == sequences
 

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corpora import write_numbered, write_shards
+from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server import encode
+from penstock_server import snapshot as snapshot_module
 from penstock_server.blocks import Block, Blocks, BlockStore
 from penstock_server.cache import CacheFolder
 from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
@@ -55,6 +56,35 @@ def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Block
     first, last = open_blocks().get([0, 4])
     assert [row[0] for row in rows_of(first)] == list(range(32))
     assert [row[0] for row in rows_of(last)] == list(range(68, 100))
+
+
+@pytest.mark.parametrize("column", ["tokens", "text"])
+def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str], column: str
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 1500)
+    if column == "tokens":
+        folder = write_shards(tmp_path / "big", "tokens", [[[n] * 9 for n in range(1000)]], type_=pa.list_(pa.int32()),
+                              row_group_size=900)  # fmt: skip
+    else:
+        folder = write_text(tmp_path / "big", [f"fox {n} dog" * 9 for n in range(1000)], row_group_size=900)
+    snapshot = open_snapshot(folder, write_tokenizer(tmp_path / "tokenizer.json"))
+    assert snapshot.blocks_per_group.tolist()[0] > 3
+    assert snapshot.rows_per_block.sum() == 1000
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
+    found = blocks.get(reversed(range(snapshot.num_blocks)))[::-1]
+    assert [block.num_rows for block in found] == snapshot.rows_per_block.tolist()
+    assert len(count_reads) == snapshot.num_blocks
+    if column == "tokens":
+        assert [row for block in found for row in rows_of(block)] == [[n] * 9 for n in range(1000)]
+    for row in (0, 899, 900, 999):
+        index, row_in_block = snapshot.locate(row)
+        at = snapshot.block(index)
+        assert (at.row_group, at.first_row + row_in_block) == divmod(row, 900)
+    # Without room in the cache every block is made anew, and the others of its row group are not.
+    tight = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "tight", 0)))
+    assert tight.get([1])[0].num_rows == found[1].num_rows
+    assert len(count_reads) > snapshot.num_blocks
 
 
 def test_a_block_is_decoded_once_for_all_servers_on_a_folder(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
@@ -200,5 +230,5 @@ def test_a_block_without_one_usable_row_fails_even_where_rows_are_substituted(da
     write_shards(data.parent / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
     (data.parent / "void" / "penstock.toml").write_text('on_bad_row = "substitute"')
     blocks = Blocks(open_snapshot(data.parent / "void", None), BlockStore(CacheFolder(cache_dir)))
-    with pytest.raises(BadRow, match="every row of that group"):
+    with pytest.raises(BadRow, match="every one of the 2 rows beside it"):
         blocks.usable_rows(blocks.get([0])[0], 0, np.array([0]))

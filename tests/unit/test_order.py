@@ -1,3 +1,4 @@
+import itertools
 import math
 from collections import Counter
 
@@ -10,6 +11,16 @@ from penstock_server.order import EpochOrder, IntArray, Schedule, key, permute, 
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 keys = st.integers(0, 2**64 - 1)
+
+
+def groups_of(counts: IntArray, seed: int) -> IntArray:
+    """The blocks, several of them in a row group here and there."""
+    sizes: list[int] = []
+    while (left := len(counts) - sum(sizes)) > 0:
+        sizes.append(min(1 + key(seed, len(sizes), "test") % 3, left))
+    return np.array(sizes)
+
+
 block_counts = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any).map(np.array)
 shuffles = st.sampled_from(["none", "window", "global"])
 
@@ -62,11 +73,21 @@ def test_a_key_is_no_sum_of_its_parts() -> None:
     assert key(0, 0, "blocks") != key(0, 0, "window")
 
 
+@given(block_counts, st.integers(0, 9), st.integers(1, 60))
+def test_the_blocks_of_a_row_group_stay_together(counts: IntArray, seed: int, window: int) -> None:
+    groups = groups_of(counts, seed)
+    order = EpochOrder(counts, groups, shuffle="window", window=window, seed=seed, epoch=0)
+    stops = np.cumsum(groups)
+    of_block = np.searchsorted(stops, order._blocks, side="right")
+    assert sorted(order._blocks.tolist()) == list(range(len(counts)))
+    assert len(list(itertools.groupby(of_block.tolist()))) == len(groups)
+
+
 @given(block_counts, shuffles, st.integers(1, 200), st.integers(0, 5))
 def test_an_epoch_shows_every_sequence_once_and_finds_each_again(
     counts: IntArray, shuffle: str, window: int, epoch: int
 ) -> None:
-    order = EpochOrder(counts, shuffle=shuffle, window=window, seed=7, epoch=epoch)
+    order = EpochOrder(counts, groups_of(counts, epoch), shuffle=shuffle, window=window, seed=7, epoch=epoch)
     positions = np.arange(order.num_sequences)
     blocks, indices = order.sequences(positions)
     assert sorted(zip(blocks, indices, strict=True)) == [(b, i) for b, n in enumerate(counts) for i in range(n)]
@@ -75,19 +96,20 @@ def test_an_epoch_shows_every_sequence_once_and_finds_each_again(
 
 @given(block_counts, shuffles, st.integers(1, 200))
 def test_asking_for_one_position_gives_what_asking_for_all_gives(counts: IntArray, shuffle: str, window: int) -> None:
-    order = EpochOrder(counts, shuffle=shuffle, window=window, seed=7, epoch=0)
+    order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=window, seed=7, epoch=0)
     blocks, indices = order.sequences(np.arange(order.num_sequences))
     for position in range(order.num_sequences):
         assert order.sequences(np.array([position])) == (blocks[position], indices[position])
 
 
 def test_without_shuffle_the_order_is_as_stored() -> None:
-    blocks, indices = EpochOrder(np.array([2, 0, 3]), shuffle="none", window=1, seed=1, epoch=1).sequences(np.arange(5))
+    order = EpochOrder(np.array([2, 0, 3]), np.ones(3, int), shuffle="none", window=1, seed=1, epoch=1)
+    blocks, indices = order.sequences(np.arange(5))
     assert (blocks.tolist(), indices.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
 
 
 def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -> None:
-    order = EpochOrder(np.full(20, 10), shuffle="window", window=35, seed=0, epoch=0)
+    order = EpochOrder(np.full(20, 10), np.ones(20, int), shuffle="window", window=35, seed=0, epoch=0)
     blocks, _ = order.sequences(np.arange(200))
     windows = [set(blocks[start : start + 40].tolist()) for start in (0, 40, 80, 120, 160)]
     assert [len(window) for window in windows] == [4] * 5
@@ -95,7 +117,7 @@ def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -
 
 
 def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
-    order = EpochOrder(np.full(9, 10), shuffle="window", window=40, seed=0, epoch=0)
+    order = EpochOrder(np.full(9, 10), np.ones(9, int), shuffle="window", window=40, seed=0, epoch=0)
     blocks, _ = order.sequences(np.arange(90))
     assert len(set(blocks[:40].tolist())) == 4
     assert len(set(blocks[40:].tolist())) == 5
@@ -105,7 +127,7 @@ def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
 def test_seeds_and_epochs_give_other_orders(shuffle: str) -> None:
     def order(seed: int, epoch: int) -> list[int]:
         blocks, indices = EpochOrder(
-            np.full(10, 10), shuffle=shuffle, window=50, seed=seed, epoch=epoch
+            np.full(10, 10), np.ones(10, int), shuffle=shuffle, window=50, seed=seed, epoch=epoch
         ).sequences(np.arange(100))  # fmt: skip
         return [10 * block + index for block, index in zip(blocks.tolist(), indices.tolist(), strict=True)]
 
