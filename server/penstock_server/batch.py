@@ -11,11 +11,11 @@ from itertools import pairwise
 import numpy as np
 
 from penstock import wire
-from penstock_server.blocks import Block
 from penstock_server.order import IntArray
 from penstock_server.packing import Piece, Spans, fill, fill_mask, truncate
 from penstock_server.plan import Plan, Tensor
 from penstock_server.snapshot import Snapshot
+from penstock_server.store import Block
 
 _CHUNK_BYTES = 4 << 20  # assembled at a time; beyond a few MiB only memory grows
 _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on

@@ -41,6 +41,7 @@ class CacheFolder:
     def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.num_evictions = 0
         self._threads = threading.Lock()
         self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         with self._locked() as used:
@@ -160,6 +161,7 @@ class CacheFolder:
                 return
             used.bytes -= entry.stat().st_size
             Path(entry.path).unlink(missing_ok=True)
+            self.num_evictions += 1
 
     def _recount(self) -> int:
         """The bytes in the folder; what crashed processes left half written is removed."""

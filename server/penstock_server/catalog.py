@@ -9,12 +9,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from penstock.spec import Spec
-from penstock_server.blocks import Blocks, BlockStore
+from penstock_server.blocks import Blocks
 from penstock_server.index import Index
 from penstock_server.plan import Plan, make_plan
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.recipe import load_tokenizer
 from penstock_server.snapshot import Snapshot, open_snapshot, shard_paths
+from penstock_server.store import BlockStore
 
 log = logging.getLogger("penstock.catalog")
 

@@ -14,12 +14,12 @@ import uvicorn
 
 from penstock import __version__
 from penstock_server.app import create_app
-from penstock_server.blocks import BlockStore
 from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused
 from penstock_server.sample import write_sample
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
+from penstock_server.store import BlockStore
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

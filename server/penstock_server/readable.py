@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock import wire
 from penstock_server.batch import Chunk, TokenSequence, frames, gather
-from penstock_server.blocks import Block
 from penstock_server.packing import Piece
 from penstock_server.plan import Plan
+from penstock_server.store import Block
 
 
 def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:

@@ -16,12 +16,12 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather
-from penstock_server.blocks import Block
 from penstock_server.catalog import Catalog, Dataset
 from penstock_server.lookup import find_row, show_row
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
 from penstock_server.readable import as_json
+from penstock_server.store import Block
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,37 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock_server.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipe import Recipe, check_columns, read_recipe
+from penstock_server.recipe import Recipe, read_recipe
+from penstock_server.shard import Shard, read_schema, read_shard
 
-_MAGIC = b"PAR1"
 _FOOTER_THREADS = 16  # waiting for disks, not for cores
 _LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One Parquet file as its footer describes it.
-
-    `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for
-    byte, and yet other tokens. Of the recipe's columns, `bytes_per_group[g]` is the size in row group g, uncompressed,
-    `null_rows[g]` the number of rows known to be null, and `token_range` the least and the largest token id of the file,
-    None where the writer left no statistics.
-    """
-
-    path: Path
-    size_bytes: int
-    mtime_ns: int
-    digest: str
-    rows_per_group: tuple[int, ...]
-    bytes_per_group: tuple[int, ...]
-    null_rows: tuple[int, ...]
-    token_range: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,23 +129,9 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("*.parquet") if p.name[0] not in "._" and not p.is_dir())
 
 
-def shard_changed(shard: Shard) -> bool:
-    """Whether the file is no longer the one whose footer was read. A new date on the same content is no change.
-
-    Raises OSError: that cannot be known now.
-    """
-    try:
-        stat = shard.path.stat()
-    except FileNotFoundError:
-        return True
-    if (stat.st_size, stat.st_mtime_ns) == (shard.size_bytes, shard.mtime_ns):
-        return False
-    return stat.st_size != shard.size_bytes or _file_digest(shard.path, stat.st_size) != shard.digest
-
-
 def _try_read(path: Path, recipe: Recipe) -> Shard | DatasetRefused:
     try:
-        return _read_shard(path, recipe)
+        return read_shard(path, recipe)
     except DatasetRefused as refusal:
         return refusal
 
@@ -179,78 +141,10 @@ def _first_schema(paths: Sequence[Path]) -> pa.Schema:
     failures = []
     for path in paths:
         try:
-            _check_footer(path)
-            return _metadata(path).schema.to_arrow_schema()
+            return read_schema(path)
         except DatasetRefused as refusal:
             failures.append(str(refusal))
     raise DatasetRefused("\n".join(failures[:10]))
-
-
-def _read_shard(path: Path, recipe: Recipe) -> Shard:
-    _check_footer(path)
-    stat = path.stat()
-    metadata = _metadata(path)
-    check_columns(recipe.kind, recipe.columns, metadata.schema.to_arrow_schema(), path)
-    groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
-    return Shard(
-        path=path,
-        size_bytes=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
-        digest=_file_digest(path, stat.st_size),
-        rows_per_group=tuple(g.num_rows for g in groups),
-        bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
-        null_rows=tuple(_null_rows(g, recipe) for g in groups),
-        token_range=_token_range(metadata, recipe) if recipe.kind == "tokens" else None,
-    )
-
-
-def _check_footer(path: Path) -> None:
-    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < 12:
-                raise _refused(path, f"is {size} bytes long, too short for Parquet")
-            file.seek(size - 8)
-            length, magic = struct.unpack("<I4s", file.read(8))
-            if magic == b"PARE":
-                raise _refused(path, "is encrypted, which is not supported")
-            file.seek(0)
-            if magic != _MAGIC:
-                begins = file.read(4) == _MAGIC
-                raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
-            if length > size - 12:
-                raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
-    except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror or error}") from error
-
-
-def _metadata(path: Path) -> pq.FileMetaData:
-    try:
-        metadata = pq.read_metadata(path)
-        metadata.schema.to_arrow_schema()
-        return metadata
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")  # some span lines
-        raise _refused(path, f"has a damaged footer: {reason}") from error
-
-
-def _refused(path: Path, what: str) -> DatasetRefused:
-    return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
-
-
-def _file_digest(path: Path, size: int) -> str:
-    """Of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
-    digest = blake2b(digest_size=16)
-    with path.open("rb") as file:
-        file.seek(size - 8)
-        footer_bytes = struct.unpack("<I", file.read(4))[0] + 8
-        for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64).tolist():
-            file.seek(start)
-            digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(size - footer_bytes, 0))
-        digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
@@ -259,35 +153,6 @@ def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
     wanted = np.maximum(-(-nbytes // _BLOCK_BYTES), -(-rows // _BLOCK_ROWS)).clip(1)
     size = np.maximum(-(-rows // wanted), 1)
     return size, np.maximum(-(-rows // size), 1)
-
-
-def _bytes(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
-    columns = [group.column(c) for c in range(group.num_columns)]
-    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in recipe.columns)
-
-
-def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
-    """Rows of a group that the footer knows to be null. In nested columns a null may as well be an empty list."""
-    if recipe.kind == "tokens":
-        return 0
-    columns = [group.column(c) for c in range(group.num_columns)]
-    found = [c.statistics for c in columns if c.path_in_schema in recipe.columns]
-    return max((s.null_count for s in found if s and s.has_null_count), default=0)
-
-
-def _token_range(metadata: pq.FileMetaData, recipe: Recipe) -> tuple[int, int] | None:
-    """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
-    [name] = recipe.columns
-    leaves = [metadata.schema.column(c) for c in range(metadata.num_columns)]
-    # A flat column called "tokens.n" is no part of the lists in "tokens".
-    [leaf] = [c for c, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.") and leaf.max_repetition_level == 1][:1]
-    chunks = [metadata.row_group(g).column(leaf) for g in range(metadata.num_row_groups)]
-    found = [c.statistics for c in chunks if c.num_values]
-    unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
-    ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]
-    if unknown:
-        return None
-    return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 
 def _vocab_size(shards: Sequence[Shard]) -> int | None:

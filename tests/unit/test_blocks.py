@@ -12,10 +12,12 @@ import pytest
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server import encode
 from penstock_server import snapshot as snapshot_module
-from penstock_server.blocks import Block, Blocks, BlockStore
+from penstock_server import store as store_module
+from penstock_server.blocks import Blocks
 from penstock_server.cache import CacheFolder
 from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.snapshot import open_snapshot
+from penstock_server.store import Block, BlockStore
 
 
 @pytest.fixture
@@ -197,6 +199,24 @@ def test_storage_that_fails_is_no_change_of_the_data(
         with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: Input/output error"):
             blocks.get([0])
     assert blocks.get([0])[0].num_rows == 32
+
+
+def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
+    data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str]
+) -> None:
+    monkeypatch.setattr(store_module, "_TOUCH_SECONDS", 0.0)
+    snapshot = open_snapshot(data, None)
+    measured = BlockStore(CacheFolder(cache_dir))
+    Blocks(snapshot, measured).get([0])
+    store = BlockStore(CacheFolder(cache_dir, int(2.5 * measured.cache.used_bytes)))
+    blocks = Blocks(snapshot, store)
+    for index in (2, 0, 4, 0, 2, 0, 4, 0):
+        blocks.get([index])
+    assert store.cache.num_evictions > 0
+    assert len(store._open) == len(list(cache_dir.glob("*.block"))) <= 2
+    before = len(count_reads)
+    blocks.get([0])
+    assert len(count_reads) == before  # used all the time, so never the one used longest ago
 
 
 def test_a_damaged_row_group_is_named_and_the_others_are_served(open_blocks: Callable[[], Blocks], data: Path) -> None:

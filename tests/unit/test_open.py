@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
 from penstock_server import catalog as catalog_module
-from penstock_server.blocks import BlockStore
 from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.snapshot import Snapshot, open_snapshot
+from penstock_server.store import BlockStore
 
 Opener = Callable[..., Catalog]
 
