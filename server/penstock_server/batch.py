@@ -89,8 +89,10 @@ class Chunk:
     spans: Spans
 
     def request(self) -> list[Future[Block]]:
-        """The blocks that are needed, soon."""
-        return self.plan.blocks.request(self.needed)
+        """The blocks that are needed, soon; and then, in the background, those that the job will need next."""
+        futures = self.plan.blocks.request(self.needed)
+        self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
+        return futures
 
 
 def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:

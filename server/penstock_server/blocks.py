@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
@@ -51,6 +51,17 @@ class Blocks:
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
         return [future.result() for future in self.request(indices)]
+
+    def read_ahead(self, job: Hashable, window: int, indices: Callable[[], list[int]]) -> None:
+        """Has blocks loaded in the background that a job needs next; see ReadAhead.want."""
+
+        def affordable() -> list[int]:
+            wanted = indices()
+            nbytes = sum(self._snapshot.block(index).nbytes for index in wanted)
+            # As large again is what the job needs now: loading both into less room would evict the one for the other.
+            return wanted if 2 * nbytes <= self._store.cache.budget_bytes else []
+
+        self._store.ahead.want(job, window, affordable, lambda index: self.get([index]))
 
     def usable_rows(self, block: Block, index: int, rows: IntArray) -> IntArray:
         """The rows to serve for these rows of block `index`: themselves, or neighbours where the recipe substitutes.

@@ -156,6 +156,17 @@ class EpochOrder:
         slots = self._block_starts[place[blocks]] + indices
         return self._in_windows(slots, unpermute) if self._shuffled else slots
 
+    def window(self, position: int) -> int:
+        """In which window a position lies."""
+        return int(find(self._window_starts, np.array([position]))[0])
+
+    def blocks_of_window(self, window: int) -> IntArray:
+        """The blocks of a window; none past the last one."""
+        if window + 1 >= len(self._window_starts):
+            return self._blocks[:0]
+        first, last = np.searchsorted(self._block_starts, self._window_starts[window : window + 2])
+        return self._blocks[first:last]
+
     def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
         window = find(self._window_starts, slots)
         start = self._window_starts[window]

@@ -99,6 +99,13 @@ class Plan:
         """How blocks become sequences in an epoch, and in what order; the last few epochs are remembered."""
         return _epoch(self.snapshot, self.index, _order_of(self.spec), epoch)
 
+    def read_ahead(self, epoch: int, rank: int, step: int) -> None:
+        """Has the blocks of the window behind this step's loaded in the background, if the cache has room for both."""
+        _, order = self.epoch(epoch)
+        window = order.window(int(self.schedule.positions([step], rank)[0, 0]))
+        job = (self.snapshot, _order_of(self.spec), epoch)
+        self.blocks.read_ahead(job, window, lambda: order.blocks_of_window(window + 1).tolist())
+
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> Spans:
         """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
 

@@ -38,6 +38,11 @@ class BlockAddress:
     number: int
     rows_per_block: int
 
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of its columns, uncompressed; its tokens seldom take more."""
+        return self.shard.bytes_per_group[self.row_group] * self.num_rows // max(self.shard.rows_per_group[self.row_group], 1)
+
 
 class Snapshot:
     """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.

@@ -25,6 +25,7 @@ from penstock_server.cache import CacheFolder
 from penstock_server.encode import REASON
 from penstock_server.order import IntArray
 from penstock_server.packing import Piece
+from penstock_server.read_ahead import ReadAhead
 
 log = logging.getLogger("penstock.store")
 
@@ -107,6 +108,7 @@ class BlockStore:
 
     def __init__(self, cache: CacheFolder) -> None:
         self.cache = cache
+        self.ahead = ReadAhead()
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()

@@ -116,6 +116,19 @@ def test_a_window_mixes_whole_blocks_of_at_least_its_size_and_nothing_beyond() -
     assert len(set.union(*windows)) == 20
 
 
+@given(block_counts, st.integers(0, 9), st.integers(1, 60))
+def test_a_position_lies_in_its_window_and_its_block_among_the_windows_blocks(counts: IntArray, seed: int, window: int) -> None:
+    order = EpochOrder(counts, groups_of(counts, seed), shuffle="window", window=window, seed=seed, epoch=0)
+    blocks, _ = order.sequences(np.arange(order.num_sequences))
+    last = order.window(order.num_sequences - 1)
+    for position, block in enumerate(blocks.tolist()):
+        assert block in order.blocks_of_window(order.window(position))
+    listed = [block for number in range(last + 1) for block in order.blocks_of_window(number).tolist()]
+    assert set(np.flatnonzero(counts).tolist()) <= set(listed)
+    assert len(set(listed)) == len(listed)
+    assert len(order.blocks_of_window(last + 1)) == 0
+
+
 def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
     order = EpochOrder(np.full(9, 10), np.ones(9, int), shuffle="window", window=40, seed=0, epoch=0)
     blocks, _ = order.sequences(np.arange(90))
