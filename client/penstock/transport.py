@@ -46,6 +46,7 @@ _EXCEPTIONS: Mapping[str, type[PenstockError]] = {
     "dataset-refused": DataError,
     "shard-unreadable": DataError,
     "bad-row": DataError,
+    "index-failed": DataError,
 }
 
 

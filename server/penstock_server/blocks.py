@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future
+from errno import ESTALE
 from functools import partial
 from hashlib import blake2b
 
@@ -20,11 +21,13 @@ import pyarrow.parquet as pq
 from penstock_server import encode
 from penstock_server.order import IntArray
 from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
-from penstock_server.shard import shard_changed
+from penstock_server.shard import Shard, date_of, shard_changed
 from penstock_server.snapshot import BlockAddress, Snapshot
 from penstock_server.store import Block, BlockStore
 
 log = logging.getLogger("penstock.blocks")
+
+EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
 _FORMAT = 1  # of the stored blocks: a change here rebuilds them
 
@@ -38,6 +41,12 @@ class Blocks:
         self._identity = json.dumps(
             [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
         )
+
+    @property
+    def identity(self) -> str:
+        """A name for the tokens of all blocks: they depend on nothing else."""
+        shards = [_identity_of(shard) for shard in self._snapshot.shards]
+        return blake2b(json.dumps([shards, self._identity]).encode(), digest_size=16).hexdigest()
 
     def request(self, indices: Iterable[int]) -> list[Future[Block]]:
         """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
@@ -94,13 +103,11 @@ class Blocks:
 
     def _keys(self, address: BlockAddress) -> list[str]:
         """The names in the cache of all blocks of the row group that a block is of."""
-        # By path and date too: the shard's digest is of samples.
-        shard = address.shard
-        parts = [str(shard.path.absolute()), shard.size_bytes, shard.mtime_ns, shard.digest, address.row_group]
-        group = blake2b(json.dumps([*parts, address.rows_per_block, self._identity]).encode(), digest_size=16).hexdigest()
+        parts = [*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity]
+        group = blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
         return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
 
-    def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
         """Decodes and encodes the blocks of a row group, one at a time, from its start."""
         try:
             yield from self._decode(address, needed)
@@ -114,8 +121,9 @@ class Blocks:
         except (pa.ArrowException, ValueError) as error:
             raise self._unreadable(address, error) from error
 
-    def _decode(self, address: BlockAddress, needed: Callable[[int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def _decode(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
         shard, snapshot = address.shard, self._snapshot
+        opened = date_of(shard)
         if shard_changed(shard):
             raise SnapshotGone(
                 f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
@@ -132,6 +140,8 @@ class Blocks:
                     raise ValueError(f"block {number} has {rows.num_rows} rows, not {num_rows}")
                 if needed(number):
                     rows.validate()
+                    if date_of(shard) != opened:  # rewritten in place: what was just read may be of either file
+                        raise OSError(ESTALE, "it is being written to")
                     yield number, self._encode(address, rows)
 
     def _encode(self, address: BlockAddress, rows: pa.Table) -> pa.RecordBatch:
@@ -150,3 +160,8 @@ class Blocks:
             f"{self._snapshot.folder.name}: row group {address.row_group} of {address.shard.path.name} cannot be read: "
             f"{reason}. Batches that need it fail until the shard is mended; move it out of the folder to train without it."
         )
+
+
+def _identity_of(shard: Shard) -> list[str | int]:
+    # By path and date too: the shard's digest is of samples.
+    return [str(shard.path.absolute()), shard.size_bytes, shard.mtime_ns, shard.digest]

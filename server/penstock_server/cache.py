@@ -63,7 +63,8 @@ class CacheFolder:
         """
         path = self._path(name)
         try:
-            content = pa.memory_map(str(path)).read_buffer() if _size(path) else pa.py_buffer(b"")
+            size = path.stat().st_size
+            content = pa.memory_map(str(path)).read_buffer() if size else pa.py_buffer(b"")  # nothing cannot be mapped
         except FileNotFoundError:
             return None
         except OSError as error:  # no file descriptor left, no permission: the file itself may be sound
@@ -72,8 +73,7 @@ class CacheFolder:
         # Before anything is parsed: a flipped byte in a length would have the parser read elsewhere.
         body = content.slice(0, max(0, content.size - _DIGEST_BYTES))
         if content.size < _DIGEST_BYTES or _digest(memoryview(body)) != bytes(content[body.size :]):
-            if path.exists():
-                self._drop(path)
+            self._drop(path)
             return None
         self.touch(name)
         return body
@@ -98,6 +98,8 @@ class CacheFolder:
         path, temporary = self._path(name), None
         try:
             temporary = self._reserve(nbytes)
+            if temporary is None:
+                return False
             with temporary.open("r+b") as file:
                 file.write(content)
                 file.write(_digest(content))
@@ -113,11 +115,16 @@ class CacheFolder:
             self._shrink(error)
             return False
 
-    def _reserve(self, nbytes: int) -> Path:
-        """A temporary file of the given size. Its room is taken, on the disk and in the budget, before the bytes are there."""
+    def _reserve(self, nbytes: int) -> Path | None:
+        """A temporary file of the given size. Its room is taken, on the disk and in the budget, before the bytes are there.
+
+        None: others write so much at this moment that there is no room for it.
+        """
         with self._locked() as used:
             if used.bytes + nbytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes - nbytes - self.budget_bytes // _SPARE)
+                if used.bytes + nbytes > self.budget_bytes:
+                    return None
             # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
             temporary = self.folder / f"{uuid.uuid4().hex}{_TEMPORARY}"
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

@@ -11,6 +11,7 @@ from penstock_server.catalog import Dataset
 from penstock_server.plan import Plan
 from penstock_server.problems import RowOutOfRange
 from penstock_server.snapshot import Snapshot
+from penstock_server.store import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,7 @@ def find_row(plan: Plan, row: int, epoch: int) -> list[dict[str, Any]]:
     packing, order = plan.epoch(epoch)
     if plan.spec.packing == "rows":
         # A row also stands where bad rows gave way to it, and a bad row nowhere.
-        rows = np.flatnonzero(block.substitutes == row_in_block) if block.bad else np.array([row_in_block])
-        held = [(number, number + 1) for number in rows.tolist()]
+        held = [(number, number + 1) for number in _served_as(plan.snapshot, block, row_in_block)]
     else:
         start, stop = block.stream[row_in_block : row_in_block + 2].tolist()
         held = [(start, stop)] if stop > start else []
@@ -65,6 +65,14 @@ def find_row(plan: Plan, row: int, epoch: int) -> list[dict[str, Any]]:
         for position in order.positions(*packing.holding(index, start, stop)).tolist():
             found += [Occurrence(epoch, *place) for place in plan.schedule.locate(position)]
     return [asdict(occurrence) for occurrence in sorted(found, key=lambda o: (o.step, o.rank, o.index))]
+
+
+def _served_as(snapshot: Snapshot, block: Block, row: int) -> list[int]:
+    if not block.bad or snapshot.recipe.on_bad_row == "fail":
+        return [row]
+    if len(block.bad) == block.num_rows:
+        return []
+    return np.flatnonzero(block.substitutes == row).tolist()
 
 
 def _locate(name: str, snapshot: Snapshot, row: int) -> tuple[int, int]:

@@ -147,6 +147,8 @@ def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, index: Index, sp
         offset=spec.offset,
         tail=spec.tail,
     )
+    if num_sequences == 0:
+        raise BadParameter(f"{dataset} has fewer than seq_len={spec.seq_len:,} tokens in all. Lower seq_len.")
     if spec.offset == 0 and schedule.num_steps == 0:
         raise BadParameter(
             f"no step fits: {dataset} has {num_sequences:,} sequences, one step takes batch_size x world_size = "

@@ -11,6 +11,7 @@ Problem
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
 ├── IndexNotReady     503  token counts that the packing needs are still being made
+├── IndexFailed       500  token counts cannot be made
 └── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
 
 What is wrong with stored data is a 5xx, never a 404: a client that took it for "not there" would train on a shorter epoch.
@@ -90,6 +91,12 @@ class IndexNotReady(Problem):
     """Token counts that the packing needs are still being made."""
 
     status, slug, title = 503, "index-not-ready", "Tokens are being counted"
+
+
+class IndexFailed(Problem):
+    """Token counts that the packing needs cannot be made."""
+
+    status, slug, title = 500, "index-failed", "Tokens cannot be counted"
 
 
 class BadRow(Problem):

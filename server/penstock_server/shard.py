@@ -67,6 +67,12 @@ def read_schema(path: Path) -> pa.Schema:
     return _metadata(path).schema.to_arrow_schema()
 
 
+def date_of(shard: Shard) -> tuple[int, int, int]:
+    """What differs once the file is written to or replaced. Raises OSError: it is gone."""
+    stat = shard.path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def shard_changed(shard: Shard) -> bool:
     """Whether the file is no longer the one whose footer was read. A new date on the same content is no change.
 

@@ -10,9 +10,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,11 +24,12 @@ from penstock_server.cache import CacheFolder
 from penstock_server.encode import REASON
 from penstock_server.order import IntArray
 from penstock_server.packing import Piece
+from penstock_server.problems import Problem
 from penstock_server.read_ahead import ReadAhead
 
 log = logging.getLogger("penstock.store")
 
-_OPEN_BLOCKS = 4096  # maps held; a process may hold some 65,000
+_OPEN_BLOCKS = 1024  # maps held; what is computed of a block, such as its stream, is memory
 _TOUCH_SECONDS = 10.0
 
 
@@ -71,6 +71,8 @@ class Block:
     @cached_property
     def stream(self) -> IntArray:
         """Where each row starts in the block's stream of tokens, shape [num_rows + 1]: its features one behind the other."""
+        if len(self.features) == 1:
+            return next(iter(self.features.values())).offsets
         starts: IntArray = np.sum([tokens.offsets for tokens in self.features.values()], axis=0, dtype=np.int64)
         return starts
 
@@ -90,7 +92,7 @@ class Block:
 
 
 # Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.
-Decoder = Callable[[Callable[[int], bool]], Iterator[tuple[int, pa.RecordBatch]]]
+Decoder = Callable[[Callable[[int], bool]], Generator[tuple[int, pa.RecordBatch], None, None]]
 
 
 @dataclass(slots=True)
@@ -102,8 +104,8 @@ class _Open:
 class BlockStore:
     """The blocks of all datasets: in the cache folder, and the ones that are mapped into memory now.
 
-    Loads are single flight: however many ask for a block, it is decoded once. Threads decode side by side; pyarrow and
-    `tokenizers` release the GIL.
+    However many ask for blocks of a row group, one thread decodes it for all of them. Threads decode row groups side by
+    side; pyarrow and `tokenizers` release the GIL.
     """
 
     def __init__(self, cache: CacheFolder) -> None:
@@ -114,68 +116,94 @@ class BlockStore:
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._num_evictions = 0
         self._checked_at = time.monotonic()
-        self._loading: dict[str, Future[Block]] = {}
-        self._groups: dict[str, tuple[threading.Lock, int]] = {}  # being decoded, and how many load from each
+        self._wanted: dict[str, dict[int, Future[Block]]] = {}  # of each row group that is being decoded
 
     def request(self, group: Sequence[str], number: int, decode: Decoder) -> Future[Block]:
         """The block `number` of a row group whose blocks have these keys, soon.
 
-        What is not in the cache is made by `decode`, and its neighbours with it: the group has to be decoded from its
-        start. The future raises whatever `decode` raises; the next request tries again.
+        What is stored is mapped at once, in the caller's thread. What is not is made by `decode`, with all that is asked
+        for of the same row group, and its neighbours if the cache can keep them: the group is decoded from its start. The
+        future raises whatever `decode` raises; the next request tries again.
         """
         key = group[number]
+        if block := self._mapped(key) or self._stored(key):
+            ready: Future[Block] = Future()
+            ready.set_result(block)
+            return ready
         with self._lock:
-            if found := self._open.get(key):
-                self._open.move_to_end(key)
-                if found.touched_at < time.monotonic() - _TOUCH_SECONDS:
-                    found.touched_at = time.monotonic()
-                    self.cache.touch(key)  # else a block in constant use would look like the one used longest ago
-                ready: Future[Block] = Future()
-                ready.set_result(found.block)
-                return ready
-            if key not in self._loading:
-                self._loading[key] = self._threads.submit(self._load, group, number, decode)
-            return self._loading[key]
+            wanted = self._wanted.get(group[0])
+            if wanted is None:
+                wanted = self._wanted[group[0]] = {}
+                self._threads.submit(self._make, group, wanted, decode)
+            return wanted.setdefault(number, Future())
+
+    def _mapped(self, key: str) -> Block | None:
+        with self._lock:
+            found = self._open.get(key)
+            if found is None:
+                return None
+            self._open.move_to_end(key)
+            if found.touched_at < time.monotonic() - _TOUCH_SECONDS:
+                found.touched_at = time.monotonic()
+                self.cache.touch(key)  # else a block in constant use would look like the one used longest ago
+            return found.block
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, group: Sequence[str], number: int, decode: Decoder) -> Block:
-        key = group[number]
-        try:
-            with self._decoding(group[0]):
-                return self._stored(key) or self._make(group, number, decode)
-        finally:
-            with self._lock:
-                del self._loading[key]
+    def _make(self, group: Sequence[str], wanted: dict[int, Future[Block]], decode: Decoder) -> None:
+        """Makes what is wanted of a row group, also what comes to be wanted meanwhile, and leaves nothing unanswered.
 
-    def _make(self, group: Sequence[str], number: int, decode: Decoder) -> Block:
-        """Decodes the group and stores what the cache does not have; holds no more than one block of it at a time."""
-        made: Block | None = None
-        for other, batch in decode(lambda other: other == number or not self.cache.has(group[other])):
-            self._store(group[other], batch)
-            if other == number:
-                # What is not kept by the cache is memory, and memory must not grow with the data: it is handed out once.
-                made = self._stored(group[other]) or Block.of(batch)
-        assert made is not None  # decode gives every block that it is told to
-        pa.default_memory_pool().release_unused()  # Arrow keeps what it decoded into, in every thread anew
-        return made
+        Holds no more than one block at a time; what the cache does not keep is handed out once.
+        """
+        while asked := self._still_wanted(group, wanted):
+            try:
+                # Who asked while the last of this group was being stored may have missed it.
+                found = {number: self._stored(group[number]) for number in asked}
+                for number, block in found.items():
+                    if block and (future := self._take(wanted, number)):
+                        future.set_result(block)
+                if missing := [number for number in asked if not found[number]]:
+                    self._decode_once(group, wanted, missing, decode)
+            except BaseException as error:
+                for number in asked:
+                    if future := self._take(wanted, number):
+                        future.set_exception(error)
+            pa.default_memory_pool().release_unused()  # Arrow keeps what it decoded into, in every thread anew
 
-    @contextmanager
-    def _decoding(self, group: str) -> Iterator[None]:
-        """One decodes a row group at a time; who waited finds what was made."""
+    def _still_wanted(self, group: Sequence[str], wanted: dict[int, Future[Block]]) -> list[int]:
         with self._lock:
-            lock, num_waiting = self._groups.get(group, (threading.Lock(), 0))
-            self._groups[group] = (lock, num_waiting + 1)
+            if not wanted:
+                del self._wanted[group[0]]  # from here on a request begins anew
+            return list(wanted)
+
+    def _take(self, wanted: dict[int, Future[Block]], number: int) -> Future[Block] | None:
+        with self._lock:
+            return wanted.pop(number, None)
+
+    def _decode_once(self, group: Sequence[str], wanted: dict[int, Future[Block]], asked: list[int], decode: Decoder) -> None:
+        last, keeps = max(asked), True
+
+        def needed(number: int) -> bool:
+            return number in wanted or (keeps and not self.cache.has(group[number]))
+
+        batches = decode(needed)
         try:
-            with lock:
-                yield
+            for number, batch in batches:
+                nbytes = self._store(group[number], batch)
+                # Neighbours are worth their tokenizing only if the whole group has room beside what else is in use.
+                keeps = keeps and 0 < 2 * nbytes * len(group) <= self.cache.budget_bytes
+                if future := self._take(wanted, number):
+                    future.set_result(self._stored(group[number]) or Block.of(batch))
+                if number >= last and not keeps:
+                    return
+        except Problem as problem:
+            if any(number in wanted for number in asked):
+                raise
+            log.warning("what was asked for is served, but not all of its row group can be: %s", problem)
         finally:
-            with self._lock:
-                lock, num_waiting = self._groups.pop(group)
-                if num_waiting > 1:
-                    self._groups[group] = (lock, num_waiting - 1)
+            batches.close()
 
     def _stored(self, key: str) -> Block | None:
         content = self.cache.read(key)
@@ -200,12 +228,16 @@ class BlockStore:
             for key in gone:
                 self._open.pop(key, None)
 
-    def _store(self, key: str, batch: pa.RecordBatch) -> None:
+    def _store(self, key: str, batch: pa.RecordBatch) -> int:
+        """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
         stream = pa.BufferOutputStream()
         with pa.ipc.new_stream(stream, batch.schema) as writer:
             writer.write_batch(batch)
+        content = memoryview(stream.getvalue())
         try:
-            self.cache.write(key, memoryview(stream.getvalue()))
+            return content.nbytes if self.cache.write(key, content) else 0
         except OSError as error:
             log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
-        self._let_go()
+            return 0
+        finally:
+            self._let_go()

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from corpora import EOS as EOS_TEXT
 from corpora import REAL_DATA, needs_real_data, write_pairs, write_shards, write_tokenizer
-from penstock import DataError, RemoteDataset, StateMismatch
+from penstock import DataError, RemoteDataset, SpecError, StateMismatch
 from serving import Server
 
 SEQ_LEN, EOS, WAIT_SECONDS = 16, 60_000, 30
@@ -201,9 +201,29 @@ def test_a_bad_row_stops_the_count_or_is_left_out_of_the_stream(serve: Callable[
     with serve(tmp_path) as server, pytest.raises(DataError, match="row 7 of row group 0 in part-000.parquet is empty"):
         dataset(server, dataset="holes", seq_len=2)
     (folder / "penstock.toml").write_text('on_bad_row = "substitute"')
-    with serve(tmp_path) as server:
+    cache = tmp_path / "cache"
+    with serve(tmp_path, cache_dir=cache) as server:
         served = lines(dataset(server, dataset="holes", seq_len=2, batch_size=1, shuffle="none"))
     assert sorted(np.ravel(served).tolist()) == sorted(2 * [n for n in range(40) if n != 7])
+    (folder / "penstock.toml").unlink()  # the counts are there, and the policy holds all the same
+    with serve(tmp_path, cache_dir=cache) as server, pytest.raises(DataError, match="row 7 of row group 0"):
+        dataset(server, dataset="holes", seq_len=2)
+
+
+def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sequence_too(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    folder = write_shards(tmp_path / "few", "tokens", [[[1, 2, 3]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    path = write_shards(tmp_path / "bad", "tokens", [[[1, 2]] * 90], type_=pa.list_(pa.int32()), row_group_size=90)
+    whole = (path / "part-000.parquet").read_bytes()
+    (path / "part-000.parquet").write_bytes(whole[:4] + b"\xff" * 30 + whole[34:])
+    assert folder
+    with serve(tmp_path) as server:
+        for _ in range(3):
+            with pytest.raises(DataError, match="row group 0 of part-000.parquet cannot be read"):
+                dataset(server, dataset="bad", seq_len=2)
+        with pytest.raises(SpecError, match="few has fewer than seq_len=16 tokens in all. Lower seq_len"):
+            dataset(server, dataset="few", tail="wrap")
 
 
 def test_what_has_no_stream_is_refused(server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -60,6 +61,13 @@ def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server)
         len(server.json(f"/v1/datasets/holes/rows/{row}/schedule", batch_size=5)["occurrences"]) for row in range(5)
     ]  # fmt: skip
     assert places == [3, 0, 2, 0, 0]
+
+
+def test_a_block_without_a_usable_row_is_shown_nowhere(serve: Callable[..., Server], tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
+    (folder / "penstock.toml").write_text('on_bad_row = "substitute"')
+    with serve(tmp_path) as server:
+        assert server.json("/v1/datasets/void/rows/1/schedule", batch_size=1) == {"occurrences": []}
 
 
 @pytest.mark.parametrize("path", ["rows/100", "rows/100/schedule"])

@@ -3,6 +3,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -83,10 +84,75 @@ def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
         index, row_in_block = snapshot.locate(row)
         at = snapshot.block(index)
         assert (at.row_group, at.first_row + row_in_block) == divmod(row, 900)
-    # Without room in the cache every block is made anew, and the others of its row group are not.
+    # Without room in the cache what is asked for is made, in one go, and no neighbour is tokenized in vain.
     tight = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "tight", 0)))
-    assert tight.get([1])[0].num_rows == found[1].num_rows
-    assert len(count_reads) > snapshot.num_blocks
+    count_reads.clear()
+    assert [block.num_rows for block in tight.get([1, 3])] == [found[1].num_rows, found[3].num_rows]
+    assert len(count_reads) <= 4
+    count_reads.clear()
+    assert [block.num_rows for block in tight.get(range(snapshot.num_blocks))] == snapshot.rows_per_block.tolist()
+    assert len(count_reads) <= snapshot.num_blocks + 3
+
+
+def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_one(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 5_000)
+    rows = [[n % 9] * 20 for n in range(50_000)]
+    folder = write_shards(tmp_path / "big", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=50_000)
+    path, encode_rows = folder / "part-000.parquet", encode.encode
+    other = path.read_bytes()[::-1]
+
+    def rewriting(*args: Any) -> pa.RecordBatch:
+        path.write_bytes(other)  # in place, once the first block is read
+        return encode_rows(*args)
+
+    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir)))
+    monkeypatch.setattr(encode, "encode", rewriting)
+    with pytest.raises((ShardUnavailable, ShardUnreadable, SnapshotGone)):
+        blocks.get([9])
+    assert len(list(cache_dir.glob("*.block"))) <= 1  # the first one, read before
+
+
+def test_a_neighbour_that_cannot_be_read_fails_only_who_asks_for_it(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 100)
+    folder = write_shards(
+        tmp_path / "b", "tokens", [[[n] for n in range(1000)]], type_=pa.list_(pa.int32()), row_group_size=1000
+    )
+    encode_rows = encode.encode
+
+    def failing(rows: pa.Table, *args: Any) -> pa.RecordBatch:
+        if rows.column(0)[0].as_py() == [700]:
+            raise ValueError("a bad page")
+        return encode_rows(rows, *args)
+
+    monkeypatch.setattr(encode, "encode", failing)
+    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir)))
+    assert [rows_of(block)[0] for block in blocks.get([0, 3])] == [[0], [300]]
+    with pytest.raises(ShardUnreadable, match="a bad page"):
+        blocks.get([7])
+    assert rows_of(blocks.get([6])[0])[0] == [600]
+
+
+def test_what_is_cached_waits_for_nothing_that_is_not(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered(tmp_path / "data", 400, num_shards=1, row_group_size=20)
+    snapshot = open_snapshot(tmp_path / "data", None)
+    Blocks(snapshot, BlockStore(CacheFolder(cache_dir))).get([0])
+    gate, encode_rows = threading.Event(), encode.encode
+
+    def slow(*args: Any) -> pa.RecordBatch:
+        assert gate.wait(30)
+        return encode_rows(*args)
+
+    monkeypatch.setattr(encode, "encode", slow)
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
+    cold = blocks.request(range(1, 20))
+    assert rows_of(blocks.get([0])[0])[0] == [0]
+    assert not any(future.done() for future in cold)
+    gate.set()
+    assert [rows_of(future.result(30))[0][0] for future in cold] == list(range(20, 400, 20))
 
 
 def test_a_block_is_decoded_once_for_all_servers_on_a_folder(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:

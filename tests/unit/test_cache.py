@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +124,24 @@ def test_several_processes_on_one_folder_never_exceed_the_budget(tmp_path: Path)
     assert max(seen) > budget_bytes // 2
     assert sum(files(tmp_path).values()) <= budget_bytes
     assert CacheFolder(tmp_path, budget_bytes).used_bytes == sum(files(tmp_path).values())
+
+
+def test_threads_that_write_at_once_never_exceed_the_budget(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 100 * KIB)
+    gate, peaks = threading.Barrier(5), []
+
+    def write(number: int) -> None:
+        gate.wait()
+        for turn in range(50):
+            cache.write(f"{number}-{turn}", content(number, 40 * KIB))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    while any(thread.is_alive() for thread in threads):
+        peaks.append(cache.used_bytes)
+    assert 0 < max(peaks) <= 100 * KIB
 
 
 FULL_DISK = """
