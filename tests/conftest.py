@@ -3,8 +3,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from serving import Server
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("penstock", deadline=None)
+settings.load_profile("penstock")
 
 
 @pytest.fixture(scope="session")
