@@ -127,10 +127,10 @@ class RemoteDataset(IterableDataset[Batch]):
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise SpecError(f"epoch must be a whole number from 0, not {epoch!r}", ("epoch",))
         if epoch != self.epoch:
-            if self._position_is_next and self._position.step and self._num_starts:
+            if self._position_is_next and (self._position.step or self._position.offset) and len(self):
                 warnings.warn(
-                    f"set_epoch({epoch}) discards the position that load_state_dict set (epoch {self.epoch}, step "
-                    f"{self._position.step}): the epoch starts at its first step. To go on, loop from data.epoch on.",
+                    f"set_epoch({epoch}) discards the position that load_state_dict set, with {len(self)} batches left of "
+                    f"epoch {self.epoch}: epoch {epoch} starts at its first step. To go on instead, loop from data.epoch on.",
                     stacklevel=2,
                 )
             self._start_at(Position(epoch=epoch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, TypeVar
 
 from penstock.spec import Spec
@@ -43,7 +43,7 @@ class Tensor:
         return (batch_size,) if self.kind == "count" else (batch_size, width)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """How one spec cuts one snapshot into batches. `spec` has every parameter resolved, the snapshot included."""
 
@@ -54,7 +54,7 @@ class Plan:
     spec: Spec
     schedule: Schedule
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """What a batch holds on the wire; attention masks and labels are derived from it by the client."""
         spec, dtype = self.spec, self.snapshot.token_dtype
@@ -85,7 +85,7 @@ class Plan:
         fixed = self.has_fixed_shapes
         return [t.shape(self.spec.batch_size, t.longest if fixed else None) for t in self.tensors]
 
-    @property
+    @cached_property
     def largest_layout(self) -> Layout:
         """The payload of a batch whose every line is as long as it can be: of every batch, if shapes are fixed."""
         size = self.spec.batch_size

@@ -115,10 +115,21 @@ def test_setting_the_resumed_epoch_again_keeps_the_place(server: Server) -> None
 
 
 def test_leaving_the_resumed_epoch_aside_is_said_aloud(server: Server) -> None:
+    for batch_size, num_left in ((4, NUM_ROWS // 4 - 7), (2, NUM_ROWS // 2 - 14)):
+        resumed = dataset(server, batch_size=batch_size)
+        resumed.load_state_dict(state_after(dataset(server), 7))
+        with pytest.warns(
+            UserWarning, match=rf"set_epoch\(1\) discards the position .* with {num_left} batches left of epoch 0"
+        ):
+            resumed.set_epoch(1)
+
+
+def test_after_the_end_of_an_epoch_the_next_one_begins_without_a_warning(server: Server) -> None:
+    data = dataset(server)
     resumed = dataset(server)
-    resumed.load_state_dict(state_after(dataset(server), 7))
-    with pytest.warns(UserWarning, match=r"set_epoch\(1\) discards the position that load_state_dict set \(epoch 0, step 7\)"):
-        resumed.set_epoch(1)
+    resumed.load_state_dict(state_after(data, len(data)))
+    resumed.set_epoch(1)  # warnings are errors here
+    assert len(resumed) == NUM_ROWS // 4
 
 
 def test_a_loop_that_is_left_starts_over_unless_a_state_is_loaded(server: Server) -> None:
