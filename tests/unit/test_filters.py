@@ -1,0 +1,226 @@
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock_server.filters import FilterError, parse_filter
+
+SCHEMA = pa.schema(
+    {
+        "n": pa.int32(),
+        "big": pa.int64(),
+        "hash": pa.uint64(),
+        "score": pa.float32(),
+        "text": pa.string(),
+        "a b": pa.large_string(),
+        "ok": pa.bool_(),
+        "meta": pa.struct({"lang": pa.string(), "source": pa.struct({"rank": pa.int8()})}),
+        "ids": pa.list_(pa.int64()),
+    }
+)
+
+
+def write_groups(path: Path) -> Path:
+    """Three row groups of two rows each."""
+    table = pa.table(
+        {
+            "n": pa.array([1, 2, 3, 4, 5, 6], pa.int8()),
+            "hash": pa.array([1, 2, 3, 4, 2**64 - 2, 2**64 - 1], pa.uint64()),
+            "score": pa.array([0.25, math.nan, 0.5, 0.5, 1.0, 2.0], pa.float32()),
+            "text": ["a", "b", "c", "c", "e", None],
+            "ok": [True, True, False, False, None, False],
+            "day": pa.array(range(6), pa.date32()),
+            "meta": [{"lang": "de"}, {"lang": "de"}, {"lang": "en"}, {"lang": "fr"}, {"lang": None}, None],
+        }
+    )
+    pq.write_table(table, path, row_group_size=2, compression="none")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("condition", "groups"),
+    [
+        ("n > 4", [2]),
+        ("4 < n", [2]),
+        ("n > 1e1", []),
+        ("not n > 4", [0, 1]),
+        ("n between 3 and 4", [1]),
+        ("n not between 2 and 5", [0, 2]),
+        ("n in (1, 2)", [0]),
+        ("n < 2 or n = 6", [0, 2]),
+        ("not (n < 5 and score < 9)", [2]),
+        ("not (n < 5 or text = 'x')", [2]),
+        ("hash > 9223372036854775808", [2]),
+        ("score > 0.5", [2]),
+        ("not score <= 0.5", [2]),
+        ("score <> 0.5", [0, 2]),
+        ("text = 'e'", [2]),
+        ("text <> 'c'", [0, 2]),
+        ("text is null", [2]),
+        ("n is null", []),
+        ("ok", [0]),
+        ("not ok", [1, 2]),
+        ("day >= '1970-01-05'", [2]),
+        ("meta.lang = 'de'", [0]),
+        ("meta.lang is not null", [0, 1]),
+        ("n > 4 and length(text) = 1", [2]),
+        ("n > 4 or length(text) = 1", [0, 1, 2]),
+    ],
+)
+def test_row_groups_are_ruled_out_by_their_statistics(tmp_path: Path, condition: str, groups: list[int]) -> None:
+    path = write_groups(tmp_path / "rows.parquet")
+    assert parse_filter(condition, pq.read_schema(path)).groups_that_may_match(path) == groups
+
+
+def test_a_row_group_that_is_ruled_out_is_not_read(tmp_path: Path) -> None:
+    path = write_groups(tmp_path / "rows.parquet")
+    start = pq.read_metadata(path).row_group(1).column(0).dictionary_page_offset
+    content = bytearray(path.read_bytes())
+    content[4:start] = bytes(start - 4)
+    path.write_bytes(content)
+    high = parse_filter("n >= 4", pq.read_schema(path))
+    groups = high.groups_that_may_match(path)
+    file = pq.ParquetFile(path)
+    [rows] = file.read_row_groups(groups, columns=["n"]).combine_chunks().to_batches()
+    assert rows.column("n").filter(pa.array(high.keep(rows))).to_pylist() == [4, 5, 6]
+    with pytest.raises(OSError, match="(?i)page"):
+        file.read_row_group(0)
+
+
+def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
+    return pa.record_batch({"x": pa.array(list(values), type_)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "condition", "kept"),
+    [
+        (one(pa.string_view(), "a", "b", None), "x like 'a%'", [True, False, False]),
+        (one(pa.dictionary(pa.int8(), pa.string()), "a", "b", None), "upper(x) = 'A'", [True, False, False]),
+        (one(pa.dictionary(pa.int8(), pa.int16()), 1, 2, None), "x > 1", [False, True, False]),
+        (one(pa.string(), "über", "a\nb", "\N{SNOWMAN}"), "length(x) = 4 or x like 'a_b' or x like '_'", [True, True, True]),
+        (one(pa.string(), "it's", "IT'S", 'it"s'), "x = 'it''s'", [True, False, False]),
+        (one(pa.float16(), 1, 2, None), "x * 2 = 4", [False, True, False]),
+        (one(pa.decimal128(9, 2), 1, 2, None), "x > 1.5", [False, True, False]),
+        (one(pa.float32(), math.nan, 1, None), "x is null", [True, False, True]),
+        (one(pa.float64(), math.nan, 1, None), "not x > 5", [False, True, False]),
+        (one(pa.uint64(), 2**64 - 1, 7, None), "x % 10 = 5", [True, False, False]),
+        (one(pa.uint64(), 2**64 - 1, 7, None), "x > -1 and x in (-1, 18446744073709551615)", [True, False, False]),
+        (one(pa.int64(), -(2**63), 7, None), "x % -1 = 0 and x = -9223372036854775808", [True, False, False]),
+        (one(pa.int64(), 2**62 + 1, 1, 0), "x > 0.5", [True, True, False]),
+        (one(pa.int8(), 100, -100, 0), "x * x > 9999", [True, True, False]),
+        (one(pa.int64(), 7, 0, -7), "7 / x = 1 or x / 2 = -3.5", [True, False, True]),
+        (one(pa.int64(), 1, 2, None), "x not in (1, null)", [False, False, False]),
+        (one(pa.int64(), 0, 4_999, 5_000), f"x in ({', '.join(map(str, range(5_000)))})", [True, True, False]),
+        (one(pa.list_(pa.int64(), 2), [1, 2], None, [3, 4]), "length(x) = 2", [True, False, True]),
+        (one(pa.list_(pa.string()), ["a"], [], None), "x is not null and length(x) < 1", [False, True, False]),
+        (one(pa.timestamp("us"), 0, 86_400_000_000, None), "x > '1970-01-01'", [False, True, False]),
+        (one(pa.timestamp("ms", "UTC"), 0, 1, None), "x = '1970-01-01T00:00:00Z'", [True, False, False]),
+        (one(pa.null(), None, None, None), "x = 1 or x is null", [True, True, True]),
+        (one(pa.bool_(), True, False, None), "x = false or x", [True, True, False]),
+    ],
+)  # fmt: skip
+def test_columns_of_every_kind(rows: pa.RecordBatch, condition: str, kept: list[bool]) -> None:
+    assert parse_filter(condition, rows.schema).keep(rows).tolist() == kept
+
+
+def test_a_slice_of_rows_with_more_columns_than_are_read() -> None:
+    rows = pa.RecordBatch.from_pylist([{"n": number, "text": "x"} for number in range(10)], SCHEMA)
+    few = parse_filter("text = 'x' and n % 2 = 1", SCHEMA)
+    assert few.columns == ("text", "n")
+    assert few.keep(rows.slice(3, 4)).tolist() == [True, False, True, False]
+    assert few.keep(rows.slice(0, 0)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("", "the filter is empty"),
+        (" -- nothing", "cannot be read"),
+        ("n = ", "cannot be read at '='"),
+        ("n = 1 xor ok", "cannot be read at 'xor', behind 'n = 1 '"),
+        ("text = 'x", "a quote or a comment in it is not closed"),
+        ("select n", "cannot be read"),
+        ("n = 1; ok", "'n = 1; ok' is nothing that a filter can have"),
+        ("cast(n as text) = 'x'", "'CAST(n AS TEXT)' is nothing that a filter can have. There are columns"),
+        ("ok and soundex(text) = 'x'", "'SOUNDEX(text)' is nothing"),
+        ("n in (select 1)", "'n IN (SELECT 1)' is nothing"),
+        ("length(text, 2) = 1", "'LENGTH(text, 2)' is nothing"),
+        ("text ilike 'x'", "ILIKE"),
+        ("text like 'x' escape 'y'", "ESCAPE"),
+        ("case when ok then true end", "CASE"),
+        ("n = ?", "is nothing"),
+        ("meta.* is null", "is no name of a column"),
+        ("ok is true", "asks for something else than null"),
+        ("n in ()", "nothing between its parentheses"),
+        ("n in (1, n)", "more than literals"),
+        ("numb = 1", "a column 'numb'. There is none; there are: n, big, "),
+        ("txet = 'x'", "Did you mean 'text'?"),
+        ('text = "en"', "A text stands in single quotes: 'en'"),
+        ("meta.lan = 'x'", "a field 'lan' of meta. There is none; there are: lang, source. Did you mean 'lang'?"),
+        ("text.lang = 'x'", "text is of type string and has no fields"),
+        ("text = 1", "'text = 1' compares a text with a number. A text stands in single quotes: '1'."),
+        ("n = '1'", "compares a number with a text. A number stands without quotes."),
+        ("ok = 1", "compares a truth value with a number. Write true or false."),
+        ("ids = 1", "compares a value of type list<"),
+        ("n = null", "Write: is null"),
+        ("n", "'n' is a number and no condition"),
+        ("n and ok", "'n AND ok' is a number"),
+        ("text + 1 = 2", "calculates with a text"),
+        ("score % 2 = 1", "remainder of a number that need not be whole"),
+        ("hash + n = 1", "calculates with uint64 and int64"),
+        ("-hash < 1", "a minus before a number that is never below zero"),
+        ("-text = 'x'", "a minus before a text"),
+        ("lower(n) = 'x'", "changes the case of a number"),
+        ("length(n) = 1", "measures a number"),
+        ("n like 'x'", "looks for a text in a number"),
+        ("text like text", "needs a literal text"),
+        ("text like 'x\\'", "has a pattern that ends with"),
+        ("n = 99999999999999999999", "does not fit 64 bits"),
+        ("1 = 1", "reads no column"),
+        (" or ".join(["n = 1"] * 5_000), "nested too deeply"),
+        ("(" * 5_000 + "ok" + ")" * 5_000, "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_filter_is_refused_with_the_part_and_the_way_out(condition: str, message: str) -> None:
+    with pytest.raises(FilterError, match=re.escape(message)):
+        parse_filter(condition, SCHEMA)
+
+
+def test_names_with_dots_and_names_that_are_there_twice() -> None:
+    dotted = pa.schema([("meta.lang", pa.string()), ("twice", pa.int64()), ("twice", pa.int64())])
+    assert parse_filter("\"meta.lang\" = 'x'", dotted).columns == ("meta.lang",)
+    with pytest.raises(FilterError, match=r'A name with a dot stands in double quotes: "meta.lang"\.'):
+        parse_filter("meta.lang = 'x'", dotted)
+    with pytest.raises(FilterError, match="There are two of them"):
+        parse_filter("twice = 1", dotted)
+
+
+def test_times_are_compared_with_times_of_their_kind_alone() -> None:
+    schema = pa.schema({"here": pa.timestamp("us"), "there": pa.timestamp("us", "UTC")})
+    with pytest.raises(FilterError, match="Cannot compare timestamp with timezone to timestamp without timezone"):
+        parse_filter("here < there", schema)
+    with pytest.raises(FilterError, match=re.escape("takes 'soon' for a timestamp[us], which it is not")):
+        parse_filter("here < 'soon'", schema)
+
+
+def test_a_calculation_past_64_bits_is_an_error_and_not_another_number() -> None:
+    with pytest.raises(FilterError, match="does not fit 64 bits"):
+        parse_filter("big * 2 < 0", SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], SCHEMA))
+
+
+def test_rows_and_shards_of_another_schema_are_refused(tmp_path: Path) -> None:
+    other = pa.table({"n": ["x"]})
+    pq.write_table(other, path := tmp_path / "other.parquet")
+    for condition in ("n > 1", "ok"):
+        with pytest.raises(FilterError, match=f"the filter '{condition}' fails"):
+            parse_filter(condition, SCHEMA).keep(other.to_batches()[0])
+        with pytest.raises(FilterError, match="other.parquet"):
+            parse_filter(condition, SCHEMA).groups_that_may_match(path)
+
+
+def test_filters_of_one_text_are_equal() -> None:
+    assert parse_filter("n > 1", SCHEMA) == parse_filter("n > 1", SCHEMA) != parse_filter("n > 2", SCHEMA)
