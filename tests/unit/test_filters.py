@@ -106,6 +106,7 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
         (one(pa.float16(), 1, 2, None), "x * 2 = 4", [False, True, False]),
         (one(pa.decimal128(9, 2), 1, 2, None), "x > 1.5", [False, True, False]),
         (one(pa.float32(), math.nan, 1, None), "x is null", [True, False, True]),
+        (one(pa.float64(), -0.0, 0.0, 0.5), "x in (0)", [True, True, False]),
         (one(pa.float64(), math.nan, 1, None), "not x > 5", [False, True, False]),
         (one(pa.uint64(), 2**64 - 1, 7, None), "x % 10 = 5", [True, False, False]),
         (one(pa.uint64(), 2**64 - 1, 7, None), "x > -1 and x in (-1, 18446744073709551615)", [True, False, False]),
