@@ -1,0 +1,138 @@
+"""Where chat templates run: Jinja's sandbox, with what Hugging Face gives to templates and nothing impure.
+
+A template sees its variables and no more: it reaches no attribute that begins with an underscore, changes none of the
+messages, opens no file and loads no other template. What depends on the clock or on chance is not there: `strftime_now`,
+which Hugging Face has, `lipsum` and the filter `random`.
+
+A template can still take long or use much memory, and Jinja cannot stop it. Bounded are what it writes, what all its ranges
+together run through, and what * and ** and calls with a large number make. Not bounded are loops in loops over the messages
+themselves, and a text that is joined to itself again and again. Serve templates that you have read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_CHARACTERS = 1 << 24
+MAX_RANGE = 100_000
+BEGIN, END = "penstock_generation_begins", "penstock_generation_ends"  # variables that are written around a generation
+
+
+class Refused(jinja2.TemplateError):
+    """The template itself says that it cannot render a chat, by raise_exception."""
+
+
+class Generation(Extension):
+    """{% generation %} ... {% endgeneration %}: around what the model is to generate."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Extension declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The body, in a scope of its own, between two variables: empty texts, or marks to find it by."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN, END))
+        return [begin.set_lineno(line), nodes.Scope(body).set_lineno(line), end.set_lineno(line)]
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of all chat templates."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+        del self.globals["lipsum"], self.filters["random"]
+        self.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace, "dict": _dict}
+        self.filters["tojson"] = _to_json
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """An error at once. Jinja's own is one when it is used, and an empty text when it is written."""
+        raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is out of reach")
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """A product or a power. Raises SecurityError: it is too large."""
+        for value, times in ((left, right), (right, left)):
+            size = value.bit_length() if isinstance(value, int) else len(value) if isinstance(value, (str, list, tuple)) else 0
+            repeats = operator == "**" or not isinstance(value, int)
+            if repeats and isinstance(times, int) and size * times > MAX_CHARACTERS:
+                raise SecurityError(f"what {operator} makes is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """A call. Raises SecurityError: with a number that a text could be padded to, past all bounds."""
+        if any(isinstance(value, int) and value > MAX_CHARACTERS for value in (*args, *kwargs.values())):
+            raise SecurityError("a call is given too large a number")
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """What a template of a Sandbox writes. Raises SecurityError: more than MAX_CHARACTERS. Anything else: it is a program."""
+    parts: list[str] = []
+    left = MAX_CHARACTERS
+    for part in template.generate(variables, range=_bounded_range()):
+        left -= len(part)
+        if left < 0:
+            raise SecurityError(f"it writes more than {MAX_CHARACTERS:,} characters")
+        parts.append(part)
+    return "".join(parts)
+
+
+def _bounded_range() -> Callable[..., Sequence[int]]:
+    left = MAX_RANGE
+
+    def bounded(*args: int) -> Sequence[int]:
+        nonlocal left
+        numbers = range(*args)
+        left -= len(numbers[: left + 1])  # not of all of them: a length past 2^63 is an error of its own
+        if left < 0:
+            raise SecurityError(f"its ranges have more than {MAX_RANGE:,} numbers in all")
+        return numbers
+
+    return bounded
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise Refused(str(message))
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own escapes < > & and ' for HTML, which would put \u003c where the model is to see <.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    # The type itself has dict.update, by which a template would change a message.
+    return dict(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """A namespace without names that begin with an underscore, which mean something to Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        named = dict(*given, **kwargs)
+        for name in named:
+            _check_name(name)
+        Namespace.__init__(self, named)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"{name!r} is no name for a namespace")

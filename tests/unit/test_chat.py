@@ -1,0 +1,271 @@
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
+from penstock_server import chat_sandbox
+from penstock_server.chat import ChatError, ChatTemplate, TemplateError, load_chat_template, load_special_tokens
+
+Chat = list[dict[str, Any]]
+
+
+@lru_cache
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(text=text, special_tokens=TOKENS)
+
+
+def turns(*contents: str, system: str | None = None) -> Chat:
+    """A user's and an assistant's messages, in turns."""
+    chat = [{"role": ("user", "assistant")[turn % 2], "content": content} for turn, content in enumerate(contents)]
+    return chat if system is None else [{"role": "system", "content": system}, *chat]
+
+
+def said(text: str, chat: Chat) -> list[str]:
+    rendered = template(text).render(chat)
+    return [rendered.text[start:stop] for start, stop in rendered.spans]
+
+
+pieces = st.lists(
+    st.sampled_from(["a", "Hi", " x ", "\n", "\N{SNOWMAN}", "<|im_end|>", "</s>", "{{ x }}", "b\n\n"]), max_size=3
+)
+contents = pieces.map("".join)
+answers = contents.filter(str.strip)
+chats = st.builds(
+    lambda system, pairs, last: turns(*(text for pair in pairs for text in pair), *last, system=system),
+    st.none() | contents,
+    st.lists(st.tuples(contents, answers), max_size=3),
+    st.lists(contents, max_size=1),
+).filter(bool)
+plain_templates = st.sampled_from(list(STEADY.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "spans"),
+    [
+        (
+            "CHATML",
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA <|im_end|>\n"
+            "<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n",
+            ["A <|im_end|>", "B<|im_end|>"],
+        ),
+        ("LLAMA_2", "<s>[INST] Q [/INST] A </s><s>[INST] R [/INST] B </s>", [" A </s>", " B </s>"]),
+        (
+            "LLAMA_3",
+            "<s><|start_header_id|>user<|end_header_id|>\n\nQ<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nR<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nB<|eot_id|>",
+            ["A<|eot_id|>", "B<|eot_id|>"],
+        ),
+        (
+            "ZEPHYR",
+            "<|user|>\nQ</s>\n<|assistant|>\nA </s>\n<|user|>\nR</s>\n<|assistant|>\nB</s>\n",
+            ["A </s>", "B</s>"],
+        ),
+        (
+            "GEMMA",
+            "<s><start_of_turn>user\nQ<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+            "<start_of_turn>user\nR<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n",
+            ["A<end_of_turn>", "B<end_of_turn>"],
+        ),
+        (
+            "PHI_3",
+            "<|user|>\nQ<|end|>\n<|assistant|>\nA <|end|>\n<|user|>\nR<|end|>\n<|assistant|>\nB<|end|>\n<|endoftext|>",
+            ["A <|end|>", "B<|end|>"],
+        ),
+        ("PLAIN", "User: Q\nAssistant: A \nUser: R\nAssistant: B\n", ["A \n", "B\n"]),
+    ],
+)
+def test_loss_is_on_what_the_assistant_says_and_on_the_mark_that_ends_it(name: str, text: str, spans: list[str]) -> None:
+    for way in (STEADY[name], marked(STEADY[name])):
+        rendered = template(way).render(turns("Q", "A ", "R", "B"))
+        assert rendered.text == text
+        assert [text[start:stop] for start, stop in rendered.spans] == spans
+
+
+@settings(max_examples=300)
+@given(plain_templates, chats)
+def test_without_marks_the_same_is_found_as_with_them(plain: str, chat: Chat) -> None:
+    assert "generation %}" not in plain
+    assert "generation" in marked(plain)
+    assert template(plain).render(chat) == template(marked(plain)).render(chat)
+
+
+@given(plain_templates | plain_templates.map(marked), chats)
+def test_segments_are_the_text_and_spans_are_in_order(text: str, chat: Chat) -> None:
+    rendered = template(text).render(chat)
+    ends = [0, *(end for span in rendered.spans for end in span), len(rendered.text)]
+    assert ends == sorted(ends)
+    assert all(start < stop for start, stop in rendered.spans)
+    assert len(rendered.spans) == sum(message["role"] == "assistant" for message in chat)
+    assert "".join(piece for piece, _ in rendered.segments()) == rendered.text
+    assert [piece for piece, carries in rendered.segments() if carries] == [rendered.text[a:b] for a, b in rendered.spans]
+
+
+@pytest.mark.parametrize(("text", "most"), [(CHATML, 5), (marked(CHATML), 2)])
+def test_a_turn_costs_two_renderings_and_a_marked_chat_two_in_all(
+    monkeypatch: pytest.MonkeyPatch, text: str, most: int
+) -> None:
+    chatml, render, renderings = template(text), chat_sandbox.render, []
+
+    def counted(*args: Any) -> str:
+        renderings.append(args)
+        return render(*args)
+
+    monkeypatch.setattr(chat_sandbox, "render", counted)
+    chatml.render(turns("Q", "A", "R", "B", "S"))
+    assert len(renderings) == most
+
+
+def test_tools_speak_between_two_turns_of_the_assistant() -> None:
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"name": "add", "arguments": {"x": "<\N{SNOWMAN}>", "y": None}}],
+    }
+    chat = [*turns("1+1?"), call, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    expected = ['[{"name": "add", "arguments": {"x": "<\N{SNOWMAN}>"}}]<|eom_id|>', "It is 2.<|eot_id|>"]
+    for text in (LLAMA_3, marked(LLAMA_3)):
+        assert said(text, chat) == expected
+
+
+def test_a_template_that_forgets_earlier_reasoning_needs_marks() -> None:
+    chat = turns("Q", "A", "R", "B")
+    for message in chat:
+        message["reasoning_content"] = "Hm."
+    assert said(FORGETFUL, chat[:2]) == ["<think>\nHm.\n</think>\n\nA<|im_end|>"]
+    with pytest.raises(ChatError, match=r"changes what the assistant said when the chat goes on. Mark .* \{% generation %\}"):
+        template(FORGETFUL).render(chat)
+    assert said(marked(FORGETFUL), chat) == ["A<|im_end|>", "<think>\nHm.\n</think>\n\nB<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("asked", ["reasoning_content", "thinking"])
+def test_reasoning_is_found_by_any_of_its_names(name: str, asked: str) -> None:
+    chat = turns("Q", "A")
+    chat[1][name] = "Hm."
+    assert said(FORGETFUL.replace("reasoning_content", asked), chat) == ["<think>\nHm.\n</think>\n\nA<|im_end|>"]
+
+
+def test_a_header_that_the_template_does_not_prompt_with_carries_no_loss() -> None:
+    with pytest.raises(ChatError, match="does not prompt for message 1. Mark"):
+        template(PROMPTLESS).render(turns("Q", "A"))
+    assert said(marked(PROMPTLESS), turns("Q", "A")) == ["A<|im_end|>"]
+    with pytest.raises(ChatError, match="does not prompt for message 0"):
+        template(ZEPHYR).render([{"role": "assistant", "content": "A"}])
+    twice = [*turns("Q", "A"), {"role": "assistant", "content": "B"}]
+    thinking = CHATML.replace("'<|im_start|>assistant\\n' if", "'<|im_start|>assistant\\n<think>\\n' if")
+    with pytest.raises(ChatError, match="does not begin message 1 as it asks for it"):
+        template(thinking).render(twice)
+    assert said(CHATML, twice) == ["A<|im_end|>", "B<|im_end|>"]
+
+
+def test_a_chat_without_the_assistant_carries_no_loss() -> None:
+    for text in (PHI_3, marked(PHI_3)):
+        rendered = template(text).render(turns("Q"))
+        assert rendered.text == "<|user|>\nQ<|end|>\n<|endoftext|>"
+        assert rendered.spans == ()
+        assert list(rendered.segments()) == [(rendered.text, False)]
+
+
+@pytest.mark.parametrize(
+    ("text", "chat", "reason"),
+    [
+        (CHATML, [], "has a chat without messages"),
+        (CHATML, [{"content": "x"}], "has a chat whose message 0 has no role"),
+        (CHATML, [{"role": None, "content": "x"}], "has a chat whose message 0 has no role"),
+        (CHATML, ["x"], "has a chat whose message 0 has no role"),
+        (CHATML, [*turns("Q"), {"role": "assistant", "content": None}], "has a chat whose message 1 has no content"),
+        (CHATML, [{"role": "user"}], "has a chat whose message 0 has no content"),
+        (LLAMA_2, turns("Q")[:1] * 2, "has a chat that its template refuses: roles must alternate"),
+        (ZEPHYR, [{"role": "poet", "content": "x"}], "has a chat that its template refuses: there is no role poet"),
+        (CHATML, [{"role": "user", "content": ["x"]}], "fails on: TypeError: can only concatenate"),
+        (CHATML, [{"role": "assistant", "tool_calls": [1]}], "fails on: 'dict object' has no attribute"),
+        ("{{ raise_exception('x ' * 500) }}", turns("Q"), "x ..."),
+        (marked(PLAIN), turns("Q\ufdd0"), "has a chat with U+FDD0 or U+FDD1 in it"),
+        ("{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}", turns("Q"), "looks at or leaves its"),
+        ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", turns("Q"), "or leaves its"),
+    ],
+)  # fmt: skip
+def test_a_chat_that_cannot_be_rendered_is_refused_with_a_short_reason(text: str, chat: Chat, reason: str) -> None:
+    with pytest.raises(ChatError) as caught:
+        template(text).render(chat)
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith("has a chat ")
+    assert len(str(caught.value)) < 260
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a\n{% for %}", "wrong in line 2"),
+        ("{% generation %}", "wrong in line 1"),
+        ("{{ x | random }}", "No filter named 'random'"),
+        ("{% break %}", "cannot be compiled"),
+        (marked(CHATML).replace("{%- endgeneration -%}", ""), "wrong in line"),
+        (LLAMA_3.replace("if strftime_now is defined else '26 Jul 2024'", ""), "today's date"),
+    ],
+)
+def test_a_template_that_is_none_or_writes_the_date_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(TemplateError, match=reason):
+        template(text)
+
+
+def test_marks_are_found_in_macros_and_in_one_another() -> None:
+    inside = "{% macro say(m) %}[{% generation %}{{ m.content }}.{% endgeneration %}]{% endmacro %}"
+    assert said(inside + "{% for m in messages %}{{ m.role }}{{ say(m) }}{% endfor %}", turns("Q", "A")) == ["Q.", "A."]
+    assert said("a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}", turns("Q")) == ["bcd"]
+    assert said("{% generation %}{% endgeneration %}{% generation %}x{% endgeneration %}", turns("Q")) == ["x"]
+    assert said(
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{% endgeneration %}{{ x }}{% generation %}{{ x }}{% endgeneration %}",
+        turns("Q"),
+    ) == ["1"]
+
+
+def test_the_digest_is_of_the_text_and_the_tokens() -> None:
+    digests = {
+        ChatTemplate(text=text, special_tokens=tokens).digest
+        for text in (CHATML, PLAIN)
+        for tokens in ({}, {"eos_token": "</s>"}, {"eos_token": "<|end|>"}, {"bos_token": "</s>"})
+    }
+    assert len(digests) == 8
+    turned = dict(reversed(TOKENS.items()))
+    assert ChatTemplate(text=CHATML, special_tokens=turned).digest == template(CHATML).digest
+    assert template(CHATML) == template(CHATML) != template(PLAIN)
+    assert len({template(CHATML), template(CHATML)}) == 1
+
+
+def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    assert load_chat_template(tokenizer) is None
+    config.write_text(json.dumps({"chat_template": PLAIN}), encoding="utf-8")
+    assert load_chat_template(tokenizer) == PLAIN
+    several = [{"name": "tool_use", "template": ZEPHYR}, {"name": "default", "template": CHATML}]
+    config.write_text(json.dumps({"chat_template": several}), encoding="utf-8")
+    assert load_chat_template(tokenizer) == CHATML
+    config.write_text(json.dumps({"chat_template": several[:1]}), encoding="utf-8")
+    with pytest.raises(TemplateError, match="has the chat templates tool_use, and none of them is called default"):
+        load_chat_template(tokenizer)
+    (tmp_path / "chat_template.jinja").write_text(LLAMA_2, encoding="utf-8")
+    assert load_chat_template(tokenizer) == LLAMA_2
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TemplateError, match="chat_template.jinja cannot be read"):
+        load_chat_template(tokenizer)
+
+
+def test_special_tokens_are_those_of_the_files_beside_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    assert load_special_tokens(tokenizer) == {}
+    older = {"eos_token": {"content": "</s>", "lstrip": False}, "bos_token": "<s>", "additional_special_tokens": ["<x>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older), encoding="utf-8")
+    newer = {"eos_token": "<|im_end|>", "pad_token": {"content": "<pad>"}, "unk_token": None, "add_bos_token": True}
+    config.write_text(json.dumps(newer), encoding="utf-8")
+    assert load_special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    config.write_text(json.dumps({**newer, "added_tokens_decoder": {}}), encoding="utf-8")
+    assert load_special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    config.write_text("{", encoding="utf-8")
+    with pytest.raises(TemplateError, match="tokenizer_config.json cannot be read"):
+        load_special_tokens(tokenizer)
