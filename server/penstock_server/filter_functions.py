@@ -11,8 +11,18 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock_server.filter_terms import NUMBERS, WHOLE, Mismatch, Term, cast, common_number, condition, number, unless_nan
-from penstock_server.recipe import is_text
+from penstock_server.filter_terms import (
+    NUMBERS,
+    WHOLE,
+    Mismatch,
+    Term,
+    cast,
+    common_number,
+    condition,
+    is_text,
+    number,
+    unless_nan,
+)
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
 

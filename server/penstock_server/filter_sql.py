@@ -79,8 +79,9 @@ class Meaning:
             return terms.literal(pa.scalar(bool(node.this)))
         if node.is_string:
             return terms.literal(pa.scalar(node.name))
-        whole = node.name.isdecimal()
-        return self._apply(node, lambda: terms.number(int(node.name) if whole else float(node.name)))
+        # Of more digits than any 64 bits have, the first ones are too large already; Python refuses to read thousands.
+        value = int(node.name[:21]) if node.name.isdecimal() else float(node.name)
+        return self._apply(node, lambda: terms.number(value))
 
     def _column(self, node: exp.Expr) -> Term:
         path = _path(node)

@@ -17,8 +17,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock_server.recipe import is_text
-
 Comparison = Callable[[Any, Any], pc.Expression]
 
 _OPPOSITES: dict[Comparison, Comparison] = {
@@ -67,6 +65,11 @@ class Term:
         if pa.types.is_boolean(self.type):
             return "a truth value"
         return "null" if pa.types.is_null(self.type) else f"a value of type {self.type}"
+
+
+def is_text(type_: pa.DataType) -> bool:
+    """Whether a term of this type is a text. Columns of other kinds of text have become one of these."""
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
 
 
 def literal(scalar: pa.Scalar) -> Term:
@@ -163,7 +166,7 @@ def among(term: Term, items: Sequence[Term]) -> Term:
         subject, like = alike(term, item)
         by_type.setdefault(subject.type, (subject, []))[1].append(like.literal)
     for type_, (subject, scalars) in by_type.items():
-        value, values = subject.value, pa.array([scalar.as_py() for scalar in scalars], type_)
+        value, values = subject.value, pa.array(scalars, type_)
         least, largest = pc.min_max(values).values()
         if type_ == pa.float64():
             value, values = pc.add(value, 0.0), pc.add(values, 0.0)  # 0 and -0, which are equal, are two in a set
