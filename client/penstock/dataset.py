@@ -38,6 +38,7 @@ class RemoteDataset(IterableDataset[Batch]):
     rank, world_size which slice of the epoch; default: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     prefetch_bytes   host memory for batches fetched ahead, in bytes
     retry_seconds    how long to try when no server answers, in seconds
+    mix              datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
     the others       the spec; see penstock.Spec
 
     A batch is a dict of int64 tensors: input_ids, attention_mask and labels; see penstock.tensors.expand. With CUDA they
@@ -61,12 +62,19 @@ class RemoteDataset(IterableDataset[Batch]):
         seed: int = 0,
         shuffle: str = "window",
         window: int = 262_144,
+        split: str = "all",
         packing: str = "rows",
-        pad: str = "seq_len",
+        long_rows: str = "truncate",
+        pad: str | int = "seq_len",
+        group_by_length: int = 0,
+        boundaries: str = "none",
         task: str = "causal",
         target_len: int | None = None,
         loss: str = "response",
         tail: str = "drop",
+        skip: str | None = None,
+        mix: str | Mapping[str, float] | None = None,
+        mix_stop: str | None = None,
         snapshot: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -85,12 +93,19 @@ class RemoteDataset(IterableDataset[Batch]):
             seed=seed,
             shuffle=shuffle,
             window=window,
+            split=split,
             packing=packing,
-            pad=pad,
+            long_rows=long_rows,
+            pad=str(pad),
+            group_by_length=group_by_length,
+            boundaries=boundaries,
             task=task,
             target_len=target_len,
             loss=loss,
             tail=tail,
+            skip=skip,
+            mix=_spelled(mix),
+            mix_stop=mix_stop,
             snapshot=snapshot,
         )
         resolved = self._source.resolve(asked)
@@ -219,6 +234,10 @@ class RemoteDataset(IterableDataset[Batch]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share()  # a copy would otherwise tell its own workers nothing
+
+
+def _spelled(mix: str | Mapping[str, float] | None) -> str | None:
+    return ",".join(f"{name}:{weight}" for name, weight in mix.items()) if isinstance(mix, Mapping) else mix
 
 
 def _check_amount(name: str, amount: object) -> None:

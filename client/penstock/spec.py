@@ -5,12 +5,14 @@ Client and server share this module, so a parameter is declared once: here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
 from penstock.errors import SpecError
+from penstock.mix import Mix, parse_mix
+from penstock.skip import Ranges, parse_skip
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
@@ -39,10 +41,30 @@ class Spec:
         "window", ("none", "window", "global"), "none: as stored; window: exact within windows; global: exact over all"
     )
     window: int = _count(262_144, 1, LARGEST_COUNT, "fewest sequences that are shuffled together (shuffle=window)")
+    split: str = _choice("all", ("all", "train", "validation"), "rows of one split, by a stable hash; or all")
     packing: str = _choice(
-        "rows", ("rows", "concat"), "rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens"
+        "rows",
+        ("rows", "concat", "best_fit"),
+        "rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole rows in bins",
     )
-    pad: str = _choice("seq_len", ("seq_len", "longest"), "pad every sequence to seq_len, or to the batch's longest")
+    long_rows: str = _choice(
+        "truncate", ("truncate", "split"), "rows longer than seq_len (packing=rows): cut, or several sequences"
+    )
+    pad: str = field(
+        default="seq_len",
+        metadata={
+            "also": ("seq_len", "longest"),
+            "doc": "pad every sequence to seq_len, to the batch's longest, or to that rounded up to a multiple of this number",
+        },
+    )
+    group_by_length: int = _count(
+        0, 0, 65_536, "so many sequences of similar length side by side (packing=rows), such as a global batch; 0: not"
+    )
+    boundaries: str = _choice(
+        "none",
+        ("none", "documents"),
+        "documents: sequences tell where their documents begin (packing=concat; best_fit always does)",
+    )
     task: str = _choice("causal", ("causal", "seq2seq"), "causal: one stream of tokens; seq2seq: prompt in, response out")
     target_len: int | None = field(
         default=None,
@@ -51,14 +73,61 @@ class Spec:
     loss: str = _choice("response", ("response", "all"), "tokens with a label in prompt/response rows: the response's, or all")
     tail: str = _choice("drop", ("drop", "wrap"), "an epoch's last, incomplete step: dropped, or filled from the epoch's start")
     offset: int = _count(0, 0, LARGEST_COUNT, "samples of the epoch to leave out at its start, over all ranks")
+    skip: str | None = field(
+        default=None,
+        metadata={"doc": "steps to leave out, as 41000-41200,50000-50010; or samples:1000-1999; see penstock.skip"},
+    )
+    mix: str | None = field(
+        default=None, metadata={"doc": "datasets and weights of a mixture, as wiki:0.7,code:0.3; see penstock.mix"}
+    )
+    mix_stop: str | None = field(
+        default=None,
+        metadata={
+            "options": ("first", "all", "never"),
+            "doc": "a mixture's epoch ends with the first dataset that is used up, with the last, or never; default: first",
+        },
+    )
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
 
     def __post_init__(self) -> None:
         problems = [(f.name, text) for f in fields(self) if (text := _problem(f, getattr(self, f.name)))]
-        if self.target_len is not None and self.task != "seq2seq":
-            problems.append(("target_len", f"target_len={self.target_len} goes with task=seq2seq only"))
+        problems = problems or [*self._contradictions()]
         if problems:
             raise SpecError("; ".join(text for _, text in problems), tuple(name for name, _ in problems))
+
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Parameters that are sound one by one, but not together."""
+        if self.target_len is not None and self.task != "seq2seq":
+            yield "target_len", f"target_len={self.target_len} goes with task=seq2seq only"
+        if self.packing != "rows":
+            for name, value in (("long_rows", "split"), ("task", "seq2seq")):
+                if getattr(self, name) == value:
+                    yield name, f"{name}={value} goes with packing=rows only: it makes no sense where rows share sequences"
+            if self.group_by_length:
+                yield "group_by_length", "group_by_length goes with packing=rows only: other sequences are of one length"
+        if self.packing == "rows" and self.boundaries == "documents":
+            yield "boundaries", "boundaries=documents goes with packing=concat or best_fit: each row is a sequence of its own"
+        if self.group_by_length and self.shuffle != "window":
+            yield "group_by_length", "group_by_length goes with shuffle=window: the sequences of a window are sorted"
+        if self.long_rows == "split" and self.task == "seq2seq":
+            yield "long_rows", "long_rows=split goes with task=causal: it cuts one stream of tokens"
+        if self.pad.isdigit() and self.seq_len % int(self.pad):
+            yield "pad", f"pad={self.pad} must divide seq_len={self.seq_len}, or the longest rows would not fit"
+        if self.mix_stop and not self.mix:
+            yield "mix_stop", f"mix_stop={self.mix_stop} says when the epoch of a mixture ends, but no mix is given"
+        try:
+            self.skipped()
+            self.mixed()
+        except SpecError as error:
+            yield error.parameters[0], str(error)
+
+    def skipped(self) -> Ranges:
+        """The ranges of an epoch's samples that are skipped, half-open, sorted and disjoint."""
+        return parse_skip(self.skip, self.batch_size * self.world_size) if self.skip else ()
+
+    def mixed(self) -> Mix | None:
+        """The mix of a mixture."""
+        return parse_mix(self.mix) if self.mix else None
 
     @classmethod
     def from_query(cls, pairs: Iterable[tuple[str, str]]) -> Spec:
@@ -106,8 +175,12 @@ def _problem(parameter: Field[Any], value: object) -> str | None:
     elif "options" in about:
         if value not in about["options"]:
             return f"{parameter.name} must be one of {', '.join(about['options'])}, not {value!r}"
+    elif "also" in about:
+        number = isinstance(value, str) and value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= 65_536
+        if value not in about["also"] and not number:
+            return f"{parameter.name} must be {', '.join(about['also'])} or a whole number from 1 to 65,536, not {value!r}"
     elif not isinstance(value, str) or not value:
-        return f"{parameter.name} must be a fingerprint such as the server prints, not {value!r}"
+        return f"{parameter.name} must be a text, as: {about['doc']}; not {value!r}"
     return None
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import StateMismatch
+from penstock.skip import behind, parse_skip
 from penstock.spec import Spec
 
 _VERSION = 1
-_ORDER = ("snapshot", "seed", "shuffle", "window", "packing")  # what decides which sample stands where in an epoch
+# What decides which sample stands where in an epoch.
+_ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
 _COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")
 
 
@@ -33,14 +35,15 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
         "offset": position.offset,
         "batch_size": spec.batch_size,
         "world_size": spec.world_size,
+        "skip": spec.skip,
         **_order(spec),
     }
 
 
 def _order(spec: Spec) -> dict[str, Any]:
     values = spec.to_dict()
-    # In a stream, sequences of another length are other samples.
-    names = (*_ORDER, "seq_len") if spec.packing == "concat" else _ORDER
+    # Where rows are joined or cut, sequences of another length are other samples.
+    names = _ORDER if (spec.packing, spec.long_rows) == ("rows", "truncate") else (*_ORDER, "seq_len")
     return {name: values[name] for name in names}
 
 
@@ -64,6 +67,8 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec) -> Position:
     if wrong:
         raise StateMismatch(f"this state is damaged: {', '.join(wrong)} must be whole numbers from 0.")
     epoch, step, offset, batch_size, world_size = (int(state[name]) for name in _COUNTS)
-    if batch_size * world_size != spec.batch_size * spec.world_size:
-        offset, step = offset + step * batch_size * world_size, 0
+    skip = state.get("skip")
+    if batch_size * world_size != spec.batch_size * spec.world_size or skip != spec.skip:
+        skipped = parse_skip(skip, batch_size * world_size) if isinstance(skip, str) else ()
+        offset, step = behind(skipped, offset, step * batch_size * world_size), 0
     return Position(epoch=epoch, offset=offset, step=step)

@@ -3,8 +3,11 @@
     body    = frame frame frame ...
     frame   = header payload                 each frame a multiple of 64 bytes long
     header  = {v, dataset, snapshot, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset], ...],
-               header_digest, pad}
+               substituted, header_digest, pad}
     payload = bin                            starts on a 64-byte boundary of the body, as does each tensor in it
+
+A tensor of dtype utf8 or binary holds texts or bytes, shape [count, nbytes]: count + 1 int64 offsets, then nbytes bytes; text i
+is bytes [offsets[i], offsets[i + 1]). `substituted` sequences stand in for rows that cannot be used.
 
 `digest` is the xxh3-64 of the payload, `header_digest` that of the header's fields before it, packed as a map; both as 16
 hex digits. `pad` is filler that puts the payload on its boundary. All numbers in tensors are little-endian.
@@ -16,6 +19,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgpack
@@ -30,7 +34,9 @@ ALIGNMENT = 64
 MEDIA_TYPE = "application/vnd.msgpack"
 
 _BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
+TEXTS = ("utf8", "binary")
 _NO_DIGEST = "0" * 16
+_MOST_SUBSTITUTED = 1 << 17  # more than a batch has sequences, and more bytes in a header than any fewer
 _UNSEALED = ("header_digest", "pad")
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
@@ -51,6 +57,9 @@ class TensorLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor itself, without the filler behind it."""
+        if self.dtype in TEXTS:
+            count, nbytes = self.shape
+            return 8 * (count + 1) + nbytes
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
@@ -73,11 +82,34 @@ class Layout:
         return cls(tuple(placed), end)
 
     def views(self, payload: memoryview) -> dict[str, npt.NDArray[Any]]:
-        """The tensors as arrays that share the payload's memory."""
-        return {
-            t.name: np.frombuffer(payload[t.offset : t.offset + t.nbytes], _DTYPES[t.dtype]).reshape(t.shape)
-            for t in self.tensors
-        }
+        """The tensors as arrays that share the payload's memory; texts as they lie there, bytes of shape [nbytes]."""
+        return {t.name: _view(t, payload[t.offset : t.offset + t.nbytes]) for t in self.tensors}
+
+
+def _view(tensor: TensorLayout, content: memoryview) -> npt.NDArray[Any]:
+    if tensor.dtype in TEXTS:
+        return np.frombuffer(content, np.uint8)
+    return np.frombuffer(content, _DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
+def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
+    """Writes texts as a tensor of dtype utf8 or binary holds them."""
+    head = 8 * (len(texts) + 1)
+    out[:head].view("<i8")[:] = np.cumsum([0, *map(len, texts)])
+    out[head:] = np.frombuffer(b"".join(texts), np.uint8)
+
+
+def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[str] | list[bytes]:
+    """The texts, or the bytes, that such a tensor holds. Raises WireError: its offsets or its text are none."""
+    head = 8 * (tensor.shape[0] + 1)
+    offsets, body = content[:head].view("<i8").tolist(), content[head:].tobytes()
+    if offsets[0] != 0 or offsets[-1] != len(body) or any(a > b for a, b in pairwise(offsets)):
+        raise WireError(f"the offsets of the texts in {tensor.name} are none")
+    found = [body[start:stop] for start, stop in pairwise(offsets)]
+    try:
+        return [text.decode() for text in found] if tensor.dtype == "utf8" else found
+    except UnicodeDecodeError as error:
+        raise WireError(f"{tensor.name} holds bytes that are no UTF-8") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,12 +125,17 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """One batch as it came over the wire; `tensors` are views of the received bytes."""
+    """One batch as it came over the wire; `tensors` are views of the received bytes, `texts` what columns of text hold.
+
+    `substituted` sequences stand in for rows that cannot be used.
+    """
 
     address: Address
     digest: str
     nbytes: int
     tensors: dict[str, npt.NDArray[Any]]
+    texts: dict[str, list[str] | list[bytes]]
+    substituted: int
 
 
 def digest(content: bytes | memoryview) -> str:
@@ -106,8 +143,8 @@ def digest(content: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(content)
 
 
-def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST) -> bytes:
-    """All of a frame but its payload's bytes: header and the payload's length. Its size does not depend on `digest`."""
+def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
+    """All of a frame but its payload's bytes: header and the payload's length. Its size depends on address and layout alone."""
     header = {
         "v": VERSION,
         "dataset": address.dataset,
@@ -118,11 +155,13 @@ def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST) ->
         "digest": digest,
         "nbytes": layout.nbytes,
         "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in layout.tensors],
+        "substituted": substituted,
     }
     # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
     header |= {"header_digest": _digest_of_fields(header), "pad": b""}
     bare = len(msgpack.packb(header)) + _BIN32.size
-    header["pad"] = bytes(_round_up(bare) - bare)
+    longest = bare - len(msgpack.packb(substituted)) + len(msgpack.packb(_MOST_SUBSTITUTED))
+    header["pad"] = bytes(_round_up(longest) - bare)
     packed: bytes = msgpack.packb(header)
     return packed + _BIN32.pack(0xC6, layout.nbytes)
 
@@ -166,7 +205,11 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
     actual = digest(payload)
     if actual != expected:
         raise WireError(f"the batch of step {address.step} was damaged on the way: digest {actual}, not {expected}")
-    frame = Frame(address=address, digest=actual, nbytes=nbytes, tensors=layout.views(payload))
+    views = layout.views(payload)
+    texts = {t.name: unpack_texts(t, views.pop(t.name)) for t in layout.tensors if t.dtype in TEXTS}
+    frame = Frame(
+        address=address, digest=actual, nbytes=nbytes, tensors=views, texts=texts, substituted=header.get("substituted", 0)
+    )
     return frame, at + nbytes
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from penstock import wire
-from penstock_server.order import IntArray
-from penstock_server.packing import Piece, Spans, fill, fill_mask, truncate
-from penstock_server.plan import Plan, Tensor
-from penstock_server.snapshot import Snapshot
-from penstock_server.store import Block
+from penstock_server.block import Block
+from penstock_server.member import Member
+from penstock_server.packing import STREAM, Piece, Spans, fill, fill_bits, fill_learned
+from penstock_server.plan import Plan
+from penstock_server.tensor import Tensor
 
 _CHUNK_BYTES = 4 << 20  # assembled at a time; beyond a few MiB only memory grows
 _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on
@@ -34,63 +35,86 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens [start, stop) of the stream of block `index`; see Block.stream."""
+    """Tokens [start, stop) of the stream of block `index` of a member; see Block.stream."""
 
+    member: Member
     block: Block
     index: int
     start: int
     stop: int
 
-    def sources(self, snapshot: Snapshot) -> Iterator[Source]:
-        """The rows that the part runs over; a bad row has no tokens, so it is none of them."""
-        stream, at = self.block.stream, snapshot.block(self.index)
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """The rows that the part runs over, each with its tokens [first, last) in it; a bad row has none."""
+        stream = self.block.stream
         for row in range(int(np.searchsorted(stream, self.start, side="right")) - 1, self.block.num_rows):
             begin, end = stream[row : row + 2].tolist()
             if begin >= self.stop:
                 return
             first, last = max(self.start, begin) - begin, min(self.stop, end) - begin
             if last > first:
-                yield Source(at.shard.path.name, at.row_group, at.first_row + row, first, last)
+                yield row, first, last
+
+    def sources(self) -> Iterator[Source]:
+        """Its rows, as they lie in the shard."""
+        at = self.member.snapshot.block(self.index)
+        for row, first, last in self.rows():
+            number = at.first_row + int(self.block.rows[row])
+            yield Source(at.shard.path.name, at.row_group, number, first, last)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenSequence:
-    """One line of a batch before it is written: its tokens, still in their blocks, and the parts they come from."""
+    """One line of a batch before it is written: its tokens, still in their blocks, and the parts they come from.
 
-    pieces: list[Piece]
-    parts: list[Part]
+    pieces       of each feature
+    row          block and row whose columns travel; None where a sequence is made of several rows
+    substituted  whether it stands in for a row that cannot be used
+    """
 
-    def sources(self, snapshot: Snapshot) -> list[Source]:
-        """The rows it is made of."""
-        return [source for part in self.parts for source in part.sources(snapshot)]
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    row: tuple[Block, int] | None = None
+    substituted: bool = False
 
     def line(self, tensor: Tensor) -> list[Piece]:
         """The pieces that a line of this tensor is made of, or counts."""
-        return [piece for piece in self.pieces if piece.feature in tensor.features]
+        pieces = self.pieces.get(tensor.feature, [])
+        if tensor.turn:
+            pieces = [piece for piece in pieces if piece.learned == (tensor.turn == "response")]
+        return _cut(pieces, tensor.longest) if tensor.longest else pieces
 
-    def num_tokens(self, tensor: Tensor) -> int:
-        """The length of a line of this tensor, without padding."""
-        return sum(piece.length for piece in self.line(tensor))
+    def document_starts(self, width: int) -> list[int]:
+        """Where in its tokens a document begins, or the rest of one, and where the padding does."""
+        starts, end = [], 0
+        for part in self.parts:
+            for _, first, last in part.rows():
+                starts.append(end)
+                end += last - first
+        return [*starts, end] if end < width else starts
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a chunk takes from one member: the blocks, and the spans of its sequences in them."""
+
+    member: Member
+    blocks: list[int]
+    spans: Spans
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some batches of one rank and epoch that are made at a time.
-
-    Part i of their sequences lies in block `needed[place[i]]`; `spans` says which part of it.
-    """
+    """Some batches of one rank and epoch that are made at a time."""
 
     plan: Plan
     epoch: int
     rank: int
     steps: range
-    needed: list[int]
-    place: IntArray
-    spans: Spans
+    needs: list[Need]
 
     def request(self) -> list[Future[Block]]:
-        """The blocks that are needed, soon; and then, in the background, those that the job will need next."""
-        futures = self.plan.blocks.request(self.needed)
+        """The blocks of all needs, soon; and then, in the background, those that the job will need next."""
+        futures = [future for need in self.needs for future in need.member.blocks.request(need.blocks)]
         self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
         return futures
 
@@ -102,10 +126,17 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
     """
     steps_per_chunk = max(1, _CHUNK_BYTES // plan.largest_layout.nbytes)
     for start in range(0, len(steps), steps_per_chunk):
-        part = steps[start : start + steps_per_chunk]
-        spans = plan.spans(epoch, rank, part)
-        needed, place = np.unique(spans.blocks, return_inverse=True)
-        yield Chunk(plan, epoch, rank, part, needed.tolist(), place, spans)
+        some = steps[start : start + steps_per_chunk]
+        needs = [
+            Need(plan.members[found.member], np.unique(found.spans.blocks).tolist(), found.spans)
+            for found in plan.spans(epoch, rank, some)
+        ]
+        yield Chunk(plan, epoch, rank, some, needs)
+
+
+def load(chunk: Chunk) -> list[Block]:
+    """The blocks of a chunk, now. Raises what Blocks.get raises."""
+    return [block for need in chunk.needs for block in need.member.blocks.get(need.blocks)]
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
@@ -121,7 +152,8 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
         start, end = end + head, end + head + layout.nbytes
         payload = view[start:end]
         _fill(plan, batch, layout, payload)
-        view[start - head : start] = wire.encode_header(address, layout, wire.digest(payload))
+        substituted = sum(sequence.substituted for sequence in batch)
+        view[start - head : start] = wire.encode_header(address, layout, wire.digest(payload), substituted)
     return body
 
 
@@ -142,70 +174,81 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
 def gather(chunk: Chunk, blocks: Sequence[Block]) -> list[list[TokenSequence]]:
     """The sequences of each batch of a chunk, batch_size each. Raises BadRow: see Blocks.usable_rows."""
     size = chunk.plan.spec.batch_size
-    made = _rows(chunk, blocks) if chunk.plan.spec.packing == "rows" else _slices(chunk, blocks)
+    made = [TokenSequence() for _ in range(len(chunk.steps) * size)]
+    rest = iter(blocks)
+    for need in chunk.needs:
+        split = need.member.order.split
+        found = {index: need.member.blocks.of_split(next(rest), split) for index in need.blocks}
+        if need.member.order.packing == "rows" and need.member.order.long_rows == "truncate":
+            _add_rows(made, need, found)
+        else:
+            _add_parts(made, need, found)
     return [made[start : start + size] for start in range(0, len(made), size)]
 
 
-def _rows(chunk: Chunk, blocks: Sequence[Block]) -> list[TokenSequence]:
-    """packing=rows: a row each, cut to length."""
-    plan, rows = chunk.plan, chunk.spans.starts.copy()
-    for at, (index, block) in enumerate(zip(chunk.needed, blocks, strict=True)):
-        mine = chunk.place == at
-        rows[mine] = plan.blocks.usable_rows(block, index, rows[mine])
-    return [_row(plan, blocks[at], chunk.needed[at], row) for at, row in zip(chunk.place.tolist(), rows.tolist(), strict=True)]
+def _add_rows(made: list[TokenSequence], need: Need, blocks: dict[int, Block]) -> None:
+    """A row each, or the row that stands in for it, cut to length."""
+    spans, rows = need.spans, need.spans.rows.copy()
+    for index, block in blocks.items():
+        mine = spans.blocks == index
+        rows[mine] = need.member.blocks.usable_rows(block, index, rows[mine])
+    changed = (rows != spans.rows).tolist()
+    columns = (spans.sequences, spans.blocks, rows, spans.stops)
+    for number, (sequence, index, row, stop) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        made[sequence].substituted = changed[number]
+        _add(made[sequence], need, blocks[index], index, row, 0, stop)
 
 
-def _row(plan: Plan, block: Block, index: int, row: int) -> TokenSequence:
-    spec, pieces, start = plan.spec, block.pieces(row), int(block.stream[row])
-    if spec.task == "seq2seq":
-        assert spec.target_len  # a plan's spec is resolved
-        prompt, response = pieces
-        cut = [*truncate([prompt], spec.seq_len), *truncate([response], spec.target_len)]
-        length = prompt.length + cut[1].length
-    else:
-        cut = truncate(pieces, spec.seq_len)
-        length = sum(piece.length for piece in cut)
-    return TokenSequence(cut, [Part(block, index, start, start + length)])
+def _add_parts(made: list[TokenSequence], need: Need, blocks: dict[int, Block]) -> None:
+    """Parts of rows, or of a block's stream, which may run over rows."""
+    for sequence, index, row, start, stop in zip(*(column.tolist() for column in need.spans), strict=True):
+        block = blocks[index]
+        if row != STREAM:
+            _add(made[sequence], need, block, index, row, start, stop)
+            continue
+        [name] = block.features
+        made[sequence].parts.append(Part(need.member, block, index, start, stop))
+        made[sequence].pieces.setdefault(name, []).extend(block.pieces(start, stop))
 
 
-def _slices(chunk: Chunk, blocks: Sequence[Block]) -> list[TokenSequence]:
-    """packing=concat: a slice of the stream each, which may run over rows and blocks."""
-    made = [TokenSequence([], []) for _ in range(len(chunk.steps) * chunk.plan.spec.batch_size)]
-    spans = (chunk.spans.sequences, chunk.place, chunk.spans.starts, chunk.spans.stops)
-    for number, at, start, stop in zip(*(span.tolist() for span in spans), strict=True):
-        part = Part(blocks[at], chunk.needed[at], start, stop)
-        made[number].parts.append(part)
-        made[number].pieces.extend(_pieces(part))
-    return made
+def _add(sequence: TokenSequence, need: Need, block: Block, index: int, row: int, start: int, stop: int) -> None:
+    """Adds tokens [start, stop) of a row, cut at its end."""
+    begin = int(block.stream[row])
+    stop = min(stop, int(block.row_lengths[row]))
+    sequence.parts.append(Part(need.member, block, index, begin + start, begin + stop))
+    sequence.row = (block, row)
+    for name, feature in block.features.items():
+        sequence.pieces.setdefault(name, []).extend(feature.pieces(row, start, stop))
 
 
-def _pieces(part: Part) -> Iterator[Piece]:
-    block = part.block
-    if len(block.features) == 1:  # the stream itself, whatever rows it runs over
-        [(name, tokens)] = block.features.items()
-        yield Piece(name, tokens.values, part.start, part.stop - part.start)
-        return
-    first_row = int(np.searchsorted(block.stream, part.start, side="right")) - 1
-    last_row = int(np.searchsorted(block.stream, part.stop, side="left"))
-    for row in range(first_row, last_row):
-        begin = int(block.stream[row])
-        yield from _cut(block.pieces(row), part.start - begin, part.stop - begin)
+def _cut(pieces: Sequence[Piece], longest: int) -> list[Piece]:
+    """The first `longest` tokens of the pieces, one behind the other."""
+    kept, room = [], longest
+    for piece in pieces:
+        if room <= 0:
+            break
+        kept.append(piece if piece.length <= room else piece._replace(length=room))
+        room -= piece.length
+    return kept
 
 
-def _cut(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
-    """Tokens [first, last) of the pieces, one behind the other."""
-    for feature, source, start, length in pieces:
-        low, high = max(first, 0), min(last, length)
-        if high > low:
-            yield Piece(feature, source, start + low, high - low)
-        first, last = first - length, last - length
+def _widths(plan: Plan, batch: Sequence[TokenSequence]) -> Iterator[int]:
+    """The width of each tensor's lines in a batch."""
+    for tensor in plan.tensors:
+        if tensor.is_ragged:
+            yield sum(map(len, _texts(batch, tensor)))
+        elif tensor.kind not in ("tokens", "mask") or plan.spec.pad == "seq_len" or plan.spec.packing != "rows":
+            yield tensor.longest
+        else:
+            longest = max(sum(piece.length for piece in sequence.line(tensor)) for sequence in batch)
+            multiple = int(plan.spec.pad) if plan.spec.pad.isdigit() else 1
+            yield -(-longest // multiple) * multiple
 
 
 def _layout(plan: Plan, batch: Sequence[TokenSequence]) -> wire.Layout:
     if plan.has_fixed_shapes:
         return plan.largest_layout
-    widths = [max(sequence.num_tokens(tensor) for sequence in batch) for tensor in plan.tensors]
-    shapes = [t.shape(len(batch), width) for t, width in zip(plan.tensors, widths, strict=True)]
+    shapes = [t.shape(len(batch), width) for t, width in zip(plan.tensors, _widths(plan, batch), strict=True)]
     return wire.Layout.of([(t.name, t.dtype, shape) for t, shape in zip(plan.tensors, shapes, strict=True)])
 
 
@@ -214,8 +257,24 @@ def _fill(plan: Plan, batch: Sequence[TokenSequence], layout: wire.Layout, paylo
     for tensor in plan.tensors:
         out = views[tensor.name]
         if tensor.kind == "tokens":
-            fill(out, [sequence.line(tensor) for sequence in batch], plan.snapshot.recipe.pad_id)
+            fill(out, [sequence.line(tensor) for sequence in batch], plan.pad_id)
         elif tensor.kind == "mask":
-            fill_mask(out, [sequence.pieces for sequence in batch], tensor.features)
+            fill_learned(out, [sequence.line(tensor) for sequence in batch])
+        elif tensor.kind == "count":
+            out[:] = [sum(piece.length for piece in sequence.line(tensor)) for sequence in batch]
+        elif tensor.kind == "starts":
+            fill_bits(out, [sequence.document_starts(tensor.longest) for sequence in batch])
+        elif tensor.is_ragged:
+            wire.pack_texts(_texts(batch, tensor), out)
         else:
-            out[:] = [sequence.num_tokens(tensor) for sequence in batch]
+            out[:] = [_value(sequence, tensor) for sequence in batch]
+
+
+def _value(sequence: TokenSequence, tensor: Tensor) -> Any:
+    assert sequence.row  # columns travel with packing=rows only
+    block, row = sequence.row
+    return block.columns[tensor.name][row].as_py()
+
+
+def _texts(batch: Sequence[TokenSequence], tensor: Tensor) -> list[bytes]:
+    return [value if isinstance(value, bytes) else value.encode() for value in (_value(sequence, tensor) for sequence in batch)]

@@ -11,25 +11,30 @@ import json
 import logging
 from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future
-from errno import ESTALE
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock_server import encode
+from penstock_server.block import Block
+from penstock_server.cache import CacheFolder
+from penstock_server.decode import hashes_of_shard, reading, rows_of_group
+from penstock_server.encode import Place, is_validation
 from penstock_server.order import IntArray
-from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
-from penstock_server.shard import Shard, date_of, shard_changed
+from penstock_server.problems import BadRow
+from penstock_server.quarantine import Quarantine
+from penstock_server.shard import Shard
 from penstock_server.snapshot import BlockAddress, Snapshot
-from penstock_server.store import Block, BlockStore
+from penstock_server.store import BlockStore
 
 log = logging.getLogger("penstock.blocks")
 
 EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
-_FORMAT = 1  # of the stored blocks: a change here rebuilds them
+_FORMAT = 2  # of the stored blocks: a change here rebuilds them
 
 
 class Blocks:
@@ -38,28 +43,59 @@ class Blocks:
     def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
         self._snapshot = snapshot
         self._store = store
+        self.quarantine = Quarantine(snapshot)
         self._identity = json.dumps(
             [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
         )
 
     @property
     def identity(self) -> str:
-        """A name for the tokens of all blocks: they depend on nothing else."""
-        shards = [_identity_of(shard) for shard in self._snapshot.shards]
-        return blake2b(json.dumps([shards, self._identity]).encode(), digest_size=16).hexdigest()
+        """A name for the tokens and splits of all blocks: they depend on nothing else."""
+        return _digest([*map(self.identity_of_shard, range(len(self._snapshot.shards)))])
+
+    def identity_of_shard(self, shard: int) -> str:
+        """A name for the tokens and splits of one shard's blocks."""
+        blocks = self._snapshot.blocks_of_shard(shard)
+        sizes = self._snapshot.rows_per_block[blocks.start : blocks.stop].tolist()
+        identity = _identity_of(self._snapshot.shards[shard])
+        return _digest([identity, sizes, self._identity, self._snapshot.recipe.validation])
 
     def request(self, indices: Iterable[int]) -> list[Future[Block]]:
         """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
-        addresses = [self._snapshot.block(index) for index in indices]
-        return [self._store.request(self._keys(at), at.number, partial(self._read, at)) for at in addresses]
+        futures = []
+        for at in map(self._snapshot.block, indices):
+            futures.append(self._store.request(self._keys(at), at.number, partial(self._read, at)))
+            futures[-1].add_done_callback(partial(self.quarantine.look_at, at.index))
+        return futures
 
-    def get(self, indices: Iterable[int]) -> list[Block]:
-        """The blocks at these indices, each in [0, num_blocks).
+    def get(self, indices: Iterable[int], split: str = "all") -> list[Block]:
+        """The blocks at these indices, each in [0, num_blocks), with the rows of one split.
 
         Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable: its storage fails.
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
-        return [future.result() for future in self.request(indices)]
+        return [self.of_split(future.result(), split) for future in self.request(indices)]
+
+    def of_split(self, block: Block, split: str) -> Block:
+        """The rows of a block that are of one split."""
+        return block.of_split(split, self._snapshot.recipe.validation)
+
+    @cached_property
+    def estimated_bytes(self) -> int:
+        """About the bytes of all blocks in the cache, by what the first one takes there. Raises what `get` raises."""
+        [first], at = self.get([0]), self._snapshot.block(0)
+        nbytes = [self._snapshot.block(index).nbytes for index in range(self._snapshot.num_blocks)]
+        return int(sum(nbytes) * first.nbytes / max(at.nbytes, 1))
+
+    @property
+    def cache(self) -> CacheFolder:
+        """Where blocks are stored, those of all datasets."""
+        return self._store.cache
+
+    def is_stored(self, index: int) -> bool:
+        """Whether a block is in the cache."""
+        at = self._snapshot.block(index)
+        return self._store.cache.has(self._keys(at)[at.number])
 
     def read_ahead(self, job: Hashable, window: int, indices: Callable[[], list[int]]) -> None:
         """Has blocks loaded in the background that a job needs next; see ReadAhead.want."""
@@ -91,7 +127,7 @@ class Blocks:
 
     def _bad_row(self, block: Block, index: int, row: int) -> BadRow:
         address, name = self._snapshot.block(index), self._snapshot.folder.name
-        place = f"row {address.first_row + row} of row group {address.row_group} in {address.shard.path.name}"
+        place = f"row {address.first_row + int(block.rows[row])} of row group {address.row_group} in {address.shard.path.name}"
         first = f"{name}: {place} {block.bad[row]}"
         if len(block.bad) == block.num_rows:
             return BadRow(f"{first}, and so is every one of the {block.num_rows:,} rows beside it. Mend the shard.")
@@ -103,50 +139,32 @@ class Blocks:
 
     def _keys(self, address: BlockAddress) -> list[str]:
         """The names in the cache of all blocks of the row group that a block is of."""
-        parts = [*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity]
-        group = blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+        group = _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity])
         return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
+
+    def count_rows(self, shard: int) -> IntArray:
+        """Rows of each of a shard's blocks that are of the train and of the validation split, shape [2, blocks of the shard].
+
+        Reads nothing but the columns that the filter and the split need, if any. Raises what `get` raises.
+        """
+        recipe, indices = self._snapshot.recipe, self._snapshot.blocks_of_shard(shard)
+        counts = np.zeros((2, len(indices)), np.int64)
+        for address, hashes in hashes_of_shard(self._snapshot, shard):
+            num_validation = int(is_validation(hashes, recipe.validation).sum())
+            counts[:, address.index - indices.start] = len(hashes) - num_validation, num_validation
+        return counts
 
     def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
         """Decodes and encodes the blocks of a row group, one at a time, from its start."""
-        try:
-            yield from self._decode(address, needed)
-        except OSError as error:
-            if error.errno is None:  # pyarrow's word for a damaged file, too
-                raise self._unreadable(address, error) from error
-            raise ShardUnavailable(
-                f"{self._snapshot.folder.name}: {address.shard.path} cannot be read now: {error.strerror}. The client tries "
-                f"again; if it stays so, mend the storage or its permissions."
-            ) from error
-        except (pa.ArrowException, ValueError) as error:
-            raise self._unreadable(address, error) from error
+        with reading(self._snapshot, address):
+            for at, rows in rows_of_group(self._snapshot, address, self._snapshot.recipe.read_columns):
+                if needed(at.number):
+                    yield at.number, self._encode(at, rows)
 
-    def _decode(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
-        shard, snapshot = address.shard, self._snapshot
-        opened = date_of(shard)
-        if shard_changed(shard):
-            raise SnapshotGone(
-                f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
-                f"file back, or restart the server and begin a new run."
-            )
-        expected = [int(snapshot.rows_per_block[index]) for index in snapshot.blocks_of_group(address.group)]
-        # Page by page: a row group of gigabytes must not be in memory as a whole.
-        with pq.ParquetFile(shard.path, buffer_size=1 << 20, pre_buffer=False) as file:
-            batches = file.iter_batches(address.rows_per_block, [address.row_group], list(snapshot.recipe.columns))
-            for number, num_rows in enumerate(expected):
-                batch = next(batches, None)
-                rows = file.schema_arrow.empty_table() if batch is None else pa.Table.from_batches([batch])
-                if rows.num_rows != num_rows:
-                    raise ValueError(f"block {number} has {rows.num_rows} rows, not {num_rows}")
-                if needed(number):
-                    rows.validate()
-                    if date_of(shard) != opened:  # rewritten in place: what was just read may be of either file
-                        raise OSError(ESTALE, "it is being written to")
-                    yield number, self._encode(address, rows)
-
-    def _encode(self, address: BlockAddress, rows: pa.Table) -> pa.RecordBatch:
+    def _encode(self, address: BlockAddress, rows: pa.RecordBatch) -> pa.RecordBatch:
         snapshot = self._snapshot
-        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound)
+        place = Place(address.shard.path.name, address.first_row_in_shard)
+        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound, place)
         num_bad = batch.num_rows - batch.column(encode.REASON).null_count
         if num_bad:
             policy = snapshot.recipe.on_bad_row
@@ -154,12 +172,9 @@ class Blocks:
             log.warning("%s, row group %d: %d rows cannot be used; %s", address.shard.path, address.row_group, num_bad, then)
         return batch
 
-    def _unreadable(self, address: BlockAddress, error: Exception) -> ShardUnreadable:
-        reason = " ".join(str(error).split()).rstrip(".")
-        return ShardUnreadable(
-            f"{self._snapshot.folder.name}: row group {address.row_group} of {address.shard.path.name} cannot be read: "
-            f"{reason}. Batches that need it fail until the shard is mended; move it out of the folder to train without it."
-        )
+
+def _digest(parts: list[Any]) -> str:
+    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def _identity_of(shard: Shard) -> list[str | int]:

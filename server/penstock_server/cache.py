@@ -48,6 +48,7 @@ class CacheFolder:
             used.bytes = self._recount()
             free = shutil.disk_usage(folder).free
             self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
+            self.configured_bytes = self.budget_bytes  # a full disk lowers the budget
             if used.bytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes)
 

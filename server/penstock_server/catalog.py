@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from penstock.skip import spell_skip
 from penstock.spec import Spec
 from penstock_server.blocks import Blocks
 from penstock_server.index import Index
+from penstock_server.member import Member, OrderKey
 from penstock_server.plan import Plan, make_plan
-from penstock_server.problems import DatasetRefused, UnknownDataset
-from penstock_server.recipe import load_tokenizer
+from penstock_server.problems import BadParameter, DatasetRefused, SnapshotGone, UnknownDataset
 from penstock_server.snapshot import Snapshot, open_snapshot, shard_paths
 from penstock_server.store import BlockStore
+from penstock_server.tokenizer import load_tokenizer
 
 log = logging.getLogger("penstock.catalog")
+
+_JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,18 @@ class Dataset:
     blocks: Blocks
     index: Index
 
-    def plan(self, spec: Spec) -> Plan:
-        """The spec resolved against this dataset. Raises what make_plan raises."""
-        return make_plan(self.name, self.snapshot, self.blocks, self.index, spec)
+    def member(self, spec: Spec, fingerprint: str | None) -> Member:
+        """The dataset as a spec reads it.
+
+        Raises SnapshotGone: the spec names a snapshot that is not here. Raises DatasetRefused: too many rows are bad.
+        """
+        if fingerprint not in (None, self.snapshot.fingerprint):
+            raise SnapshotGone(
+                f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.snapshot.fingerprint}: the "
+                f"shards or the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
+            )
+        self.blocks.quarantine.check()
+        return Member(self.name, self.snapshot, self.blocks, self.index, OrderKey.of(spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,31 @@ class Catalog:
         close = get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(known)}.")
+
+    def plan(self, name: str, spec: Spec) -> Plan:
+        """The spec resolved against a dataset, or against all that its mix names, this one among them.
+
+        Raises BadParameter: the mix leaves it out. Raises SnapshotGone, and what make_plan raises.
+        """
+        mix = spec.mixed()
+        names = mix.datasets if mix else (name,)
+        if name not in names:
+            raise BadParameter(f"mix={spec.mix} leaves out {name}, which the URL names. Name one of {', '.join(names)} there.")
+        fingerprints = spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
+        if len(fingerprints) != len(names):
+            raise SnapshotGone(
+                f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
+            )
+        members = tuple(self[own].member(spec, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True))
+        resolved = replace(
+            spec,
+            snapshot=_JOINT.join(member.snapshot.fingerprint for member in members),
+            target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
+            skip=spell_skip(spec.skipped()),
+            mix=str(mix) if mix else None,
+            mix_stop=(spec.mix_stop or "first") if mix else None,
+        )
+        return make_plan(name, members, resolved)
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:

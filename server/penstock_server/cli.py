@@ -16,7 +16,8 @@ from penstock import __version__
 from penstock_server.app import create_app
 from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
-from penstock_server.problems import DatasetRefused
+from penstock_server.prepare import failure_of, prepare
+from penstock_server.problems import DatasetRefused, Problem, UnknownDataset
 from penstock_server.sample import write_sample
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
 from penstock_server.store import BlockStore
@@ -30,13 +31,23 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serves every folder of Parquet files below DATA_DIR as a dataset. Each option can also be given as "
         "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
     )
-    serve.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
-    serve.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for text whose penstock.toml names none")
-    serve.add_argument("--cache-dir", metavar="DIR", help=f"where decoded blocks are kept (default: {default_cache_dir()})")
-    serve.add_argument("--cache-bytes", metavar="N", help="their budget, such as 200GB (default: half of the free disk)")
+    _add_folders(serve)
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
     serve.add_argument("--port", help="port to listen on (default: 8000; 0 for any free one)")
     serve.set_defaults(run=_serve)
+
+    prepare = commands.add_parser(
+        "prepare",
+        help="make index and cache ahead of time",
+        description="Counts and caches the tokens of every dataset below DATA_DIR, so that no run waits for them. Stopped, it "
+        "goes on where it was. Takes the environment variables of serve, too.",
+    )
+    _add_folders(prepare)
+    prepare.add_argument("--dataset", metavar="NAME", action="append", help="only this one; may be given several times")
+    prepare.add_argument(
+        "--best-fit", metavar="SEQ_LEN", type=int, action="append", default=[], help="also pack for packing=best_fit"
+    )
+    prepare.set_defaults(run=_prepare)
 
     sample = commands.add_parser(
         "sample",
@@ -48,6 +59,33 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sample.add_argument("--rows", type=int, default=24_000, help="rows of each dataset (default: 24000)")
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_sample)
+
+
+def _add_folders(command: argparse.ArgumentParser) -> None:
+    command.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
+    command.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for text whose penstock.toml names none")
+    command.add_argument("--cache-dir", metavar="DIR", help=f"where decoded blocks are kept (default: {default_cache_dir()})")
+    command.add_argument("--cache-bytes", metavar="N", help="their budget, such as 200GB (default: half of the free disk)")
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    try:
+        settings = Settings.read(vars(arguments), os.environ)
+        catalog = open_catalog(settings.data_dir, settings.tokenizer, BlockStore(_cache(settings)))
+        datasets = [catalog[name] for name in arguments.dataset] if arguments.dataset else [*catalog.datasets.values()]
+    except (SettingsError, DatasetRefused, UnknownDataset) as error:
+        print(f"penstock prepare: {error}", file=sys.stderr)
+        return 2
+    failed = [f"{name}: {reason}" for name, reason in catalog.refused.items() if not arguments.dataset]
+    for dataset in datasets:
+        try:
+            for line in prepare(dataset, arguments.best_fit):
+                print(line)
+        except Problem as problem:
+            failed.append(failure_of(problem))
+    for line in failed:
+        print(f"penstock prepare: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

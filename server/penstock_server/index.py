@@ -1,124 +1,134 @@
-"""The index: how many tokens each block of a snapshot holds. Concat needs it of all blocks before its first batch.
+"""The index: what a packing must know of all blocks before its first batch. Counted once, in the background, and kept.
 
-Built once, in the background, by loading every block, and kept beside the cached blocks; it is 16 bytes a block.
+rows per block        from the footers; where a filter or a split leaves rows out, from the columns that these read
+row lengths           from the tokens of every block; for concat, best_fit, split rows and batches of similar length
+bins per pool         from the row lengths; for best_fit
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-import uuid
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from penstock_server.best_fit import pack
 from penstock_server.blocks import Blocks
+from penstock_server.counting import Counting
+from penstock_server.lengths import RowLengths, count_lengths, write_whole
 from penstock_server.order import IntArray
-from penstock_server.problems import IndexFailed, IndexNotReady, Problem
+from penstock_server.packing import SplitRows
 from penstock_server.snapshot import Snapshot
 
-log = logging.getLogger("penstock.index")
-
-_FORMAT = 1
-_FAILURE_SECONDS = 30.0
+_FORMAT = 2
 _DIGEST_BYTES = 8
-_AT_A_TIME = 8  # blocks that are loaded side by side
 
 
 class Index:
-    """The token counts of one snapshot's blocks."""
+    """The counts of one snapshot.
+
+    Every method raises IndexNotReady while what it needs is being counted, and whatever stopped that.
+    """
 
     def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks, folder: Path) -> None:
-        self._name, self._snapshot, self._blocks = name, snapshot, blocks
-        self._path = folder / f"{blocks.identity}-{_FORMAT}.index"
+        self._name, self._snapshot, self._blocks, self._folder = name, snapshot, blocks, folder
+        num_blocks = snapshot.num_blocks
+        self.lengths = Counting(f"the tokens of {name}", num_blocks, partial(count_lengths, snapshot, blocks, folder))
+        self._rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows)
+        self._bins: dict[tuple[int, str], Counting[IntArray]] = {}
         self._lock = threading.Lock()
-        self._counts: IntArray | None = None  # tokens and bad rows of each block, shape [2, num_blocks]
-        self._builder: threading.Thread | None = None
-        self._failure: tuple[Problem, float] | None = None  # and until when it is told to all who ask
-        self._num_done = 0
 
-    def tokens_per_block(self) -> IntArray:
-        """Tokens of each block, shape [num_blocks]; the first call begins to count them.
+    def rows_per_block(self, split: str) -> IntArray:
+        """Rows of a split in each block, after the filter and with the bad ones; shape [num_blocks]."""
+        if split == "all" and self._snapshot.recipe.filter is None:
+            return self._snapshot.rows_per_block
+        if self.lengths.is_ready:
+            served: IntArray = self.lengths.get().per_block(split)[0]
+            return served
+        rows = self._rows.get()
+        by_split: dict[str, IntArray] = {"train": rows[0], "validation": rows[1], "all": rows[0] + rows[1]}
+        return by_split[split]
 
-        Raises IndexNotReady: they are being counted; the message tells how far.
-        Raises BadRow: there is one, and the recipe does not allow to leave it out.
-        Raises what stopped the counting; some time later it begins again.
-        """
-        tokens: IntArray
-        tokens, num_bad = self._read()
-        if self._snapshot.recipe.on_bad_row == "fail" and num_bad.any():
-            index = int(np.flatnonzero(num_bad)[0])
-            self._blocks.check_bad_rows(self._blocks.get([index])[0], index)
+    def tokens_per_block(self, split: str) -> IntArray:
+        """Tokens of each block's rows, shape [num_blocks]. Raises BadRow: see row_lengths."""
+        tokens: IntArray = self._sound_lengths(split).per_block(split)[1]
         return tokens
 
-    def _read(self) -> IntArray:
+    def row_lengths(self, split: str) -> Callable[[int], IntArray]:
+        """Gives the tokens of each row of a block, shape [rows of the split in the block], 0 for bad rows.
+
+        Raises BadRow: there is one, and the recipe does not allow to do without it.
+        """
+        lengths = self._sound_lengths(split)
+        return lambda block: lengths.of_block(block, split)
+
+    def parts_per_block(self, split: str, seq_len: int) -> IntArray:
+        """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
+        return self._sound_lengths(split).sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
+
+    def bins_per_pool(self, split: str, seq_len: int) -> IntArray:
+        """Bins of each pool of blocks, shape [num_pools]; see best_fit. Raises BadRow."""
+        self._sound_lengths(split)
+        return self.bins(split, seq_len).get()
+
+    def bins(self, split: str, seq_len: int) -> Counting[IntArray]:
+        """The counting of bins_per_pool; it needs the row lengths."""
         with self._lock:
-            if self._counts is None:
-                self._counts = self._load()
-            if self._counts is not None:
-                return self._counts
-            if self._failure and time.monotonic() < self._failure[1]:
-                raise self._failure[0]
-            if self._builder is None:
-                self._num_done, self._failure = 0, None
-                self._builder = threading.Thread(target=self._build, name="penstock-index", daemon=True)
-                self._builder.start()
-            total = self._snapshot.num_blocks
-            raise IndexNotReady(
-                f"the tokens of {self._name} are being counted: {self._num_done:,} of {total:,} blocks are done "
-                f"({self._num_done / total:.0%}). This happens once; packing=rows needs no count."
-            )
+            if (seq_len, split) not in self._bins:
+                make = partial(self._count_bins, split, seq_len)
+                what = f"the sequences that the documents of {self._name} fill"
+                self._bins[seq_len, split] = Counting(what, self._snapshot.num_blocks, make)
+            return self._bins[seq_len, split]
 
     def progress(self) -> tuple[int, int]:
-        """Blocks counted, and blocks in all."""
+        """Blocks whose tokens are counted, and blocks in all."""
         total = self._snapshot.num_blocks
-        return (total if self._counts is not None else self._num_done), total
+        return (total if self.lengths.is_ready else self.lengths.num_done), total
 
-    def _build(self) -> None:
-        try:
-            counts = self._count()
-            with self._lock:
-                self._counts = counts
-            self._store(counts)
-        except Problem as problem:
-            self._failure = (problem, time.monotonic() + _FAILURE_SECONDS)
-        except Exception as error:
-            log.exception("the tokens of %s cannot be counted", self._name)
-            failure = IndexFailed(f"the tokens of {self._name} cannot be counted, by a fault of penstock: {error!r}.")
-            self._failure = (failure, time.monotonic() + _FAILURE_SECONDS)
-        finally:
-            self._builder = None
+    def _sound_lengths(self, split: str) -> RowLengths:
+        lengths = self.lengths.get()
+        num_bad = lengths.per_block(split)[2]
+        if num_bad.any() and self._snapshot.recipe.on_bad_row == "fail":
+            index = int(np.flatnonzero(num_bad)[0])
+            self._blocks.check_bad_rows(self._blocks.get([index], split)[0], index)
+        return lengths
 
-    def _count(self) -> IntArray:
-        counts = np.zeros((2, self._snapshot.num_blocks), np.int64)
-        for first in range(0, counts.shape[1], _AT_A_TIME):
-            indices = range(first, min(first + _AT_A_TIME, counts.shape[1]))
-            for index, block in zip(indices, self._blocks.get(indices), strict=True):
-                counts[:, index] = block.stream[-1], len(block.bad)
-            self._num_done = indices.stop
-        return counts
+    def _count_rows(self, advance: Callable[[int], None]) -> IntArray:
+        return self._kept("rows", (2, self._snapshot.num_blocks), partial(self._read_rows, advance))
 
-    def _load(self) -> IntArray | None:
-        try:
-            content = self._path.read_bytes()
-        except OSError:
-            return None
-        body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-        if xxhash.xxh3_64_digest(body) != digest or len(body) != 16 * self._snapshot.num_blocks:
-            log.warning("%s is damaged and will be made again", self._path)
-            return None
-        return np.frombuffer(body, "<i8").astype(np.int64).reshape(2, -1)
+    def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
+        counts = []
+        for shard in range(len(self._snapshot.shards)):
+            counts.append(self._blocks.count_rows(shard))
+            advance(self._snapshot.blocks_of_shard(shard).stop)
+        return np.concatenate(counts, axis=1)
 
-    def _store(self, counts: IntArray) -> None:
+    def _count_bins(self, split: str, seq_len: int, advance: Callable[[int], None]) -> IntArray:
+        starts, _ = self._snapshot.pools
+        lengths = self.row_lengths(split)
+
+        def pack_all() -> IntArray:
+            counts = []
+            for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+                documents = np.concatenate([lengths(block) for block in range(start, stop)])
+                counts.append(pack(documents, seq_len).num_bins)
+                advance(stop)
+            return np.array(counts, np.int64)
+
+        return self._kept(f"bins-{split}-{seq_len}", (len(starts) - 1,), pack_all)
+
+    def _kept(self, name: str, shape: tuple[int, ...], make: Callable[[], IntArray]) -> IntArray:
+        """Counts that were stored, else made and stored; a file is the numbers, little-endian, and the xxh3-64 of them."""
+        path = self._folder / f"{self._blocks.identity}-{name}-{_FORMAT}.index"
+        size = 8 * int(np.prod(shape))
+        content = path.read_bytes() if path.is_file() else b""
+        body = content[:-_DIGEST_BYTES]
+        if len(body) == size and xxhash.xxh3_64_digest(body) == content[size:]:
+            return np.frombuffer(body, "<i8").astype(np.int64).reshape(shape)
+        counts = make()
         body = counts.astype("<i8").tobytes()
-        temporary = self._path.with_suffix(f".{uuid.uuid4().hex}.tmp")
-        try:
-            temporary.write_bytes(body + xxhash.xxh3_64_digest(body))
-            temporary.replace(self._path)
-        except OSError as error:
-            log.warning("%s cannot be stored: %s; the tokens are counted again after a restart", self._path, error)
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        write_whole(path, body + xxhash.xxh3_64_digest(body))
+        return counts

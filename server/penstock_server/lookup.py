@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock_server.block import Block
 from penstock_server.catalog import Dataset
+from penstock_server.member import Member
+from penstock_server.order import IntArray
 from penstock_server.plan import Plan
 from penstock_server.problems import RowOutOfRange
 from penstock_server.snapshot import Snapshot
-from penstock_server.store import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,41 +32,90 @@ def show_row(dataset: Dataset, row: int) -> dict[str, Any]:
     Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
     """
     snapshot = dataset.snapshot
-    index, row_in_block = _locate(dataset.name, snapshot, row)
+    index, stored = _locate(dataset.name, snapshot, row)
     [block] = dataset.blocks.get([index])
     at = snapshot.block(index)
-    facts: dict[str, Any] = {"row": row, "shard": at.shard.path.name, "row_group": at.row_group}
-    facts["row_in_group"] = at.first_row + row_in_block
-    if row_in_block in block.bad:
-        return facts | {"bad": block.bad[row_in_block]}
-    tokenizer = snapshot.recipe.tokenizer
-    for name, source, start, length in block.pieces(row_in_block):
-        ids = source[start : start + length].tolist()
-        if tokenizer:
-            facts["text" if name == "tokens" else name] = tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
-        facts["tokens" if name == "tokens" else f"{name}_tokens"] = ids
+    facts: dict[str, Any] = {
+        "row": row,
+        "shard": at.shard.path.name,
+        "row_group": at.row_group,
+        "row_in_group": at.first_row + stored,
+    }
+    number = _number(block, stored)
+    if number is None:
+        assert snapshot.recipe.filter
+        return facts | {"left_out_by": f"filter: {snapshot.recipe.filter.text}"}
+    if number in block.bad:
+        return facts | {"bad": block.bad[number]}
+    facts["split"] = "validation" if block.is_validation(number, snapshot.recipe.validation) else "train"
+    for name, feature in block.features.items():
+        prefix = "" if name == "tokens" else f"{name}_"
+        turns = list(feature.pieces(number, 0, int(feature.tokens.lengths[number])))
+        ids = [piece.source[piece.start : piece.start + piece.length].tolist() for piece in turns]
+        if snapshot.recipe.tokenizer:
+            facts[f"{prefix}text"] = snapshot.recipe.tokenizer.decode([token for turn in ids for token in turn])
+        if feature.turns:
+            facts[f"{prefix}turns"] = [
+                {"learned": piece.learned, "num_tokens": piece.length} | _text(snapshot, turn)
+                for piece, turn in zip(turns, ids, strict=True)
+            ]
+        facts[f"{prefix}tokens"] = [token for turn in ids for token in turn]
+    for name, column in block.columns.items():
+        value = column[number].as_py()
+        facts[name] = f"{len(value):,} bytes" if isinstance(value, bytes) else value
     return facts
 
 
-def find_row(plan: Plan, row: int, epoch: int) -> list[dict[str, Any]]:
-    """Every place at which an epoch shows a row or a part of it, in the order of steps; none if the tail drops it.
+def show_quarantine(dataset: Dataset, start: int, limit: int) -> dict[str, Any]:
+    """What is known to be bad in a dataset: `limit` rows behind the first `start`, and all row groups.
+
+    Once the tokens of all rows are counted, every bad row is known.
+    """
+    if dataset.index.lengths.is_ready:
+        bad = np.flatnonzero(dataset.index.lengths.get().per_block("all")[2]).tolist()
+        for index in bad:  # a restart forgets reasons, but not where to find them
+            dataset.blocks.get([index])
+    quarantine = dataset.blocks.quarantine
+    return {
+        "num_bad_rows": quarantine.num_bad_rows,
+        "complete": dataset.index.lengths.is_ready,
+        "on_bad_row": dataset.snapshot.recipe.on_bad_row,
+        "rows": [asdict(row) for row in quarantine.rows()[start : start + limit]],
+        "row_groups": [asdict(group) for group in quarantine.groups()],
+    }
+
+
+def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, Any]]:
+    """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
     """
-    index, row_in_block = _locate(plan.dataset, plan.snapshot, row)
-    [block] = plan.blocks.get([index])
-    packing, order = plan.epoch(epoch)
-    if plan.spec.packing == "rows":
-        # A row also stands where bad rows gave way to it, and a bad row nowhere.
-        held = [(number, number + 1) for number in _served_as(plan.snapshot, block, row_in_block)]
-    else:
-        start, stop = block.stream[row_in_block : row_in_block + 2].tolist()
-        held = [(start, stop)] if stop > start else []
+    number = next(i for i, member in enumerate(plan.members) if member.name == dataset)
+    member = plan.members[number]
+    index, stored = _locate(dataset, member.snapshot, row)
+    [block] = member.blocks.get([index], member.order.split)
+    held = _number(block, stored)
+    if held is None:  # left out by the filter, or of the other split
+        return []
     found = []
-    for start, stop in held:
-        for position in order.positions(*packing.holding(index, start, stop)).tolist():
+    for own_epoch in plan.own_epochs(number, epoch):
+        own = _positions(member, block, index, held, own_epoch)
+        for position in plan.positions_of(number, epoch, own, own_epoch):
             found += [Occurrence(epoch, *place) for place in plan.schedule.locate(position)]
     return [asdict(occurrence) for occurrence in sorted(found, key=lambda o: (o.step, o.rank, o.index))]
+
+
+def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:
+    """Where a row of a block stands in an epoch of its dataset."""
+    packing, order = member.epoch(epoch)
+    if member.order.packing == "rows" and member.order.long_rows == "truncate":
+        # A row also stands where bad rows gave way to it, and a bad row nowhere.
+        rows = _served_as(member.snapshot, block, row)
+    else:
+        rows = [row] if row not in block.bad else []
+    stream = block.stream
+    held = [packing.holding(index, number, int(stream[number]), int(stream[number + 1])) for number in rows]
+    return np.concatenate([np.zeros(0, np.int64), *(order.positions(*sequences) for sequences in held)])
 
 
 def _served_as(snapshot: Snapshot, block: Block, row: int) -> list[int]:
@@ -73,6 +124,17 @@ def _served_as(snapshot: Snapshot, block: Block, row: int) -> list[int]:
     if len(block.bad) == block.num_rows:
         return []
     return np.flatnonzero(block.substitutes == row).tolist()
+
+
+def _number(block: Block, stored: int) -> int | None:
+    """The number in a block of the row that is stored as this one; None if it is not in it."""
+    found = np.flatnonzero(block.rows == stored).tolist()
+    return found[0] if found else None
+
+
+def _text(snapshot: Snapshot, ids: list[int]) -> dict[str, str]:
+    tokenizer = snapshot.recipe.tokenizer
+    return {"text": tokenizer.decode(ids)} if tokenizer else {}
 
 
 def _locate(name: str, snapshot: Snapshot, row: int) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """The order of an epoch: a pure, invertible function from positions to sequences. No I/O, no state, O(1) memory a look-up.
 
     permute / unpermute   a keyed bijection on [0, size)
-    EpochOrder            position -> (block, index in block), for one epoch of one shuffle, and back
-    Schedule              (step, rank, index) -> position, and back: how ranks slice an epoch
+    EpochOrder            position -> (pool, index in pool), for one epoch of one shuffle, and back
 
 Golden values in tests/golden freeze all of it: whoever changes a value here breaks every run that resumes.
 """
@@ -10,14 +9,11 @@ Golden values in tests/golden freeze all of it: whoever changes a value here bre
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
-
-from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 IntArray = npt.NDArray[np.int64]
 _WordArray = npt.NDArray[np.uint64]
@@ -29,6 +25,7 @@ _Move = Callable[[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], IntArray]
 # 200,000 keys); at eight, some come up twenty times too often.
 _ROUNDS = 16
 _GOLDEN = _Word(0x9E3779B97F4A7C15)
+_AT_A_TIME = 1 << 14  # elements; what is made of them on the way then stays in a core's cache
 
 
 def key(seed: int, epoch: int, purpose: str) -> int:
@@ -61,11 +58,18 @@ def _walk(index: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, step: _
     shape = np.broadcast_shapes(np.shape(index), np.shape(size), np.shape(key))
     cells = np.array(np.broadcast_to(np.asarray(index, _Word), shape)).reshape(-1)
     sizes, keys = (_one_or_all(np.asarray(value, _Word), shape) for value in (size, key))
-    cells = step(cells, sizes, keys)
+    for start in range(0, len(cells), _AT_A_TIME):
+        some = slice(start, start + _AT_A_TIME)
+        own_sizes, own_keys = (values if len(values) == 1 else values[some] for values in (sizes, keys))
+        _walk_some(cells[some], own_sizes, own_keys, step)
+    return cells.astype(np.int64).reshape(shape)
+
+
+def _walk_some(cells: _WordArray, sizes: _WordArray, keys: _WordArray, step: _Step) -> None:
+    cells[:] = step(cells, sizes, keys)
     while len(outside := np.flatnonzero(cells >= sizes)):
         pick = [values if len(values) == 1 else values[outside] for values in (sizes, keys)]
         cells[outside] = step(cells[outside], *pick)
-    return cells.astype(np.int64).reshape(shape)
 
 
 def _one_or_all(values: _WordArray, shape: tuple[int, ...]) -> _WordArray:
@@ -116,56 +120,62 @@ def _mix(x: _WordArray) -> _WordArray:
 
 
 class EpochOrder:
-    """The order of one epoch: which sequence stands at which position.
+    """The order of one epoch: which sequence stands at which position. Sequences come in pools of one block or a few.
 
-    none    the blocks as they are stored, each from its start to its end
-    window  the row groups permuted, then cut into windows of at least `window` sequences, each permuted as a whole
+    none    the pools as they are stored, each from its start to its end
+    window  the groups of pools permuted, then cut into windows of at least `window` sequences, each permuted as a whole
     global  one window
 
-    The blocks of a row group stay together, since to decode one of them is to decode them all. Windows end at blocks.
+    The pools of a group, which are of one row group, stay together: to decode one of them is to decode them all. Windows end
+    at pools.
 
-    Planning is O(blocks), a look-up O(log blocks); nothing is ever listed per sequence.
+    Planning is O(pools), a look-up O(log pools); nothing is ever listed per sequence.
     """
 
     def __init__(
-        self, sequences_per_block: IntArray, blocks_per_group: IntArray, *, shuffle: str, window: int, seed: int, epoch: int
+        self, sequences_per_pool: IntArray, pools_per_group: IntArray, *, shuffle: str, window: int, seed: int, epoch: int
     ) -> None:
         self._window_key = key(seed, epoch, "window")
         self._shuffled = shuffle != "none"
-        self._blocks = np.arange(len(sequences_per_block))
+        self._pools = np.arange(len(sequences_per_pool))
         if self._shuffled:
-            groups = permute(np.arange(len(blocks_per_group)), len(blocks_per_group), key(seed, epoch, "blocks"))
-            self._blocks = _concatenated_ranges(starts_of(blocks_per_group)[groups], blocks_per_group[groups])
-        self._block_starts = starts_of(sequences_per_block[self._blocks])
-        self.num_sequences = int(self._block_starts[-1])
+            groups = permute(np.arange(len(pools_per_group)), len(pools_per_group), key(seed, epoch, "blocks"))
+            self._pools = _concatenated_ranges(starts_of(pools_per_group)[groups], pools_per_group[groups])
+        self._pool_starts = starts_of(sequences_per_pool[self._pools])
+        self.num_sequences = int(self._pool_starts[-1])
         if shuffle == "window":
-            self._window_starts = _cut(self._block_starts, window)
+            self._window_starts = _cut(self._pool_starts, window)
         else:
             self._window_starts = np.array([0, self.num_sequences])
 
     def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """The (block, index in the block) at each position; positions are in [0, num_sequences)."""
+        """The (pool, index in the pool) at each position; positions are in [0, num_sequences)."""
         slots = self._in_windows(positions, permute) if self._shuffled else positions
-        place = find(self._block_starts, slots)
-        return self._blocks[place], slots - self._block_starts[place]
+        place = find(self._pool_starts, slots)
+        return self._pools[place], slots - self._pool_starts[place]
 
-    def positions(self, blocks: IntArray, indices: IntArray) -> IntArray:
-        """The inverse: the position at which each (block, index in the block) stands."""
-        place = np.empty_like(self._blocks)
-        place[self._blocks] = np.arange(len(place))
-        slots = self._block_starts[place[blocks]] + indices
+    def positions(self, pools: IntArray, indices: IntArray) -> IntArray:
+        """The inverse: the position at which each (pool, index in the pool) stands."""
+        place = np.empty_like(self._pools)
+        place[self._pools] = np.arange(len(place))
+        slots = self._pool_starts[place[pools]] + indices
         return self._in_windows(slots, unpermute) if self._shuffled else slots
 
     def window(self, position: int) -> int:
         """In which window a position lies."""
         return int(find(self._window_starts, np.array([position]))[0])
 
-    def blocks_of_window(self, window: int) -> IntArray:
-        """The blocks of a window; none past the last one."""
+    def bounds_of_window(self, window: int) -> tuple[int, int]:
+        """The positions [start, stop) of a window."""
+        start, stop = self._window_starts[window : window + 2].tolist()
+        return start, stop
+
+    def pools_of_window(self, window: int) -> IntArray:
+        """The pools of a window; none past the last one."""
         if window + 1 >= len(self._window_starts):
-            return self._blocks[:0]
-        first, last = np.searchsorted(self._block_starts, self._window_starts[window : window + 2])
-        return self._blocks[first:last]
+            return self._pools[:0]
+        first, last = np.searchsorted(self._pool_starts, self._window_starts[window : window + 2])
+        return self._pools[first:last]
 
     def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
         window = find(self._window_starts, slots)
@@ -189,9 +199,9 @@ def _concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
     return np.arange(counts.sum()) + np.repeat(starts - starts_of(counts)[:-1], counts)
 
 
-def _cut(block_starts: IntArray, window: int) -> IntArray:
-    """Window borders: each at the first block's end that makes the window full. A short rest joins the last window."""
-    ends = block_starts.tolist()
+def _cut(pool_starts: IntArray, window: int) -> IntArray:
+    """Window borders: each at the first pool's end that makes the window full. A short rest joins the last window."""
+    ends = pool_starts.tolist()
     total = ends[-1]
     borders = [0]
     while borders[-1] + window <= total:
@@ -205,62 +215,3 @@ def _cut(block_starts: IntArray, window: int) -> IntArray:
 def find(starts: IntArray, slots: IntArray) -> IntArray:
     """In which run each slot lies; empty runs hold none."""
     return np.searchsorted(starts, slots, side="right") - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """How ranks slice an epoch: position = offset + (step * world_size + rank) * batch_size + index.
-
-    The order is of samples; another world size or batch size slices the same order differently. Every rank has the same
-    number of steps: unequal ranks would hang the trainer's collectives.
-    """
-
-    num_positions: int
-    batch_size: int
-    world_size: int
-    offset: int
-    tail: str
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
-        left = max(self.num_positions - self.offset, 0)
-        per_step = self.batch_size * self.world_size
-        return left // per_step if self.tail == "drop" else -(-left // per_step)
-
-    def check(self, step: int, rank: int) -> None:
-        """Whether the epoch has such a batch.
-
-        Raises StepOutOfRange: step is not in [0, num_steps).
-        Raises RankOutOfRange: rank is not in [0, world_size).
-        """
-        if not 0 <= rank < self.world_size:
-            raise RankOutOfRange(
-                f"rank {rank} does not exist: world_size is {self.world_size}, so ranks are 0 to {self.world_size - 1}. "
-                f"Pass the trainer's world_size, or a rank below it."
-            )
-        if not 0 <= step < self.num_steps:
-            raise StepOutOfRange(
-                f"step {step} does not exist: this epoch has {self.num_steps} steps, 0 to {self.num_steps - 1}. "
-                f"Go on with step 0 of the next epoch."
-            )
-
-    def positions(self, steps: Sequence[int], rank: int) -> IntArray:
-        """Epoch positions of some batches of a rank, shape [len(steps), batch_size], each in [0, num_positions).
-
-        Raises StepOutOfRange, RankOutOfRange: see check.
-        """
-        for step in steps:
-            self.check(step, rank)
-        starts = self.offset + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
-        return (starts[:, None] + np.arange(self.batch_size)) % self.num_positions
-
-    def locate(self, position: int) -> list[tuple[int, int, int]]:
-        """Each (step, rank, index) that shows a position: none if it is dropped, several where the tail wraps."""
-        end = self.offset + self.num_steps * self.world_size * self.batch_size
-        first = position if position >= self.offset else position + self.num_positions
-        found = []
-        for sample in range(first, end, self.num_positions):
-            step, within = divmod(sample - self.offset, self.world_size * self.batch_size)
-            found.append((step, *divmod(within, self.batch_size)))
-        return found

@@ -1,14 +1,17 @@
-"""Packing: how rows become sequences. Pure arithmetic; what it needs of the data are counts per block.
+"""Packing: how rows become sequences. Pure arithmetic on counts and lengths; no token is looked at.
 
-    Rows     one row, one sequence, cut to its longest length and padded; from row counts
-    Concat   the documents of all blocks, one behind the other, are a ring of tokens, cut into sequences; from token counts
+    Rows      one row, one sequence, cut to its longest length; from row counts
+    SplitRows one row, as many sequences as it fills; from row lengths
+    Concat    the documents of all blocks, one behind the other, are a ring of tokens, cut into sequences; from token counts
+    BestFit   whole documents in bins; from row lengths (see best_fit)
 
-Both say how many sequences begin in each block, which is what an order permutes, and what each is made of.
+Each cuts the blocks into pools and says how many sequences each pool has, which is what an order permutes, and what a sequence
+is made of. A pool is one block, but for BestFit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,15 +19,19 @@ import numpy.typing as npt
 
 from penstock_server.order import IntArray, find, starts_of
 
+STREAM = -1  # in place of a row: the whole block's tokens, its rows one behind the other
+
 
 class Spans(NamedTuple):
-    """Parts of blocks, in the order of the sequences that they make up.
+    """Runs of tokens, in the order of the sequences that they make up.
 
-    Part i, of sequence `sequences[i]`, is [starts[i], stops[i]) of block `blocks[i]`: rows of it in Rows, tokens in Concat.
+    Span i, of sequence `sequences[i]`, is tokens [starts[i], stops[i]) of row `rows[i]` of block `blocks[i]`, cut at the row's
+    end; of the block's stream where the row is STREAM.
     """
 
     sequences: IntArray
     blocks: IntArray
+    rows: IntArray
     starts: IntArray
     stops: IntArray
 
@@ -33,29 +40,75 @@ class Packing(Protocol):
     """How the blocks of one snapshot become sequences in one epoch."""
 
     @property
-    def sequences_per_block(self) -> IntArray:
-        """How many sequences begin in each block, shape [num_blocks]."""
+    def sequences_per_pool(self) -> IntArray:
+        """How many sequences each pool has, shape [num_pools]."""
 
-    def spans(self, blocks: IntArray, indices: IntArray) -> Spans:
-        """What sequences are made of; sequence i is the one with number indices[i] of those that begin in blocks[i]."""
+    def blocks_of(self, pool: int) -> range:
+        """The blocks that a pool's sequences are made of; those of Concat may run on into the blocks behind them."""
 
-    def holding(self, block: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """The inverse: the (block, number) of each sequence that a part [start, stop) of a block is in."""
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """What sequences are made of; sequence i is the one with number indices[i] of pools[i]."""
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """The inverse: the (pool, number) of each sequence that a row is in, whose tokens are [start, stop) of its block's."""
 
 
 class Rows:
-    """One row, one sequence."""
+    """One row, one sequence, of at most `seq_len` tokens."""
 
-    def __init__(self, rows_per_block: IntArray) -> None:
-        self.sequences_per_block = rows_per_block
+    def __init__(self, rows_per_block: IntArray, seq_len: int) -> None:
+        self.sequences_per_pool = rows_per_block
+        self._seq_len = seq_len
 
-    def spans(self, blocks: IntArray, indices: IntArray) -> Spans:
-        """One row each."""
-        return Spans(np.arange(len(blocks)), blocks, indices, indices + 1)
+    def blocks_of(self, pool: int) -> range:
+        """The one block."""
+        return range(pool, pool + 1)
 
-    def holding(self, block: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """One each."""
-        return np.full(stop - start, block), np.arange(start, stop)
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """The first tokens of one row each."""
+        return Spans(np.arange(len(pools)), pools, indices, np.zeros_like(indices), np.full_like(indices, self._seq_len))
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """The one that is the row."""
+        return np.array([block]), np.array([row])
+
+
+class SplitRows:
+    """One row, as many sequences of `seq_len` tokens as it takes; the last may be shorter.
+
+    `num_sequences(lengths)` tokens come from `row_lengths(block)`, shape [rows of the block]; a row without tokens is none.
+    """
+
+    def __init__(self, sequences_per_block: IntArray, row_lengths: Callable[[int], IntArray], seq_len: int) -> None:
+        self.sequences_per_pool = sequences_per_block
+        self._row_lengths, self._seq_len = row_lengths, seq_len
+
+    @staticmethod
+    def count(lengths: IntArray, seq_len: int) -> IntArray:
+        """The sequences that rows of these lengths make, shape of `lengths`."""
+        return -(-lengths // seq_len)
+
+    def blocks_of(self, pool: int) -> range:
+        """The one block."""
+        return range(pool, pool + 1)
+
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """A part of one row each."""
+        rows, starts = np.zeros_like(indices), np.zeros_like(indices)
+        for block in np.unique(pools).tolist():
+            mine, firsts = pools == block, self._firsts(block)
+            rows[mine] = find(firsts, indices[mine])
+            starts[mine] = (indices[mine] - firsts[rows[mine]]) * self._seq_len
+        return Spans(np.arange(len(pools)), pools, rows, starts, starts + self._seq_len)
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """All parts of the row."""
+        first, last = self._firsts(block)[row : row + 2].tolist()
+        return np.full(last - first, block), np.arange(first, last)
+
+    def _firsts(self, block: int) -> IntArray:
+        """The number of each row's first sequence in the block, and at last that of all."""
+        return starts_of(self.count(self._row_lengths(block), self._seq_len))
 
 
 class Concat:
@@ -71,68 +124,72 @@ class Concat:
         self.num_sequences = int(self._starts[-1]) // seq_len
         # The first sequence that begins at a block's first token or behind it.
         self._first = np.clip(-((shift - self._starts) // seq_len), 0, self.num_sequences)
-        self.sequences_per_block = np.diff(self._first)
+        self.sequences_per_pool = np.diff(self._first)
 
-    def spans(self, blocks: IntArray, indices: IntArray) -> Spans:
-        """As many parts as a sequence meets blocks; on the ring the first block follows the last."""
-        begins = (self._first[blocks] + indices) * self._seq_len + self._shift
+    def blocks_of(self, pool: int) -> range:
+        """The block that its sequences begin in."""
+        return range(pool, pool + 1)
+
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """As many spans as a sequence meets blocks; on the ring the first block follows the last."""
+        begins = (self._first[pools] + indices) * self._seq_len + self._shift
         ends = begins + self._seq_len
         round_twice = np.concatenate([self._starts[:-1], self._starts + self._starts[-1]])
         first, last = find(round_twice, begins), find(round_twice, ends - 1)
-        num_parts = last - first + 1
-        sequences = np.repeat(np.arange(len(blocks)), num_parts)
-        turn = np.arange(len(sequences)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+        num_spans = last - first + 1
+        sequences = np.repeat(np.arange(len(pools)), num_spans)
+        turn = np.arange(len(sequences)) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)
         place = first[sequences] + turn
         starts = np.maximum(begins[sequences], round_twice[place]) - round_twice[place]
         stops = np.minimum(ends[sequences], round_twice[place + 1]) - round_twice[place]
         filled = stops > starts  # blocks without a token lie in between
-        parts = (sequences, place % (len(self._starts) - 1), starts, stops)
-        return Spans(*(part[filled] for part in parts))
+        blocks = place % (len(self._starts) - 1)
+        spans = (sequences, blocks, np.full_like(blocks, STREAM), starts, stops)
+        return Spans(*(values[filled] for values in spans))
 
-    def holding(self, block: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
-        """Those that the part meets, also where the ring closes; none if it is what is left out."""
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """Those that the row's tokens meet, also where the ring closes; none if they are what is left out."""
         total = int(self._starts[-1])
         begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
         turns = [np.arange((begin + turn) // self._seq_len, -(-(end + turn) // self._seq_len)) for turn in (0, total)]
         sequences = np.unique(np.concatenate(turns))
         sequences = sequences[(sequences >= 0) & (sequences < self.num_sequences)]
-        blocks = find(self._first, sequences)
-        return blocks, sequences - self._first[blocks]
+        pools = find(self._first, sequences)
+        return pools, sequences - self._first[pools]
 
 
 class Piece(NamedTuple):
-    """A run of tokens of one feature of one row: source[start : start + length]."""
+    """A run of tokens of one row: source[start : start + length]. `learned`: it is no prompt."""
 
-    feature: str
-    source: npt.NDArray[np.unsignedinteger[Any]]
+    source: npt.NDArray[np.integer[Any]]
     start: int
     length: int
-
-
-def truncate(pieces: Sequence[Piece], seq_len: int) -> list[Piece]:
-    """The first `seq_len` tokens of the pieces, one behind the other; a piece past them has length 0."""
-    kept, room = [], seq_len
-    for piece in pieces:
-        kept.append(piece._replace(length=min(piece.length, room)))
-        room -= kept[-1].length
-    return kept
+    learned: bool
 
 
 def fill(out: npt.NDArray[np.unsignedinteger[Any]], lines: Sequence[Sequence[Piece]], pad_id: int) -> None:
     """Writes line i, its pieces one behind the other, into out[i], shape [batch_size, width], and pads the rest."""
     for line, pieces in zip(out, lines, strict=True):
         end = 0
-        for _, source, start, length in pieces:
+        for source, start, length, _ in pieces:
             line[end : end + length] = source[start : start + length]
             end += length
         line[end:] = pad_id
 
 
-def fill_mask(out: npt.NDArray[np.uint8], lines: Sequence[Sequence[Piece]], features: Sequence[str]) -> None:
-    """Writes 1 for each token of these features and 0 for every other, in the places that `fill` gives the tokens."""
+def fill_learned(out: npt.NDArray[np.uint8], lines: Sequence[Sequence[Piece]]) -> None:
+    """Writes 1 for each token that is learned and 0 for every other, in the places that `fill` gives the tokens."""
     for line, pieces in zip(out, lines, strict=True):
         line[:] = 0
         end = 0
         for piece in pieces:
-            line[end : end + piece.length] = piece.feature in features
+            line[end : end + piece.length] = piece.learned
             end += piece.length
+
+
+def fill_bits(out: npt.NDArray[np.uint8], lines: Sequence[Sequence[int]]) -> None:
+    """Sets the bits of out[i], shape [batch_size, bytes], that line i lists; bit b is bit b % 8 of byte b // 8."""
+    out[:] = 0
+    for line, bits in zip(out, lines, strict=True):
+        at = np.array(bits, np.int64)
+        np.bitwise_or.at(line, at // 8, (1 << (at % 8)).astype(np.uint8))

@@ -1,161 +1,217 @@
-"""The plan: a snapshot and a spec, resolved. Everything about an epoch that is known before a single block is read."""
+"""The plan: a dataset and a spec, resolved. Everything about an epoch that is known before a single block is read.
+
+    (step, rank) --Schedule--> positions --Mixture--> members' own positions --EpochOrder--> sequences --Packing--> spans
+
+A plain dataset is a mixture of one member.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
 
 from penstock.spec import Spec
 from penstock.wire import Address, Layout
-from penstock_server.blocks import Blocks
-from penstock_server.encode import features
-from penstock_server.index import Index
-from penstock_server.order import EpochOrder, Schedule, key
-from penstock_server.packing import Concat, Packing, Rows, Spans
-from penstock_server.problems import BadParameter, SnapshotGone
-from penstock_server.snapshot import Snapshot
-
-Width = TypeVar("Width", int, int | None)
+from penstock_server.length_order import LARGEST_WINDOW
+from penstock_server.member import Member
+from penstock_server.mixture import Mixture
+from penstock_server.order import IntArray
+from penstock_server.packing import Spans
+from penstock_server.problems import BadParameter
+from penstock_server.schedule import Schedule
+from penstock_server.tensor import Tensor, tensors_of
 
 MAX_BATCH_BYTES = 1 << 30
-_PLANNED_EPOCHS = 16  # each a few words a block
+_REMEMBERED_PLANS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor of every batch, made of the tokens of some features.
+class MemberSpans:
+    """What one member gives to some sequences; the spans' `sequences` count over all members."""
 
-    tokens   the tokens themselves, shape [batch_size, width]; a line has at most `longest`
-    mask     1 where the token is of these features, shape [batch_size, width]
-    count    the number of tokens, shape [batch_size]
-    """
-
-    name: str
-    kind: Literal["tokens", "mask", "count"]
-    dtype: str
-    features: tuple[str, ...]
-    longest: int = 0
-
-    def shape(self, batch_size: int, width: Width) -> tuple[int | Width, ...]:
-        """The shape, where the lines of a tensor of tokens are `width` long; None is a width that varies."""
-        return (batch_size,) if self.kind == "count" else (batch_size, width)
+    member: int
+    spans: Spans
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """How one spec cuts one snapshot into batches. `spec` has every parameter resolved, the snapshot included."""
+    """How one spec cuts one dataset, or several, into batches. `spec` has every parameter resolved, the snapshot included."""
 
     dataset: str
-    snapshot: Snapshot
-    blocks: Blocks
-    index: Index
+    members: tuple[Member, ...]
+    mixture: Mixture | None
     spec: Spec
     schedule: Schedule
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """What a batch holds on the wire; attention masks and labels are derived from it by the client."""
-        spec, dtype = self.spec, self.snapshot.token_dtype
-        if spec.task == "seq2seq":
-            assert spec.target_len  # a plan's spec is resolved
-            return (
-                Tensor("input_ids", "tokens", dtype, ("prompt",), spec.seq_len),
-                Tensor("lengths", "count", "int32", ("prompt",)),
-                Tensor("labels", "tokens", dtype, ("response",), spec.target_len),
-                Tensor("label_lengths", "count", "int32", ("response",)),
-            )
-        row = features(self.snapshot.recipe)
-        ids = Tensor("input_ids", "tokens", dtype, row, spec.seq_len)
-        masks_prompts = "prompt" in row and spec.loss == "response"
-        if spec.packing == "concat":
-            return (ids, Tensor("loss_mask", "mask", "uint8", ("response",), spec.seq_len)) if masks_prompts else (ids,)
-        lengths = Tensor("lengths", "count", "int32", row)
-        return (ids, lengths, Tensor("prompt_lengths", "count", "int32", ("prompt",))) if masks_prompts else (ids, lengths)
+        return tensors_of([member.snapshot for member in self.members], self.spec)
 
-    @property
+    @cached_property
     def has_fixed_shapes(self) -> bool:
         """Whether every batch has the same shapes, and so the same length in bytes."""
-        return self.spec.pad == "seq_len" or self.spec.packing == "concat"
+        is_padded = self.spec.pad == "seq_len" or self.spec.packing != "rows"
+        return is_padded and not any(tensor.is_ragged for tensor in self.tensors)
 
     @property
     def shapes(self) -> list[tuple[int | None, ...]]:
         """The shape of each tensor, with None for a width that differs from batch to batch."""
-        fixed = self.has_fixed_shapes
-        return [t.shape(self.spec.batch_size, t.longest if fixed else None) for t in self.tensors]
+        fixed = self.spec.pad == "seq_len" or self.spec.packing != "rows"
+        return [t.shape(self.spec.batch_size, t.longest if fixed and not t.is_ragged else None) for t in self.tensors]
 
     @cached_property
     def largest_layout(self) -> Layout:
-        """The payload of a batch whose every line is as long as it can be: of every batch, if shapes are fixed."""
+        """The payload of a batch whose every line is as long as it can be; of texts that travel only the frame of them."""
         size = self.spec.batch_size
         return Layout.of([(t.name, t.dtype, t.shape(size, t.longest)) for t in self.tensors])
 
+    @property
+    def snapshot(self) -> str:
+        """The fingerprint of the data."""
+        assert self.spec.snapshot  # a plan's spec is resolved
+        return self.spec.snapshot
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Every token id is below it; None if nobody knows."""
+        sizes = [member.snapshot.vocab_size for member in self.members]
+        return None if None in sizes else max(size for size in sizes if size is not None)
+
+    @property
+    def padding(self) -> float | None:
+        """The share of padding in an epoch's sequences; None where it depends on rows that nobody has counted."""
+        if self.spec.packing == "concat":
+            return 0.0
+        if self.spec.packing == "rows" or self.mixture:
+            return None
+        [member] = self.members
+        num_tokens = int(member.index.tokens_per_block(self.spec.split).sum())
+        return 1 - num_tokens / (member.num_sequences * self.spec.seq_len)
+
+    @property
+    def pad_id(self) -> int:
+        """What fills a line behind its tokens."""
+        return self.members[0].snapshot.recipe.pad_id
+
     def address(self, epoch: int, rank: int, step: int) -> Address:
         """The address that a frame of this plan carries."""
-        return Address(dataset=self.dataset, snapshot=self.snapshot.fingerprint, epoch=epoch, rank=rank, step=step)
+        return Address(dataset=self.dataset, snapshot=self.snapshot, epoch=epoch, rank=rank, step=step)
 
-    def epoch(self, epoch: int) -> tuple[Packing, EpochOrder]:
-        """How blocks become sequences in an epoch, and in what order; the last few epochs are remembered."""
-        return _epoch(self.snapshot, self.index, _order_of(self.spec), epoch)
+    def check_room(self) -> None:
+        """Whether the cache has room for what the shuffle needs. Raises BadParameter: it has not; both numbers are told."""
+        if self.spec.shuffle != "global":
+            return
+        needed, budget = (
+            sum(member.blocks.estimated_bytes for member in self.members),
+            self.members[0].blocks.cache.configured_bytes,
+        )
+        if needed > budget:
+            raise BadParameter(
+                f"shuffle=global needs every block in the cache at once: {self.dataset} takes about {needed:,} bytes there, "
+                f"and the budget is {budget:,}. Each batch would decode most of its rows anew. Raise --cache-bytes, or use "
+                f"shuffle=window: with the largest window that fits it mixes nearly as well."
+            )
 
-    def read_ahead(self, epoch: int, rank: int, step: int) -> None:
-        """Has the blocks of the window behind this step's loaded in the background, if the cache has room for both."""
-        _, order = self.epoch(epoch)
-        window = order.window(int(self.schedule.positions([step], rank)[0, 0]))
-        job = (self.snapshot, _order_of(self.spec), epoch)
-        self.blocks.read_ahead(job, window, lambda: order.blocks_of_window(window + 1).tolist())
+    def check(self, epoch: int, step: int, rank: int) -> None:
+        """Whether there is such a batch. Raises StepOutOfRange, RankOutOfRange, BadParameter: there is none."""
+        self.schedule.check(step, rank)
+        if self.mixture and (epoch + 1) * self.schedule.num_positions > 2**53:
+            raise BadParameter(f"epoch {epoch} does not exist: with mix_stop={self.spec.mix_stop} the first does not end.")
 
-    def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> Spans:
+    def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
         """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
 
         Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
         """
-        positions = self.schedule.positions(steps, rank).reshape(-1)
-        packing, order = self.epoch(epoch)
-        return packing.spans(*order.sequences(positions))
+        found = []
+        for number, own_epoch, lines, positions in self._by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
+            packing, order = self.members[number].epoch(own_epoch)
+            spans = packing.spans(*order.sequences(positions))
+            found.append(MemberSpans(number, spans._replace(sequences=lines[spans.sequences])))
+        return found
+
+    def read_ahead(self, epoch: int, rank: int, step: int) -> None:
+        """Has the blocks behind this step's window loaded in the background, if the cache has room for both."""
+        for number, own_epoch, _, positions in self._by_member(epoch, self.schedule.positions([step], rank)[0]):
+            self.members[number].read_ahead(own_epoch, int(positions[0]))
+
+    def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int) -> list[int]:
+        """Where positions `own` of a member's own epoch stand in an epoch; those that it does not show are left out."""
+        if self.mixture is None:
+            return own.tolist() if own_epoch == epoch else []
+        first = own_epoch * self.members[member].num_sequences
+        samples = [self.mixture.sample(member, first + number) for number in own.tolist()]
+        begin = epoch * self.schedule.num_positions
+        return [s - begin for s in samples if s is not None and begin <= s < begin + self.schedule.num_positions]
+
+    def own_epochs(self, member: int, epoch: int) -> range:
+        """The epochs of a member that an epoch shows, whole or in part."""
+        if self.mixture is None:
+            return range(epoch, epoch + 1)
+        ends = np.array([epoch, epoch + 1]) * self.schedule.num_positions
+        first, last = (self.mixture.num_before(member, int(end)) // self.members[member].num_sequences for end in ends)
+        return range(first, last + 1)
+
+    def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
+        """The positions in parts of one member and one of its epochs: (member, its epoch, which of them, its own positions)."""
+        if self.mixture is None:
+            return [(0, epoch, np.arange(len(positions)), positions)]
+        datasets, numbers = self.mixture.locate(epoch * self.schedule.num_positions + positions)
+        parts = []
+        for member in np.unique(datasets).tolist():
+            lines = np.flatnonzero(datasets == member)
+            epochs, own = np.divmod(numbers[lines], self.members[member].num_sequences)
+            parts += [
+                (member, own_epoch, lines[epochs == own_epoch], own[epochs == own_epoch])
+                for own_epoch in np.unique(epochs).tolist()
+            ]
+        return parts
 
 
-def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, index: Index, spec: Spec) -> Plan:
-    """Resolves a spec against a snapshot.
+@lru_cache(maxsize=_REMEMBERED_PLANS)
+def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
+    """The plan of a spec that is resolved, for the members that it names, or for the one that is the dataset.
 
-    Raises SnapshotGone: the spec names another snapshot.
-    Raises BadParameter: the parameters are sound one by one, but not together or not for this dataset.
-    Raises IndexNotReady, and what else Index.tokens_per_block raises: the packing needs token counts.
+    Raises BadParameter: the parameters are sound one by one, but not together or not for this data.
+    Raises IndexNotReady, and what else Index raises: the packing needs counts.
     """
-    if spec.snapshot not in (None, snapshot.fingerprint):
-        raise SnapshotGone(
-            f"snapshot {spec.snapshot} of {dataset} is not on this server, which has {snapshot.fingerprint}: the shards or "
-            f"the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
+    if spec.group_by_length and spec.window > LARGEST_WINDOW:
+        raise BadParameter(
+            f"group_by_length sorts the sequences of a window; window={spec.window:,} is above {LARGEST_WINDOW:,}."
         )
-    if spec.task == "seq2seq" and snapshot.recipe.kind != "prompt_response":
-        raise BadParameter(f"task=seq2seq needs prompt and response; {dataset} has only {snapshot.recipe.columns[0]!r}.")
-    target_len = (spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None
-    resolved = replace(spec, snapshot=snapshot.fingerprint, target_len=target_len)
-    if spec.packing == "concat":
-        if spec.task == "seq2seq":
-            raise BadParameter("packing=concat makes one stream of tokens; task=seq2seq has two. Use packing=rows.")
-        num_sequences = int(index.tokens_per_block().sum()) // spec.seq_len
-    else:
-        num_sequences = snapshot.num_rows
-    if spec.offset > num_sequences:
-        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {num_sequences:,} sequences.")
+    tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
+    mix, skipped = spec.mixed(), spec.skipped()
+    mixture = Mixture(mix) if mix else None
+    sizes = np.array([member.num_sequences for member in members])
+    if empty := [member.name for member, size in zip(members, sizes.tolist(), strict=True) if not size]:
+        raise BadParameter(_no_sequence(empty[0], spec))
+    num_positions = mixture.epoch_length(sizes, spec.mix_stop or "first") if mixture else int(sizes[0])
+    if num_positions is None:
+        raise BadParameter(
+            f"mix_stop={spec.mix_stop} never ends an epoch of mix={spec.mix}: the dataset it waits for has no weight from some "
+            f"sample on. Use mix_stop=first or mix_stop=never, or give it a weight."
+        )
+    if spec.offset > num_positions:
+        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {num_positions:,} sequences.")
     schedule = Schedule(
-        num_positions=num_sequences,
+        num_positions=num_positions,
         batch_size=spec.batch_size,
         world_size=spec.world_size,
         offset=spec.offset,
         tail=spec.tail,
+        skipped=skipped,
     )
-    if num_sequences == 0:
-        raise BadParameter(f"{dataset} has fewer than seq_len={spec.seq_len:,} tokens in all. Lower seq_len.")
     if spec.offset == 0 and schedule.num_steps == 0:
         raise BadParameter(
-            f"no step fits: {dataset} has {num_sequences:,} sequences, one step takes batch_size x world_size = "
-            f"{spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, which fills the step from the "
-            f"epoch's start."
+            f"no step fits: {dataset} has {num_positions:,} sequences{', too many of them skipped' if skipped else ''}, one "
+            f"step takes batch_size x world_size = {spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, "
+            f"which fills the step from the epoch's start."
         )
-    plan = Plan(dataset, snapshot, blocks, index, resolved, schedule)
+    plan = Plan(dataset, members, mixture, spec, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:
         raise BadParameter(
             f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be up to {nbytes:,} bytes; the limit "
@@ -164,28 +220,11 @@ def make_plan(dataset: str, snapshot: Snapshot, blocks: Blocks, index: Index, sp
     return plan
 
 
-class _OrderKey(NamedTuple):
-    """What of a spec decides which sequence stands where. `seq_len` is 0 where it does not."""
-
-    packing: str
-    seq_len: int
-    shuffle: str
-    window: int
-    seed: int
-
-
-def _order_of(spec: Spec) -> _OrderKey:
-    seq_len = spec.seq_len if spec.packing == "concat" else 0
-    return _OrderKey(spec.packing, seq_len, spec.shuffle, spec.window, spec.seed)
-
-
-@lru_cache(maxsize=_PLANNED_EPOCHS)
-def _epoch(snapshot: Snapshot, index: Index, of: _OrderKey, epoch: int) -> tuple[Packing, EpochOrder]:
-    packing: Packing
-    if of.packing == "concat":
-        packing = Concat(index.tokens_per_block(), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
-    else:
-        packing = Rows(snapshot.rows_per_block)
-    counts = packing.sequences_per_block
-    groups = snapshot.blocks_per_group
-    return packing, EpochOrder(counts, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
+def _no_sequence(name: str, spec: Spec) -> str:
+    if spec.split != "all":
+        return (
+            f"{name} has no sequence in split={spec.split}. Raise its share (validation, in penstock.toml), or use split=all."
+        )
+    if spec.packing == "concat":
+        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens in all. Lower seq_len."
+    return f"{name} has no row that its filter keeps. Mend the filter in penstock.toml."

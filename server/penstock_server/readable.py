@@ -1,16 +1,18 @@
-"""A batch for people and curl: JSON with the decoded text of every sequence, a line a fact."""
+"""A batch for people and curl: JSON with the decoded text of every sequence, a line a fact; and where sequences come from."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from penstock import wire
 from penstock_server.batch import Chunk, TokenSequence, frames, gather
+from penstock_server.block import Block
 from penstock_server.packing import Piece
 from penstock_server.plan import Plan
-from penstock_server.store import Block
+from penstock_server.tensor import Tensor
 
 
 def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
@@ -19,6 +21,11 @@ def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
         _batch(chunk.plan, frame, sequences)
         for frame, sequences in zip(wire.decode(frames(chunk, blocks)), gather(chunk, blocks), strict=True)
     ]
+
+
+def provenance_of(sequence: TokenSequence) -> list[dict[str, Any]]:
+    """The rows that a sequence is made of, in their order; with their datasets."""
+    return [{"dataset": part.member.name} | asdict(source) for part in sequence.parts for source in part.sources()]
 
 
 def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str:
@@ -31,6 +38,7 @@ def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str
         "step": address.step,
         "digest": frame.digest,
         "nbytes": frame.nbytes,
+        "substituted": frame.substituted,
         "tensors": [[name, str(array.dtype), list(array.shape)] for name, array in frame.tensors.items()],
     }
     sequences = [_sequence(plan, index, sequence) for index, sequence in enumerate(batch)]
@@ -40,21 +48,39 @@ def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str
 
 
 def _sequence(plan: Plan, index: int, sequence: TokenSequence) -> dict[str, Any]:
-    facts: dict[str, Any] = {"index": index, "num_tokens": sum(piece.length for piece in sequence.pieces)}
-    facts["source"] = "; ".join(f"{s.shard}, row group {s.row_group}, row {s.row}" for s in sequence.sources(plan.snapshot))
-    tokenizer = plan.snapshot.recipe.tokenizer
-    if tokenizer:
-        whole = plan.spec.packing == "concat" or len(sequence.pieces) == 1
-        texts = {"text": sequence.pieces} if whole else {piece.feature: [piece] for piece in sequence.pieces}
-        facts |= {n: tokenizer.tokenizer.decode(_ids(p), skip_special_tokens=False) for n, p in texts.items()}
+    facts: dict[str, Any] = {"index": index}
+    facts["num_tokens"] = sum(piece.length for pieces in sequence.pieces.values() for piece in pieces)
+    facts["source"] = "; ".join(
+        ("" if plan.mixture is None else f"{s['dataset']}: ") + f"{s['shard']}, row group {s['row_group']}, row {s['row']}"
+        for s in provenance_of(sequence)
+    )
+    tokenizer = plan.members[0].snapshot.recipe.tokenizer
     for tensor in plan.tensors:
+        line = sequence.line(tensor)
         if tensor.kind == "tokens":
-            facts[tensor.name] = _ids(sequence.line(tensor))
+            if tokenizer:
+                facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in _texts(plan, tensor, line).items()}
+            facts[tensor.name] = _ids(line)
         elif tensor.kind == "mask":
-            facts[tensor.name] = [int(p.feature in tensor.features) for p in sequence.pieces for _ in range(p.length)]
-        else:
-            facts[tensor.name] = sequence.num_tokens(tensor)
+            facts[tensor.name] = [int(piece.learned) for piece in line for _ in range(piece.length)]
+        elif tensor.kind == "count":
+            facts[tensor.name] = sum(piece.length for piece in line)
+        elif tensor.kind == "starts":
+            facts[tensor.name] = sequence.document_starts(tensor.longest)
+        elif sequence.row:
+            value = sequence.row[0].columns[tensor.name][sequence.row[1]].as_py()
+            facts[tensor.name] = f"{len(value):,} bytes" if isinstance(value, bytes) else value
     return facts
+
+
+def _texts(plan: Plan, tensor: Tensor, line: list[Piece]) -> dict[str, list[Piece]]:
+    """What to show of a line of tokens as text: prompt and response apart where a row is one of each."""
+    prefix = tensor.name.removesuffix("input_ids")
+    if tensor.turn:
+        return {tensor.turn: line}
+    if plan.spec.packing == "rows" and [piece.learned for piece in line] == [False, True]:
+        return {f"{prefix}prompt": line[:1], f"{prefix}response": line[1:]}
+    return {f"{prefix}text": line}
 
 
 def _ids(pieces: Sequence[Piece]) -> list[int]:

@@ -1,282 +1,176 @@
-"""The recipe: how a dataset's columns become tokens. Declared by `penstock.toml` in its folder, else by the columns.
-
-text = "content"                  # column names: text, or prompt and response, or tokens
-tokenizer = "../tokenizer.json"   # relative to the folder
-eos = "<|endoftext|>"             # a token or an id; false for none
-pad = "<pad>"                     # a token or an id; padding is masked, so it matters to people only
-vocab_size = 50257                # of pre-tokenized data: ids must be below it
-on_bad_row = "substitute"         # or "fail"
-"""
+"""The recipe: how a dataset's rows become tokens. `recipe_file` reads it from a dataset's penstock.toml."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import lru_cache
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-from tokenizers import Tokenizer
 
-from penstock_server.problems import DatasetRefused
+from penstock_server.chat import ChatTemplate
+from penstock_server.column_types import is_messages, is_text, is_tokens
+from penstock_server.fields import Field, FieldError
+from penstock_server.filters import Filter
+from penstock_server.tokenizer import TokenizerFile
+from penstock_server.transform import Transform
 
-FILE_NAME = "penstock.toml"
-Kind = Literal["tokens", "text", "prompt_response"]
+Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
-_KINDS: dict[Kind, tuple[str, ...]] = {
+TENSOR_NAMES = {
+    f"{side}{name}"
+    for side in ("", "chosen_", "rejected_")
+    for name in "input_ids lengths prompt_lengths loss_mask labels label_lengths attention_mask position_ids".split()
+} | {"document_starts", "cu_seqlens"}
+FEATURES: Mapping[Kind, tuple[str, ...]] = {
     "tokens": ("tokens",),
-    "prompt_response": ("prompt", "response"),
-    "text": ("text",),
+    "text": ("tokens",),
+    "prompt_response": ("tokens",),
+    "messages": ("tokens",),
+    "preference": ("chosen", "rejected"),
 }
-_TOKEN_COLUMNS = ("input_ids", "tokens")
-_COLUMN_KEYS = ("tokens", "text", "prompt", "response")
-_OPTION_KEYS = ("tokenizer", "eos", "pad", "vocab_size", "on_bad_row")
-_EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
-_PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerFile:
-    """A `tokenizers` file and what it holds; `digest` is the hash of its bytes."""
+class Column:
+    """A column that travels beside the tokens, under a name and as values of one type, whatever shards have."""
 
-    path: Path
-    digest: str
-    tokenizer: Tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    name: str
+    field: Field
+    type: pa.DataType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """How rows become tokens. Equal identities make equal tokens of equal rows.
 
-    `columns` are the columns read: one of text, one of token ids, or prompt and response. `vocab_size` bounds the ids
-    of pre-tokenized rows, None if nothing is known of them. `eos_id` closes a text or a response, None for nothing;
-    pre-tokenized rows that end with it are left as they are.
+    kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
+                  and rejected
+    vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
+    bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
+    eos_id        closes a text or a response, likewise
+    chat          renders messages
+    columns       what travels beside the tokens
+    filter        which rows are served; None for all
+    validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
+    max_bad_share more bad rows than this share of all are not substituted: the dataset is refused
     """
 
     kind: Kind
-    columns: tuple[str, ...]
-    tokenizer: TokenizerFile | None
-    vocab_size: int | None
-    eos_id: int | None
-    pad_id: int
-    on_bad_row: Literal["fail", "substitute"]
+    fields: tuple[tuple[str, Field], ...]
+    tokenizer: TokenizerFile | None = None
+    vocab_size: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int = 0
+    chat: ChatTemplate | None = None
+    columns: tuple[Column, ...] = ()
+    filter: Filter | None = None
+    transform: Transform | None = None
+    validation: float = 0.005
+    split_by: Field | None = None
+    on_bad_row: Literal["fail", "substitute"] = "fail"
+    max_bad_share: float = 0.01
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The token lists that a row becomes."""
+        return FEATURES[self.kind]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether only parts of a row are learned: responses, not prompts."""
+        return self.kind in ("prompt_response", "messages", "preference")
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """The top-level columns that the tokens are made of."""
+        return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))
+
+    @property
+    def read_columns(self) -> list[str] | None:
+        """The top-level columns that are read from a shard; None for all, which a transform may use."""
+        if self.transform:
+            return None
+        sources = [source for _, source in self.fields] + [column.field for column in self.columns]
+        names = [name for source in (*sources, *([self.split_by] if self.split_by else ())) for name in source.columns]
+        return list(dict.fromkeys([*names, *(self.filter.columns if self.filter else ())]))
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that changes a token. `on_bad_row` is not in it: to change it never changes a batch that was served."""
+        """All that changes a row's tokens or what travels with them."""
         return {
             "kind": self.kind,
-            "columns": list(self.columns),
+            "fields": [[role, source.text] for role, source in self.fields],
             "tokenizer": self.tokenizer.digest if self.tokenizer else None,
             "vocab_size": self.vocab_size,
+            "bos_id": self.bos_id,
             "eos_id": self.eos_id,
             "pad_id": self.pad_id,
+            "chat": self.chat.digest if self.chat else None,
+            "columns": [[column.name, str(column.type)] for column in self.columns],
+            "filter": self.filter.text if self.filter else None,
+            "transform": self.transform.digest if self.transform else None,
+            "split_by": self.split_by.text if self.split_by else None,
         }
+
+    def check(self, schema: pa.Schema) -> None:
+        """Whether data of this schema has all that is read. Raises FieldError: it has not."""
+        for role, source in self.fields:
+            check_field(self.kind, role, source, schema)
+        for column in self.columns:
+            if column.field.type(schema) != column.type:
+                raise FieldError(f"column {column.name!r} is {column.field.type(schema)}, but {column.type} in the first shard")
 
     def describe(self) -> str:
         """The recipe in a line, for people."""
-        parts = [" + ".join(self.columns)]
+        parts = [" + ".join(source.text for _, source in self.fields).replace("\n", "\\n")]
         if self.tokenizer:
             parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids)")
         elif self.vocab_size:
             parts.append(f"pre-tokenized, ids below {self.vocab_size:,}")
         else:
             parts.append("pre-tokenized")
-        if self.kind != "tokens":
+        if self.chat:
+            parts.append(f"chat template {self.chat.digest[:8]}")
+        elif self.kind != "tokens":
             parts.append("no EOS" if self.eos_id is None else f"EOS {self.eos_id}")
+        if self.filter:
+            parts.append(f"where {self.filter.text}")
+        if self.transform:
+            parts.append(f"transform {self.transform.name}")
+        if self.columns:
+            parts.append(f"with {', '.join(column.name for column in self.columns)}")
         return ", ".join(parts)
 
 
-def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
-    """The recipe of a dataset folder whose first shard has this schema.
+def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None:
+    """Whether a field can play a role. Raises FieldError: it is not there, or of a type that will not do."""
+    type_ = source.type(schema)
+    fits = {
+        "tokens": is_tokens(type_),
+        "text": is_text(type_),
+        "prompt_response": is_text(type_),
+        "messages": is_messages(type_),
+        "preference": is_text(type_) or is_messages(type_),
+    }
+    wanted = {"tokens": "lists of integers", "messages": "lists of messages, each with a role and a content"}
+    wanted["preference"] = "text or lists of messages"
+    if not fits[kind]:
+        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted.get(kind, 'text')}")
 
-    Raises DatasetRefused: penstock.toml is wrong, no column can be used, or a tokenizer is missing or is none.
-    """
-    given = _read_file(folder)
-    kind, columns = _columns(folder, given, schema)
-    path = folder / given["tokenizer"] if "tokenizer" in given else None if kind == "tokens" else default_tokenizer
-    if path is None and kind != "tokens":
-        raise DatasetRefused(
-            f"the data is text (column {' and '.join(columns)}) and no tokenizer is given. Start with --tokenizer FILE (a "
-            f'tokenizer.json), or name one in {folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
+
+def travelling(name: str, schema: pa.Schema) -> Column:
+    """The column of that name: numbers, lists of a fixed number of them, text or bytes. Raises FieldError: it cannot travel."""
+    source = Field.parse(name, schema)
+    type_ = source.type(schema)
+    if name in TENSOR_NAMES:
+        raise FieldError(f"column {name!r} cannot travel: a batch has a tensor of that name. Rename the column")
+    item = type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
+    number = pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
+    text = is_text(item) or pa.types.is_binary(item) or pa.types.is_large_binary(item)
+    if not (number or (text and not pa.types.is_fixed_size_list(type_))):
+        raise FieldError(
+            f"column {name!r} is {type_} and cannot travel; numbers, lists of a fixed number of them, text and bytes can"
         )
-    tokenizer = load_tokenizer(path) if path else None
-    vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
-    # Pre-tokenized rows are taken as they are, unless the recipe says what closes them.
-    eos_id = None if kind == "tokens" and "eos" not in given else _eos(folder, given, tokenizer, vocab_size)
-    return Recipe(
-        kind=kind,
-        columns=columns,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        eos_id=eos_id,
-        pad_id=_pad(folder, given, tokenizer, vocab_size, eos_id),
-        on_bad_row=given.get("on_bad_row", "fail"),
-    )
-
-
-def load_tokenizer(path: Path) -> TokenizerFile:
-    """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both.
-
-    Raises DatasetRefused: there is no such file, or it is no tokenizer.
-    """
-    try:
-        return _load_tokenizer(path.resolve(strict=True))
-    except OSError as error:
-        raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. Check the path.") from error
-
-
-@lru_cache(maxsize=64)
-def _load_tokenizer(path: Path) -> TokenizerFile:
-    content = path.read_bytes()
-    try:
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exception
-        raise DatasetRefused(
-            f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes."
-        ) from error
-    if not tokenizer.get_vocab_size():
-        raise DatasetRefused(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return TokenizerFile(path, blake2b(content, digest_size=16).hexdigest(), tokenizer)
-
-
-def is_text(type_: pa.DataType) -> bool:
-    """Whether a column of this type holds text."""
-    if pa.types.is_dictionary(type_):
-        return is_text(type_.value_type)
-    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
-
-
-def is_tokens(type_: pa.DataType) -> bool:
-    """Whether a column of this type holds lists of integers."""
-    is_list = pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)
-    return bool(is_list and pa.types.is_integer(type_.value_type))
-
-
-def check_columns(kind: Kind, columns: tuple[str, ...], schema: pa.Schema, where: Path) -> None:
-    """Whether a shard has the recipe's columns, of the right type.
-
-    Raises DatasetRefused: it does not.
-    """
-    fits, wanted = (is_tokens, "lists of integers") if kind == "tokens" else (is_text, "text")
-    for column in columns:
-        if column not in schema.names:
-            raise DatasetRefused(
-                f"{where} has no column {column!r}, which the recipe reads; it has: {', '.join(schema.names)}."
-                f"{_hint(column, schema.names)} Mend {FILE_NAME}, or give all shards of a dataset the same columns."
-            )
-        if schema.names.count(column) > 1:
-            raise DatasetRefused(f"{where} has {schema.names.count(column)} columns {column!r}. Rename all but one.")
-        if not fits(schema.field(column).type):
-            raise DatasetRefused(
-                f"{where}: column {column!r} is {schema.field(column).type}, but the recipe reads {wanted}. "
-                f"Give all shards of a dataset the same schema, or move this one to a folder of its own."
-            )
-
-
-def _read_file(folder: Path) -> dict[str, Any]:
-    path = folder / FILE_NAME
-    if not path.exists():
-        return {}
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
-    keys = _COLUMN_KEYS + _OPTION_KEYS
-    problems = [f"unknown key {key!r}.{_hint(key, keys)}".rstrip(".") for key in given if key not in keys]
-    problems += [
-        f"{key} must be a text, not {given[key]!r}"
-        for key in (*_COLUMN_KEYS, "tokenizer")
-        if key in given and not isinstance(given[key], str)
-    ]
-    size = given.get("vocab_size", 1)
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 2**32:
-        problems.append(f"vocab_size must be a whole number from 1 to {2**32:,}, not {size!r}")
-    if given.get("on_bad_row", "fail") not in ("fail", "substitute"):
-        problems.append(f'on_bad_row must be "fail" or "substitute", not {given["on_bad_row"]!r}')
-    if "tokenizer" in given and "vocab_size" in given:
-        problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
-    if problems:
-        raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {', '.join(keys)}.")
-    return given
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _columns(folder: Path, given: dict[str, Any], schema: pa.Schema) -> tuple[Kind, tuple[str, ...]]:
-    named = {key: given[key] for key in _COLUMN_KEYS if key in given}
-    if named:
-        for kind, keys in _KINDS.items():
-            if set(keys) == set(named):
-                columns = tuple(named[key] for key in keys)
-                check_columns(kind, columns, schema, folder)
-                return kind, columns
-        raise DatasetRefused(
-            f"{folder / FILE_NAME} names the columns {', '.join(named)}; name tokens, or text, or prompt and response."
-        )
-    usable = {field.name for field in schema if is_text(field.type)}
-    tokens = {field.name for field in schema if is_tokens(field.type)}
-    for name in _TOKEN_COLUMNS:
-        if name in tokens:
-            return "tokens", (name,)
-    if "text" in usable:
-        return "text", ("text",)
-    if {"prompt", "response"} <= usable:
-        return "prompt_response", ("prompt", "response")
-    fields = [f"{field.name} ({field.type})" for field in schema]
-    found = ", ".join(fields[:8] + [f"and {len(fields) - 8} more"] * (len(fields) > 8)) or "none"
-    raise DatasetRefused(
-        f"{folder.name}: no column can be used. Expected input_ids or tokens (lists of integers), text, or prompt and "
-        f'response; found: {found}. Name the columns in {folder / FILE_NAME}, for example: text = "content".'
-    )
-
-
-def _eos(folder: Path, given: dict[str, Any], tokenizer: TokenizerFile | None, vocab_size: int | None) -> int | None:
-    if given.get("eos") is False:
-        return None
-    if "eos" in given:
-        return _token_id(folder, "eos", given["eos"], tokenizer, vocab_size)
-    for name in _EOS_NAMES:
-        if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
-            return found
-    raise DatasetRefused(
-        f"{folder.name}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name it in "
-        f'{folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
-    )
-
-
-def _pad(
-    folder: Path, given: dict[str, Any], tokenizer: TokenizerFile | None, vocab_size: int | None, eos_id: int | None
-) -> int:
-    if "pad" in given:
-        return _token_id(folder, "pad", given["pad"], tokenizer, vocab_size)
-    for name in _PAD_NAMES:
-        if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
-            return found
-    return 0 if eos_id is None else eos_id
-
-
-def _token_id(folder: Path, key: str, token: object, tokenizer: TokenizerFile | None, vocab_size: int | None) -> int:
-    size = vocab_size or 2**32
-    if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < size:
-        return token
-    if isinstance(token, str) and tokenizer and (found := tokenizer.tokenizer.token_to_id(token)) is not None:
-        return found
-    raise DatasetRefused(
-        f"{folder / FILE_NAME}: {key} = {token!r} is no token of the vocabulary, of {size:,} ids. Name "
-        f"one that it has, by its text or id, or leave {key} out."
-    )
+    return Column(name, source, type_)

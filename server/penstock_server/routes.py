@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
@@ -15,13 +14,13 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
-from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather
+from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather, load
+from penstock_server.block import Block
 from penstock_server.catalog import Catalog, Dataset
-from penstock_server.lookup import find_row, show_row
+from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
-from penstock_server.readable import as_json
-from penstock_server.store import Block
+from penstock_server.readable import as_json, provenance_of
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
@@ -67,11 +66,15 @@ def make_router(catalog: Catalog) -> APIRouter:
 
     def plan_of(request: Request, dataset: str, *own: str) -> Plan:
         pairs = [(name, value) for name, value in request.query_params.multi_items() if name not in own]
-        return catalog[dataset].plan(Spec.from_query(pairs))
+        return catalog.plan(dataset, Spec.from_query(pairs))
+
+    def check_parameters(request: Request, *known: str) -> None:
+        if unknown := [name for name in request.query_params if name not in known]:
+            takes = f"takes {' and '.join(known)}" if known else "takes no parameter"
+            raise BadParameter(f"{', '.join(unknown)}: this URL {takes}. Remove the rest of what follows the '?'.")
 
     def no_parameters(request: Request) -> None:
-        if request.query_params:
-            raise BadParameter(f"{', '.join(request.query_params)}: this URL takes no parameter. Remove what follows the '?'.")
+        check_parameters(request)
 
     plain = [Depends(no_parameters)]
 
@@ -90,15 +93,17 @@ def make_router(catalog: Catalog) -> APIRouter:
     def show_spec(request: Request, dataset: Name) -> dict[str, Any]:
         """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
         plan = plan_of(request, dataset)
+        plan.check_room()
         tensors = [
             {"name": tensor.name, "dtype": tensor.dtype, "shape": shape}
             for tensor, shape in zip(plan.tensors, plan.shapes, strict=True)
         ]
         return {
-            "snapshot": plan.snapshot.fingerprint,
+            "snapshot": plan.snapshot,
             "num_steps": plan.schedule.num_steps,
             "num_sequences": plan.schedule.num_positions,
-            "vocab_size": plan.snapshot.vocab_size,
+            "vocab_size": plan.vocab_size,
+            "padding": plan.padding,
             "tensors": tensors,
             "spec": plan.spec.to_dict(),
         }
@@ -130,19 +135,17 @@ def make_router(catalog: Catalog) -> APIRouter:
         stop = stop or plan.schedule.num_steps
         if start >= stop:
             raise BadParameter(f"start={start} must be below stop={stop}: a run has at least one step.")
-        plan.schedule.check(stop - 1, rank)  # before the first byte is sent
+        plan.check(epoch, stop - 1, rank)  # before the first byte is sent
         return await _respond(request, plan, epoch, rank, range(start, stop, stride), format)
 
     @router.get(batches + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
         """For each sequence of a batch the rows it is made of."""
         plan = plan_of(request, dataset)
+        plan.check(epoch, step, rank)
         [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
-        [sequences] = gather(chunk, plan.blocks.get(chunk.needed))
-        lines = [
-            {"index": index, "sources": [asdict(source) for source in sequence.sources(plan.snapshot)]}
-            for index, sequence in enumerate(sequences)
-        ]
+        [sequences] = gather(chunk, load(chunk))
+        lines = [{"index": index, "sources": provenance_of(sequence)} for index, sequence in enumerate(sequences)]
         return {"step": step, "rank": rank, "sequences": lines}
 
     @router.get("/{dataset}/rows/{row}", summary="One row", tags=["rows"], dependencies=plain)
@@ -158,13 +161,24 @@ def make_router(catalog: Catalog) -> APIRouter:
         epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
     ) -> dict[str, Any]:
         """Every (step, rank, index) at which an epoch shows a row or a part of it."""
-        return {"occurrences": find_row(plan_of(request, dataset, "epoch"), row, epoch)}
+        return {"occurrences": find_row(plan_of(request, dataset, "epoch"), dataset, row, epoch)}
+
+    @router.get("/{dataset}/quarantine", summary="What is bad in a dataset", tags=["datasets"])
+    def quarantine(
+        request: Request,
+        dataset: Name,
+        start: Annotated[int, Query(ge=0, description="leave out so many rows")] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000, description="list so many rows at most")] = 1000,
+    ) -> dict[str, Any]:
+        """Rows that cannot be used and row groups that cannot be read, with the reasons; those that were met so far."""
+        check_parameters(request, "start", "limit")
+        return show_quarantine(catalog[dataset], start, limit)
 
     return router
 
 
 async def _respond(request: Request, plan: Plan, epoch: int, rank: int, steps: range, format: str) -> Response:
-    plan.schedule.check(steps[0], rank)  # an address that does not exist has no ETag either
+    plan.check(epoch, steps[0], rank)  # an address that does not exist has no ETag either
     headers = {"ETag": _etag(plan, epoch, rank, steps, format), "Cache-Control": _cache_control(request)}
     if _matches(request, headers["ETag"]):
         return Response(status_code=304, headers=headers)
@@ -218,7 +232,8 @@ def _describe(dataset: Dataset) -> dict[str, Any]:
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
         "index": dict(zip(("blocks_done", "blocks"), dataset.index.progress(), strict=True)),
-        "columns": list(snapshot.recipe.columns),
+        "bad_rows": {"known": dataset.blocks.quarantine.num_bad_rows, "on_bad_row": snapshot.recipe.on_bad_row},
+        "columns": list(snapshot.recipe.token_columns),
         "recipe": snapshot.recipe.describe(),
         "token_dtype": snapshot.token_dtype,
         "snapshot": snapshot.fingerprint,

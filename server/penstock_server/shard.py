@@ -12,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock_server.fields import FieldError
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipe import Recipe, check_columns
+from penstock_server.recipe import Recipe
 
 _MAGIC = b"PAR1"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -24,9 +25,9 @@ class Shard:
     """One Parquet file as its footer describes it.
 
     `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for
-    byte, and yet other tokens. Of the recipe's columns, `bytes_per_group[g]` is the size in row group g, uncompressed,
-    `null_rows[g]` the number of rows known to be null, and `token_range` the least and the largest token id of the file,
-    None where the writer left no statistics.
+    byte, and yet other tokens. Of the columns that the recipe reads, `bytes_per_group[g]` is the size in row group g,
+    uncompressed, `null_rows[g]` the number of rows known to be null, and `token_range` the least and the largest token id of
+    the file, None where the footer does not tell.
     """
 
     path: Path
@@ -47,7 +48,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     _check_footer(path)
     stat = path.stat()
     metadata = _metadata(path)
-    check_columns(recipe.kind, recipe.columns, metadata.schema.to_arrow_schema(), path)
+    _check_columns(path, metadata.schema.to_arrow_schema(), recipe)
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     return Shard(
         path=path,
@@ -57,7 +58,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         rows_per_group=tuple(g.num_rows for g in groups),
         bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
-        token_range=_token_range(metadata, recipe) if recipe.kind == "tokens" else None,
+        token_range=_token_range(metadata, recipe),
     )
 
 
@@ -118,6 +119,18 @@ def _metadata(path: Path) -> pq.FileMetaData:
         raise _refused(path, f"has a damaged footer: {reason}") from error
 
 
+def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
+    if recipe.transform:
+        return  # what it makes of the columns is seen when a block is made
+    try:
+        recipe.check(schema)
+    except FieldError as error:
+        raise DatasetRefused(
+            f"{path}: {error}. Give all shards of a dataset the same columns, mend penstock.toml, or move this one to a folder "
+            f"of its own."
+        ) from error
+
+
 def _refused(path: Path, what: str) -> DatasetRefused:
     return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
 
@@ -137,22 +150,29 @@ def _file_digest(path: Path, size: int) -> str:
 
 
 def _bytes(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
-    columns = [group.column(c) for c in range(group.num_columns)]
-    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in recipe.columns)
+    columns, read = [group.column(c) for c in range(group.num_columns)], recipe.read_columns
+    # A column's own name may hold a dot.
+    names = [(c, {c.path_in_schema, c.path_in_schema.split(".")[0]}) for c in columns]
+    return sum(c.total_uncompressed_size for c, name in names if read is None or not name.isdisjoint(read))
 
 
 def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
-    """Rows of a group that the footer knows to be null. In nested columns a null may as well be an empty list."""
-    if recipe.kind == "tokens":
+    """Rows of a group that the footer knows to be null and to be served."""
+    # In nested columns a null may as well be an empty list, and what a filter leaves out may be null.
+    if recipe.transform or recipe.filter or recipe.kind == "tokens":
         return 0
     columns = [group.column(c) for c in range(group.num_columns)]
-    found = [c.statistics for c in columns if c.path_in_schema in recipe.columns]
+    found = [c.statistics for c in columns if c.path_in_schema in recipe.token_columns and c.physical_type == "BYTE_ARRAY"]
     return max((s.null_count for s in found if s and s.has_null_count), default=0)
 
 
 def _token_range(metadata: pq.FileMetaData, recipe: Recipe) -> tuple[int, int] | None:
     """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
-    [name] = recipe.columns
+    if recipe.kind != "tokens" or recipe.transform:
+        return None
+    name = recipe.fields[0][1].text
+    if name not in recipe.token_columns:
+        return None  # inside a struct
     leaves = [metadata.schema.column(c) for c in range(metadata.num_columns)]
     # A flat column called "tokens.n" is no part of the lists in "tokens".
     [leaf] = [c for c, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.") and leaf.max_repetition_level == 1][:1]

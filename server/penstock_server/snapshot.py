@@ -6,15 +6,18 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from penstock_server.best_fit import pools_of
 from penstock_server.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipe import Recipe, read_recipe
+from penstock_server.recipe import Recipe
+from penstock_server.recipe_file import read_recipe
 from penstock_server.shard import Shard, read_schema, read_shard
 
 _FOOTER_THREADS = 16  # waiting for disks, not for cores
@@ -26,10 +29,11 @@ _BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
 class BlockAddress:
     """Where a block lies: rows [first_row, first_row + num_rows) of one row group of one shard.
 
-    `group` is the number of the row group among all, `number` that of the block among the group's, each of which has
-    `rows_per_block` rows but the last.
+    `index` is its number among all blocks, `group` that of its row group among all, `number` its number in the group, whose
+    blocks have `rows_per_block` rows each but the last.
     """
 
+    index: int
     shard: Shard
     row_group: int
     first_row: int
@@ -37,6 +41,11 @@ class BlockAddress:
     group: int
     number: int
     rows_per_block: int
+
+    @property
+    def first_row_in_shard(self) -> int:
+        """The number of its first row in the whole shard."""
+        return sum(self.shard.rows_per_group[: self.row_group]) + self.first_row
 
     @property
     def nbytes(self) -> int:
@@ -48,8 +57,9 @@ class Snapshot:
     """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.
 
     fingerprint      16 hex digits over the shards (name, size, digest) and the recipe
-    rows_per_block   shape [num_blocks], in the order of shards, row groups and rows
+    rows_per_block   shape [num_blocks], in the order of shards, row groups and rows; before any filter
     blocks_per_group shape [num_groups]: a row group is one block, a very large one several
+    first_block_of_shard shape [num_shards + 1]: where each shard's blocks start, and at last their number
     vocab_size       every token id is below it; None where neither the recipe nor the footers know
     token_bound      ids that are not below it make a bad row
     token_dtype      the smallest of uint16 and uint32 that holds every token id
@@ -64,20 +74,27 @@ class Snapshot:
         self._first_group = starts_of(np.array([len(s.rows_per_group) for s in shards], np.int64))
         self._block_size, self.blocks_per_group = _split(rows, nbytes)
         self._first_block = starts_of(self.blocks_per_group)
+        self.first_block_of_shard = self._first_block[self._first_group]
         group = np.repeat(np.arange(len(rows)), self.blocks_per_group)
         first_row = (np.arange(len(group)) - self._first_block[group]) * self._block_size[group]
         self.rows_per_block: IntArray = np.minimum(self._block_size[group], rows[group] - first_row)
         self._first_row = starts_of(self.rows_per_block)
         self.num_rows = int(self._first_row[-1])
-        self.vocab_size = recipe.vocab_size or _vocab_size(self.shards)
+        self.vocab_size = recipe.vocab_size or _vocab_size(self.shards, recipe)
         self.token_bound = min(self.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
         self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
         content = {
             "version": 1,
             "shards": [[s.path.name, s.size_bytes, s.digest] for s in self.shards],
             "recipe": recipe.identity,
+            "validation": recipe.validation,
         }
         self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def pools(self) -> tuple[IntArray, IntArray]:
+        """How best_fit packs blocks together; see best_fit.pools_of."""
+        return pools_of(self.rows_per_block, self.blocks_per_group)
 
     @property
     def num_blocks(self) -> int:
@@ -95,6 +112,7 @@ class Snapshot:
         shard = int(np.searchsorted(self._first_group, group, side="right")) - 1
         number, size = index - int(self._first_block[group]), int(self._block_size[group])
         return BlockAddress(
+            index=index,
             shard=self.shards[shard],
             row_group=group - int(self._first_group[shard]),
             first_row=number * size,
@@ -103,6 +121,14 @@ class Snapshot:
             number=number,
             rows_per_block=size,
         )
+
+    def first_row_of(self, block: int) -> int:
+        """The number of a block's first row among all rows."""
+        return int(self._first_row[block])
+
+    def blocks_of_shard(self, shard: int) -> range:
+        """The blocks of one shard."""
+        return range(*self.first_block_of_shard[shard : shard + 2].tolist())
 
     def blocks_of_group(self, group: int) -> range:
         """The blocks that a row group is split into."""
@@ -160,9 +186,12 @@ def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
     return size, np.maximum(-(-rows // size), 1)
 
 
-def _vocab_size(shards: Sequence[Shard]) -> int | None:
+def _vocab_size(shards: Sequence[Shard], recipe: Recipe) -> int | None:
     known = [s.token_range for s in shards if s.token_range is not None]
-    return max(high for _, high in known) + 1 if len(known) == len(shards) else None
+    if len(known) < len(shards):
+        return None
+    special = [token for token in (recipe.bos_id, recipe.eos_id, recipe.pad_id) if token is not None]
+    return max(*(high for _, high in known), *special) + 1
 
 
 def _check_rows(snapshot: Snapshot) -> None:
@@ -172,14 +201,15 @@ def _check_rows(snapshot: Snapshot) -> None:
         raise DatasetRefused(f"{snapshot.folder} holds {len(snapshot.shards)} shards and not one row.")
     for shard in snapshot.shards:
         low, high = shard.token_range or (0, 0)
-        if (low < 0 or high >= snapshot.token_bound) and recipe.on_bad_row == "fail":
+        outside = low < 0 or high >= snapshot.token_bound
+        if outside and recipe.on_bad_row == "fail" and recipe.filter is None:
             raise DatasetRefused(
-                f"{shard.path}: column {recipe.columns[0]!r} holds token ids from {low:,} to {high:,}, but ids must be "
+                f"{shard.path}: column {recipe.fields[0][1].text!r} holds token ids from {low:,} to {high:,}, but ids must be "
                 f"from 0 to {snapshot.token_bound - 1:,}. Mend the shard, or set the right vocab_size in penstock.toml."
             )
         for group, nulls in enumerate(shard.null_rows):
             if nulls and recipe.on_bad_row == "fail":
                 raise DatasetRefused(
-                    f"{shard.path}, row group {group}: {nulls:,} rows are null in {' or '.join(recipe.columns)}. Remove "
+                    f"{shard.path}, row group {group}: {nulls:,} rows are null in {' or '.join(recipe.token_columns)}. Remove "
                     f'them, or set on_bad_row = "substitute" in penstock.toml to serve a neighbour in their place.'
                 )

@@ -1,6 +1,6 @@
 """The store: blocks of tokens, in the cache folder and mapped into memory. Made by whoever asks first, once for all.
 
-A block is stored as an uncompressed Arrow IPC stream: one list of tokens a feature and row, and why a row is bad.
+A block is stored as an uncompressed Arrow IPC stream of what `encode` makes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from penstock_server.block import Block
 from penstock_server.cache import CacheFolder
-from penstock_server.encode import REASON
-from penstock_server.order import IntArray
-from penstock_server.packing import Piece
 from penstock_server.problems import Problem
 from penstock_server.read_ahead import ReadAhead
 
@@ -31,64 +25,6 @@ log = logging.getLogger("penstock.store")
 
 _OPEN_BLOCKS = 1024  # maps held; what is computed of a block, such as its stream, is memory
 _TOUCH_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLists:
-    """One list of tokens a row, end to end: row i is values[offsets[i]:offsets[i + 1]]."""
-
-    values: npt.NDArray[np.unsignedinteger[Any]]
-    offsets: IntArray
-
-
-@dataclass(frozen=True)
-class Block:
-    """The tokens of one block's rows, as views of a memory map.
-
-    `features` are "tokens", or "prompt" and "response". `bad` are the rows that cannot be used, with the reasons; they
-    have no tokens.
-    """
-
-    num_rows: int
-    features: dict[str, TokenLists]
-    bad: dict[int, str]
-
-    @classmethod
-    def of(cls, batch: pa.RecordBatch) -> Block:
-        """The block that an encoded record batch holds."""
-        reasons = batch.column(REASON)
-        bad_rows = np.flatnonzero(reasons.is_valid().to_numpy(zero_copy_only=False))
-        lists = {name: batch.column(name) for name in batch.schema.names if name != REASON}
-        return cls(
-            num_rows=batch.num_rows,
-            features={
-                name: TokenLists(column.values.to_numpy(zero_copy_only=True), column.offsets.to_numpy())
-                for name, column in lists.items()
-            },
-            bad={int(row): reasons[int(row)].as_py() for row in bad_rows},
-        )
-
-    @cached_property
-    def stream(self) -> IntArray:
-        """Where each row starts in the block's stream of tokens, shape [num_rows + 1]: its features one behind the other."""
-        if len(self.features) == 1:
-            return next(iter(self.features.values())).offsets
-        starts: IntArray = np.sum([tokens.offsets for tokens in self.features.values()], axis=0, dtype=np.int64)
-        return starts
-
-    def pieces(self, row: int) -> list[Piece]:
-        """The tokens of a row, a piece a feature."""
-        found = []
-        for name, tokens in self.features.items():
-            start, stop = tokens.offsets[row : row + 2].tolist()
-            found.append(Piece(name, tokens.values, start, stop - start))
-        return found
-
-    @cached_property
-    def substitutes(self) -> IntArray:
-        """For each row the row to serve in its place: itself, or the next good one, round the block's end if need be."""
-        good = np.setdiff1d(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
-        return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
 
 
 # Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.

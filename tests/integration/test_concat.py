@@ -184,8 +184,8 @@ def test_the_count_is_made_once_told_while_it_runs_and_kept(serve: Callable[...,
     again = serve(tmp_path / "data", *flags, cache_dir=tmp_path / "cache")
     assert again.json("/v1/datasets/long/spec", packing="concat", seq_len=512)["num_steps"] == len(data)
     again.kill()
-    [index] = (tmp_path / "cache").glob("*.index")
-    index.write_bytes(index.read_bytes()[:-3])
+    [lengths] = (tmp_path / "cache").glob("*.lengths")
+    lengths.write_bytes(lengths.read_bytes()[:-3])
     damaged = serve(tmp_path / "data", *flags, cache_dir=tmp_path / "cache")
     assert damaged.get("/v1/datasets/long/spec", packing="concat").status_code in (200, 503)
     deadline = time.monotonic() + WAIT_SECONDS
@@ -200,7 +200,7 @@ def test_a_bad_row_stops_the_count_or_is_left_out_of_the_stream(serve: Callable[
     folder = write_shards(tmp_path / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=10)
     with serve(tmp_path) as server, pytest.raises(DataError, match="row 7 of row group 0 in part-000.parquet is empty"):
         dataset(server, dataset="holes", seq_len=2)
-    (folder / "penstock.toml").write_text('on_bad_row = "substitute"')
+    (folder / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
     cache = tmp_path / "cache"
     with serve(tmp_path, cache_dir=cache) as server:
         served = lines(dataset(server, dataset="holes", seq_len=2, batch_size=1, shuffle="none"))
@@ -228,7 +228,7 @@ def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sequence_too
 
 def test_what_has_no_stream_is_refused(server: Server) -> None:
     problem = server.get("/v1/datasets/pairs/spec", packing="concat", task="seq2seq").json()
-    assert "packing=concat makes one stream of tokens" in problem["detail"]
+    assert "task=seq2seq goes with packing=rows only" in problem["detail"]
 
 
 @needs_real_data

@@ -22,7 +22,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     write_pairs(data / "pairs", [("the dog", "jumps"), ("a fox", "runs")])
     rows = [[1], [], [3], [], []]
     holes = write_shards(data / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
-    (holes / "penstock.toml").write_text('on_bad_row = "substitute"')
+    (holes / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
     return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
 
 
@@ -49,10 +49,11 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
 
 def test_a_row_shows_its_place_tokens_and_text(server: Server) -> None:
     row = server.json("/v1/datasets/numbers/rows/40")
-    assert row == {"row": 40, "shard": "part-001.parquet", "row_group": 0, "row_in_group": 6, "tokens": [40] + [1] * 5}
+    place = {"row": 40, "shard": "part-001.parquet", "row_group": 0, "row_in_group": 6, "split": "train"}
+    assert row == {**place, "tokens": [40] + [1] * 5}
     pair = server.json("/v1/datasets/pairs/rows/1")
-    assert (pair["prompt"], pair["response"]) == ("a fox", "runs<|endoftext|>")
-    assert len(pair["prompt_tokens"]) >= 1
+    assert [(turn["learned"], turn["text"]) for turn in pair["turns"]] == [(False, "a fox"), (True, "runs<|endoftext|>")]
+    assert sum(turn["num_tokens"] for turn in pair["turns"]) == len(pair["tokens"])
 
 
 def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server) -> None:
@@ -65,7 +66,7 @@ def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server)
 
 def test_a_block_without_a_usable_row_is_shown_nowhere(serve: Callable[..., Server], tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
-    (folder / "penstock.toml").write_text('on_bad_row = "substitute"')
+    (folder / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
     with serve(tmp_path) as server:
         assert server.json("/v1/datasets/void/rows/1/schedule", batch_size=1) == {"occurrences": []}
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock_server.recipe import read_recipe
+from penstock_server.recipe_file import read_recipe
 from serving import Server
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
     assert set(optional) == {"eos", "pad", "on_bad_row"}
     (folder / "penstock.toml").write_text(toml.replace("\n# ", "\n"))
     assert read_recipe(folder, pq.read_schema(folder / "a.parquet"), None).on_bad_row == "substitute"
-    assert (recipe.columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
+    assert (recipe.token_columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
 
 
 def test_every_file_it_points_to_is_there() -> None:

@@ -14,11 +14,12 @@ from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server import encode
 from penstock_server import snapshot as snapshot_module
 from penstock_server import store as store_module
+from penstock_server.block import Block
 from penstock_server.blocks import Blocks
 from penstock_server.cache import CacheFolder
 from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.snapshot import open_snapshot
-from penstock_server.store import Block, BlockStore
+from penstock_server.store import BlockStore
 
 
 @pytest.fixture
@@ -38,8 +39,9 @@ def open_blocks(data: Path, cache_dir: Path) -> Callable[[], Blocks]:
 
 
 def rows_of(block: Block) -> list[list[int]]:
-    tokens = block.features["tokens"]
-    return [part.tolist() for part in np.split(tokens.values, tokens.offsets[1:-1])]
+    tokens = block.features["tokens"].tokens
+    spans = zip(tokens.starts.tolist(), tokens.lengths.tolist(), strict=True)
+    return [tokens.values[start : start + length].tolist() for start, length in spans]
 
 
 @pytest.fixture

@@ -6,8 +6,13 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from corpora import EOS, write_tokenizer
-from penstock_server.encode import encode
-from penstock_server.recipe import Kind, Recipe, TokenizerFile, load_tokenizer
+from penstock_server import encode as encode_module
+from penstock_server.encode import Place
+from penstock_server.fields import Field
+from penstock_server.recipe import Kind, Recipe
+from penstock_server.tokenizer import TokenizerFile, load_tokenizer
+
+ROLES: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "text": ("text",), "prompt_response": ("prompt", "response")}
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +21,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
 
 
 def recipe(kind: Kind, *columns: str, tokenizer: TokenizerFile | None = None, eos_id: int | None = None) -> Recipe:
-    return Recipe(
-        kind=kind, columns=columns, tokenizer=tokenizer, vocab_size=None, eos_id=eos_id, pad_id=0, on_bad_row="fail"
-    )  # fmt: skip
+    fields = tuple((role, Field(column, (("", (column,)),))) for role, column in zip(ROLES[kind], columns, strict=True))
+    return Recipe(kind=kind, fields=fields, tokenizer=tokenizer, eos_id=eos_id)
+
+
+def encode(rows: pa.Table, recipe: Recipe, token_dtype: str, token_bound: int) -> pa.RecordBatch:
+    [batch] = rows.combine_chunks().to_batches()
+    return encode_module.encode(batch, recipe, token_dtype, token_bound, Place("part.parquet", 0))
 
 
 def test_text_is_what_tokenizers_gives_and_an_eos(tokenizer: TokenizerFile) -> None:
@@ -33,8 +42,8 @@ def test_the_eos_closes_the_response_and_not_the_prompt(tokenizer: TokenizerFile
     table = pa.table({"q": ["fox"], "a": ["dog"]})
     batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)
     direct = tokenizer.tokenizer
-    assert batch["prompt"].to_pylist() == [direct.encode("fox").ids]
-    assert batch["response"].to_pylist() == [[*direct.encode("dog").ids, 0]]
+    assert batch["tokens"].to_pylist() == [[*direct.encode("fox").ids, *direct.encode("dog").ids, 0]]
+    assert batch["tokens_turns"].to_pylist() == [[len(direct.encode("fox").ids), len(direct.encode("dog").ids) + 1]]
 
 
 @pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
@@ -63,7 +72,7 @@ def test_a_pair_is_bad_as_a_whole(tokenizer: TokenizerFile) -> None:
     table = pa.table({"q": ["fox", "fox"], "a": ["", "dog"]})
     batch = encode(table, recipe("prompt_response", "q", "a", tokenizer=tokenizer, eos_id=0), "uint16", 400)
     assert batch["bad"].to_pylist() == ["a is empty", None]
-    assert batch["prompt"].to_pylist()[0] is None
+    assert batch["tokens"].to_pylist()[0] is None
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
     write_shards(data, "content", [["one"]], type_=pa.string(), row_group_size=1)
     (data / "penstock.toml").write_text('text = "content"\ntokenizer = "../tokenizer.json"\neos = false\npad = 7\n')
     recipe = snapshot_of(data).recipe
-    assert (recipe.kind, recipe.columns, recipe.eos_id, recipe.pad_id) == ("text", ("content",), None, 7)
+    assert (recipe.kind, recipe.token_columns, recipe.eos_id, recipe.pad_id) == ("text", ("content",), None, 7)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
         ('txet = "content"', "unknown key 'txet'.*Known keys: tokens, text"),
         ("text = 3", "text must be a text, not 3"),
         ('prompt = "text"', "name tokens, or text, or prompt and response"),
-        ('text = "body"', "no column 'body', which the recipe reads; it has: text"),
-        ('tokens = "text"', "'text' is string, but the recipe reads lists of integers"),
+        ('text = "body"', "no column 'body'; there are: text"),
+        ('tokens = "text"', "'text' is string, but tokens must be lists of integers"),
         ('tokenizer = "none.json"', "none.json cannot be read: No such file"),
         ('eos = "<nope>"', "eos = '<nope>' is no token of the vocabulary"),
         ("eos = 4000", "eos = 4000 is no token of the vocabulary"),
@@ -143,8 +143,8 @@ def test_shards_whose_schemas_differ_are_refused_with_file_and_column(data: Path
     pq.write_table(pa.table({"body": ["one"]}), data / "part-2.parquet")
     with pytest.raises(DatasetRefused) as caught:
         snapshot_of(data, tokenizer)
-    assert "part-1.parquet: column 'text' is int64, but the recipe reads text" in str(caught.value)
-    assert "part-2.parquet has no column 'text'" in str(caught.value)
+    assert "part-1.parquet: column 'text' is int64, but text must be text" in str(caught.value)
+    assert "part-2.parquet: there is no column 'text'" in str(caught.value)
 
 
 @pytest.mark.parametrize("broken_first", [True, False])
@@ -228,10 +228,10 @@ def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(
 def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) -> None:
     data.mkdir()
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), data / "a.parquet")
-    with pytest.raises(DatasetRefused, match=r"2 columns 'text'"):
+    with pytest.raises(DatasetRefused, match=r"2 columns are called 'text'"):
         snapshot_of(data, tokenizer)
     pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "k", "k"]), data / "a.parquet")
-    assert snapshot_of(data, tokenizer).recipe.columns == ("text",)
+    assert snapshot_of(data, tokenizer).recipe.token_columns == ("text",)
 
 
 def test_a_tokenizer_that_was_never_trained_is_refused(data: Path, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_blocks_are_row_groups_in_the_order_of_shards(data: Path) -> None:
 def test_prompts_and_responses_are_opened_together(data: Path, tokenizer: Path) -> None:
     write_pairs(data, [("a", "b"), ("c", "d")])
     snapshot = snapshot_of(data, tokenizer)
-    assert (snapshot.recipe.columns, snapshot.num_rows) == (("prompt", "response"), 2)
+    assert (snapshot.recipe.token_columns, snapshot.num_rows) == (("prompt", "response"), 2)
     assert np.array_equal(snapshot.rows_per_block, [2])
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.order import EpochOrder, IntArray, Schedule, key, permute, unpermute
+from penstock_server.order import EpochOrder, IntArray, key, permute, unpermute
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
+from penstock_server.schedule import Schedule
 
 keys = st.integers(0, 2**64 - 1)
 
@@ -78,8 +79,8 @@ def test_the_blocks_of_a_row_group_stay_together(counts: IntArray, seed: int, wi
     groups = groups_of(counts, seed)
     order = EpochOrder(counts, groups, shuffle="window", window=window, seed=seed, epoch=0)
     stops = np.cumsum(groups)
-    of_block = np.searchsorted(stops, order._blocks, side="right")
-    assert sorted(order._blocks.tolist()) == list(range(len(counts)))
+    of_block = np.searchsorted(stops, order._pools, side="right")
+    assert sorted(order._pools.tolist()) == list(range(len(counts)))
     assert len(list(itertools.groupby(of_block.tolist()))) == len(groups)
 
 
@@ -122,11 +123,11 @@ def test_a_position_lies_in_its_window_and_its_block_among_the_windows_blocks(co
     blocks, _ = order.sequences(np.arange(order.num_sequences))
     last = order.window(order.num_sequences - 1)
     for position, block in enumerate(blocks.tolist()):
-        assert block in order.blocks_of_window(order.window(position))
-    listed = [block for number in range(last + 1) for block in order.blocks_of_window(number).tolist()]
+        assert block in order.pools_of_window(order.window(position))
+    listed = [block for number in range(last + 1) for block in order.pools_of_window(number).tolist()]
     assert set(np.flatnonzero(counts).tolist()) <= set(listed)
     assert len(set(listed)) == len(listed)
-    assert len(order.blocks_of_window(last + 1)) == 0
+    assert len(order.pools_of_window(last + 1)) == 0
 
 
 def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:

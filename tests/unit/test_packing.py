@@ -1,15 +1,19 @@
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.packing import Concat, Piece, Rows, fill, fill_mask, truncate
+from penstock_server.best_fit import POOL_ROWS, BestFit, pack, pools_of
+from penstock_server.order import starts_of
+from penstock_server.packing import STREAM, Concat, Packing, Piece, Rows, SplitRows, fill, fill_bits, fill_learned
 
 
 def pieces(*lists: list[int]) -> list[Piece]:
     source = np.array([token for tokens in lists for token in tokens], np.uint16)
     starts = np.cumsum([0, *map(len, lists)]).tolist()
-    return [Piece("tokens", source, start, len(tokens)) for start, tokens in zip(starts, lists, strict=False)]
+    return [Piece(source, start, len(tokens), True) for start, tokens in zip(starts, lists, strict=False)]
 
 
 block_tokens = st.lists(st.integers(0, 30), min_size=1, max_size=12).map(np.array)
@@ -17,11 +21,12 @@ block_tokens = st.lists(st.integers(0, 30), min_size=1, max_size=12).map(np.arra
 
 def ring_positions(packing: Concat, tokens_per_block: npt.NDArray[np.int64]) -> list[list[int]]:
     """The tokens of every sequence by their place on the ring, in the order of blocks."""
-    blocks = np.repeat(np.arange(len(tokens_per_block)), packing.sequences_per_block)
-    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_block.tolist()])
+    blocks = np.repeat(np.arange(len(tokens_per_block)), packing.sequences_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
     block_starts = np.cumsum(tokens_per_block) - tokens_per_block
     made: list[list[int]] = [[] for _ in blocks]
-    for number, block, start, stop in zip(*(part.tolist() for part in packing.spans(blocks, indices)), strict=True):
+    for number, block, row, start, stop in zip(*(part.tolist() for part in packing.spans(blocks, indices)), strict=True):
+        assert row == STREAM
         assert 0 <= start < stop <= tokens_per_block[block]
         made[number].extend(range(int(block_starts[block]) + start, int(block_starts[block]) + stop))
     return made
@@ -31,7 +36,7 @@ def ring_positions(packing: Concat, tokens_per_block: npt.NDArray[np.int64]) -> 
 def test_concat_cuts_the_ring_token_for_token(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     shift = data.draw(st.integers(0, seq_len - 1))
     packing, total = Concat(tokens, seq_len, shift), int(tokens.sum())
-    assert packing.sequences_per_block.sum() == packing.num_sequences == total // seq_len
+    assert packing.sequences_per_pool.sum() == packing.num_sequences == total // seq_len
     sequences = ring_positions(packing, tokens) if packing.num_sequences else []
     assert all(len(sequence) == seq_len for sequence in sequences)
     flat = [position for sequence in sequences for position in sequence]
@@ -42,8 +47,8 @@ def test_concat_cuts_the_ring_token_for_token(tokens: npt.NDArray[np.int64], seq
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
 def test_any_choice_of_sequences_gives_what_all_give(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     packing = Concat(tokens, seq_len, seq_len // 2)
-    blocks = np.repeat(np.arange(len(tokens)), packing.sequences_per_block)
-    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_block.tolist()])
+    blocks = np.repeat(np.arange(len(tokens)), packing.sequences_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
     chosen = np.array(data.draw(st.lists(st.integers(0, max(len(blocks) - 1, 0)), max_size=5)), np.int64)
     chosen = chosen if len(blocks) else chosen[:0]
     alone = packing.spans(blocks[chosen], indices[chosen])
@@ -60,45 +65,123 @@ def test_any_choice_of_sequences_gives_what_all_give(tokens: npt.NDArray[np.int6
 @given(block_tokens.filter(any), st.integers(1, 9), st.data())
 def test_holding_is_the_inverse_of_spans(tokens: npt.NDArray[np.int64], seq_len: int, data: st.DataObject) -> None:
     packing = Concat(tokens, seq_len, data.draw(st.integers(0, seq_len - 1)))
-    blocks = np.repeat(np.arange(len(tokens)), packing.sequences_per_block)
-    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_block.tolist()])
+    blocks = np.repeat(np.arange(len(tokens)), packing.sequences_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
     block = data.draw(st.sampled_from(np.flatnonzero(tokens).tolist()))
     start = data.draw(st.integers(0, int(tokens[block]) - 1))
     stop = data.draw(st.integers(start + 1, int(tokens[block])))
     expected = {
         (int(blocks[owner]), int(indices[owner]))
-        for owner, where, first, last in zip(*(values.tolist() for values in packing.spans(blocks, indices)), strict=True)
+        for owner, where, _, first, last in zip(*(values.tolist() for values in packing.spans(blocks, indices)), strict=True)
         if where == block and first < stop and last > start
     }
-    held = packing.holding(block, start, stop)
+    held = packing.holding(block, 0, start, stop)
     assert set(zip(*(values.tolist() for values in held), strict=True)) == expected
 
 
 def test_a_row_is_a_sequence() -> None:
-    packing = Rows(np.array([2, 0, 3]))
-    assert packing.sequences_per_block.tolist() == [2, 0, 3]
+    packing = Rows(np.array([2, 0, 3]), 9)
+    assert packing.sequences_per_pool.tolist() == [2, 0, 3]
     spans = packing.spans(np.array([2, 0]), np.array([1, 0]))
-    assert [values.tolist() for values in spans] == [[0, 1], [2, 0], [1, 0], [2, 1]]
-    assert [values.tolist() for values in packing.holding(2, 1, 3)] == [[2, 2], [1, 2]]
+    assert [values.tolist() for values in spans] == [[0, 1], [2, 0], [1, 0], [0, 0], [9, 9]]
+    assert [values.tolist() for values in packing.holding(2, 1, 30, 40)] == [[2], [1]]
 
 
-def test_a_mask_marks_the_tokens_of_its_features() -> None:
+# The lengths of the rows of each block; a row of length 0 is a bad one.
+blocks_of_lengths = st.lists(st.lists(st.integers(0, 25), max_size=8).map(np.array), min_size=1, max_size=6).map(
+    lambda blocks: [block.astype(np.int64) for block in blocks]
+)
+
+
+def all_spans(packing: Packing) -> list[list[tuple[int, int, int, int]]]:
+    """What every sequence is made of, as (block, row, start, stop)."""
+    pools = np.repeat(np.arange(len(packing.sequences_per_pool)), packing.sequences_per_pool)
+    indices = np.concatenate([np.arange(n) for n in packing.sequences_per_pool.tolist()])
+    made: list[list[tuple[int, int, int, int]]] = [[] for _ in pools]
+    if len(pools):
+        for sequence, *span in zip(*(values.tolist() for values in packing.spans(pools, indices)), strict=True):
+            made[sequence].append(tuple(span))
+    return made
+
+
+def check_every_token_once(packing: Packing, lengths: list[npt.NDArray[np.int64]], seq_len: int) -> None:
+    seen = {
+        (block, row): np.zeros(length, int) for block, rows in enumerate(lengths) for row, length in enumerate(rows.tolist())
+    }
+    sequences = all_spans(packing)
+    for spans in sequences:
+        assert 0 < sum(min(stop, len(seen[block, row])) - start for block, row, start, stop in spans) <= seq_len
+        for block, row, start, stop in spans:
+            seen[block, row][start:stop] += 1
+    assert all((count == 1).all() for count in seen.values())
+    places = [(pool, i) for pool, n in enumerate(packing.sequences_per_pool.tolist()) for i in range(n)]
+    for (block, row), count in seen.items():
+        held = packing.holding(block, row, 0, len(count))
+        expected = [
+            place for place, spans in zip(places, sequences, strict=True) if (block, row) in {span[:2] for span in spans}
+        ]
+        assert sorted(zip(*(values.tolist() for values in held), strict=True)) == expected
+
+
+@given(blocks_of_lengths, st.integers(1, 12))
+def test_split_rows_give_every_token_once_in_turn(lengths: list[npt.NDArray[np.int64]], seq_len: int) -> None:
+    counts = np.array([SplitRows.count(rows, seq_len).sum() for rows in lengths], np.int64)
+    check_every_token_once(SplitRows(counts, lambda block: lengths[block], seq_len), lengths, seq_len)
+
+
+@given(blocks_of_lengths, st.integers(1, 12), st.data())
+def test_best_fit_loses_no_document_and_repeats_none(
+    lengths: list[npt.NDArray[np.int64]], seq_len: int, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths))))) if len(lengths) > 1 else []
+    starts = np.array(sorted({0, *cuts, len(lengths)}))
+    bins = [pack(np.concatenate(lengths[a:b]), seq_len).num_bins for a, b in pairwise(starts)]
+    packing = BestFit(starts, np.array(bins), lambda block: lengths[block], seq_len)
+    check_every_token_once(packing, lengths, seq_len)
+    for spans in all_spans(packing):
+        # Whole documents, but for those that no bin can hold.
+        assert all(stop - start == lengths[b][row] or lengths[b][row] > seq_len for b, row, start, stop in spans)
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=60).map(np.array), st.integers(16, 40))
+def test_best_fit_opens_a_bin_only_where_no_other_has_room(lengths: npt.NDArray[np.int64], seq_len: int) -> None:
+    bins = pack(lengths, seq_len)
+    fill_of = [int((bins.lasts - bins.firsts)[a:b].sum()) for a, b in pairwise(bins.starts)]
+    assert all(0 < tokens <= seq_len for tokens in fill_of)
+    # Two bins that are both at most half full would have been one.
+    assert sum(tokens <= seq_len // 2 for tokens in fill_of) <= 1
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=30).map(np.array), st.integers(0, 9))
+def test_pools_cover_the_blocks_and_small_row_groups_share_one(groups: npt.NDArray[np.int64], seed: int) -> None:
+    rows = np.random.default_rng(seed).integers(1, POOL_ROWS // 2, groups.sum())
+    starts, per_group = pools_of(rows, groups)
+    assert starts[0] == 0
+    assert starts[-1] == len(rows)
+    assert (np.diff(starts) > 0).all()
+    assert per_group.sum() == len(starts) - 1
+    first_block = starts_of(groups)
+    for pool, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        own = np.unique(np.searchsorted(first_block, np.arange(begin, end), side="right") - 1)
+        assert end - begin == 1 or (groups[own] == 1).all(), pool
+
+
+def test_a_mask_marks_what_is_learned() -> None:
     source = np.arange(9, dtype=np.uint16)
-    line = [Piece("prompt", source, 0, 2), Piece("response", source, 2, 3), Piece("prompt", source, 5, 1)]
     out = np.full((1, 6), 7, np.uint8)
-    fill_mask(out, [line], ("response",))
+    fill_learned(out, [[Piece(source, 0, 2, False), Piece(source, 2, 3, True), Piece(source, 5, 1, False)]])
     assert out.tolist() == [[0, 0, 1, 1, 1, 0]]
 
 
+@given(st.lists(st.sets(st.integers(0, 39)), min_size=1, max_size=4))
+def test_bits_are_set_where_they_are_listed(lines: list[set[int]]) -> None:
+    out = np.full((len(lines), 5), 255, np.uint8)
+    fill_bits(out, [sorted(line) for line in lines])
+    found = np.unpackbits(out, axis=1, bitorder="little")
+    assert [set(np.flatnonzero(line).tolist()) for line in found] == lines
+
+
 token_lists = st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=3)
-
-
-@given(token_lists, st.integers(1, 12))
-def test_truncating_keeps_the_first_tokens_of_the_pieces_in_turn(lists: list[list[int]], seq_len: int) -> None:
-    kept = truncate(pieces(*lists), seq_len)
-    tokens = [t for p in kept for t in p.source[p.start : p.start + p.length].tolist()]
-    assert tokens == [token for tokens in lists for token in tokens][:seq_len]
-    assert len(kept) == len(lists)
 
 
 @given(st.lists(token_lists, min_size=1, max_size=4))

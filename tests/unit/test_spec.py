@@ -19,7 +19,7 @@ def test_a_spec_comes_back_from_its_own_query() -> None:
     ("query", "message"),
     [
         ([("batchsize", "3")], "Did you mean batch_size"),
-        ([("flavour", "sweet")], "Known: batch_size, loss"),
+        ([("flavour", "sweet")], "Known: batch_size, boundaries"),
         ([("seed", "1"), ("seed", "2")], "seed is given twice"),
         ([("seq_len", "-3")], "seq_len must be from 1 to 1,048,576, not -3"),
         ([("seq_len", "99999999")], "seq_len must be from 1 to"),
@@ -28,7 +28,7 @@ def test_a_spec_comes_back_from_its_own_query() -> None:
         ([("seq_len", "")], "seq_len must be a whole number"),
         ([("seed", "1.5")], "seed must be a whole number"),
         ([("shuffle", "yes")], "shuffle must be one of none, window, global"),
-        ([("snapshot", "")], "snapshot must be a fingerprint"),
+        ([("snapshot", "")], "snapshot must be a text, as: fingerprint"),
     ],
 )
 def test_a_wrong_parameter_is_named_with_its_bound(query: list[tuple[str, str]], message: str) -> None:

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from penstock import wire
-from penstock.tensors import expand, nbytes
+from penstock.tensors import document_mask, expand, nbytes
 
 
 def frame(**tensors: object) -> wire.Frame:
@@ -10,7 +10,7 @@ def frame(**tensors: object) -> wire.Frame:
     arrays = {
         name: np.array(values, np.uint16 if name in ("input_ids", "labels") else np.int32) for name, values in tensors.items()
     }
-    return wire.Frame(address=address, digest="", nbytes=0, tensors=arrays)
+    return wire.Frame(address=address, digest="", nbytes=0, tensors=arrays, texts={}, substituted=0)
 
 
 def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:
@@ -41,3 +41,47 @@ def test_large_ids_stay_what_they_are() -> None:
     wide = frame(input_ids=[[1]], lengths=[1])
     wide.tensors["input_ids"] = np.array([[2**32 - 1]], np.uint32)
     assert expand(wide, pin_memory=False)["input_ids"].tolist() == [[2**32 - 1]]
+
+
+def test_documents_have_positions_of_their_own_and_learn_nothing_from_each_other() -> None:
+    made = frame(input_ids=[[5, 6, 7, 8, 0], [1, 2, 3, 4, 5]], lengths=[4, 5])
+    made.tensors["document_starts"] = np.array([[0b10101], [0b00001]], np.uint8)  # at 0, 2 and the padding; at 0
+    batch = expand(made, pin_memory=False)
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
+    assert batch["cu_seqlens"].tolist() == [0, 2, 4, 5, 10]
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 2, 3, 4, 5]]
+    mask = document_mask(batch)
+    assert mask.shape == (2, 1, 5, 5)
+    assert mask[0, 0].tolist() == [[row // 2 == column // 2 and column <= row for column in range(5)] for row in range(5)]
+    assert mask[1, 0].equal(torch.tril(torch.ones(5, 5, dtype=torch.bool)))
+
+
+def test_both_sides_of_a_pair_are_expanded() -> None:
+    batch = expand(
+        frame(
+            chosen_input_ids=[[5, 6, 0]],
+            chosen_lengths=[2],
+            chosen_prompt_lengths=[1],
+            rejected_input_ids=[[5, 7, 8]],
+            rejected_lengths=[3],
+            rejected_prompt_lengths=[1],
+        ),
+        pin_memory=False,
+    )
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "chosen_input_ids": [[5, 6, 0]], "chosen_attention_mask": [[1, 1, 0]], "chosen_labels": [[-100, 6, -100]],
+        "rejected_input_ids": [[5, 7, 8]], "rejected_attention_mask": [[1, 1, 1]], "rejected_labels": [[-100, 7, 8]],
+    }  # fmt: skip
+
+
+def test_columns_keep_their_names_and_types() -> None:
+    made = frame(input_ids=[[1]], lengths=[1])
+    made.tensors["score"] = np.array([0.5], np.float32)
+    made.tensors["vector"] = np.array([[1, 2]], np.uint16)
+    made.tensors["is_clean"] = np.array([True])
+    made.texts["url"] = ["über"]
+    batch = expand(made, pin_memory=False)
+    assert (batch["score"].dtype, batch["vector"].dtype, batch["is_clean"].dtype) == (torch.float32, torch.int32, torch.bool)
+    assert batch["url"] == ["über"]
+    assert nbytes(batch) == 3 * 8 + 4 + 8 + 1 + 4

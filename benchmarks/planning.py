@@ -1,0 +1,89 @@
+"""What an epoch of a million blocks costs before a byte is read: planning it, and addressing one batch in it.
+
+    python benchmarks/planning.py [--blocks 1000000]
+
+The snapshot is synthetic, 100 row groups a shard; the code that plans is the server's. Times are of this machine, so each is
+also told as a ratio to a numpy sort of as many numbers, measured beside it. Memory is the most that Python and numpy hold at a
+time while they plan, over what they held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from penstock.spec import Spec
+from penstock_server.blocks import Blocks
+from penstock_server.cache import CacheFolder
+from penstock_server.fields import Field
+from penstock_server.index import Index
+from penstock_server.member import Member, OrderKey
+from penstock_server.plan import make_plan
+from penstock_server.recipe import Recipe
+from penstock_server.shard import Shard
+from penstock_server.snapshot import Snapshot
+from penstock_server.store import BlockStore
+
+GROUPS, ROWS = 100, 1000
+NUM_BATCHES = 300
+
+
+def synthetic(num_blocks: int) -> Snapshot:
+    """A snapshot of shards that are nowhere, with about `ROWS` rows a row group."""
+    sizes = np.random.default_rng(0).integers(ROWS // 2, ROWS * 3 // 2, (num_blocks // GROUPS, GROUPS))
+    shards = [
+        Shard(Path(f"part-{n:06}.parquet"), 1, 0, f"{n:032x}", tuple(rows), (1 << 20,) * GROUPS, (0,) * GROUPS, (0, 50_000))
+        for n, rows in enumerate(sizes.tolist())
+    ]
+    recipe = Recipe(kind="tokens", fields=(("tokens", Field("tokens", (("", ("tokens",)),))),))
+    return Snapshot(Path("synthetic"), shards, recipe)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--cache-dir", type=Path, default=Path("demo-out/planning-cache"))
+    num_blocks = parser.parse_args().blocks // GROUPS * GROUPS
+    cache = CacheFolder(parser.parse_args().cache_dir, 0)
+
+    snapshot = synthetic(num_blocks)
+    blocks = Blocks(snapshot, BlockStore(cache))
+    index = Index("synthetic", snapshot, blocks, cache.folder)
+    numbers = np.random.default_rng(0).random(num_blocks)
+    sort = min(seconds(lambda: np.sort(numbers)) for _ in range(3))
+    print(
+        f"{snapshot.num_blocks:,} blocks, {snapshot.num_rows:,} rows; a sort of as many numbers takes {sort * 1e3:.0f} ms here"
+    )
+
+    for shuffle in ("window", "global"):
+        spec = Spec(shuffle=shuffle, batch_size=32, world_size=8, snapshot=snapshot.fingerprint)
+        member = Member("synthetic", snapshot, blocks, index, OrderKey.of(spec))
+        member.epoch(0)
+        planning = seconds(partial(member.epoch, 1))
+        tracemalloc.start()
+        member.epoch(2)
+        grown = tracemalloc.get_traced_memory()[1] / 2**20
+        tracemalloc.stop()
+        plan = make_plan("synthetic", (member,), spec)
+        steps = np.random.default_rng(1).integers(0, plan.schedule.num_steps, NUM_BATCHES).tolist()
+        times = [seconds(partial(plan.spans, 1, 3, [step])) for step in steps]
+        print(
+            f"shuffle={shuffle}: an epoch is planned in {planning:.2f} s ({planning / sort:.1f} sorts) and {grown:.0f} MiB; "
+            f"a batch of 32 is addressed in {np.median(times) * 1e3:.2f} ms (99 %: {np.quantile(times, 0.99) * 1e3:.2f} ms)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The mix of a mixture: which datasets, with which weights, from which sample on.
+
+    wiki:0.7,code:0.3                           seven samples of wiki for three of code
+    wiki:7,code:3;wiki:1,code:1@1000000         from sample 1,000,000 on as many of each
+
+Weights are exact: decimals as they are written, in the ratio they have to each other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+
+from penstock.errors import SpecError
+
+LARGEST_PERIOD = 100_000
+_WEIGHT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """From sample `start` on, of every sum(shares) samples shares[i] are of dataset i of the mix; in lowest terms."""
+
+    start: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The datasets by their names, in alphabetical order, and the phases of their weights. Its text is its one spelling."""
+
+    datasets: tuple[str, ...]
+    phases: tuple[Phase, ...]
+
+    def __str__(self) -> str:
+        return ";".join(
+            ",".join(f"{name}:{share}" for name, share in zip(self.datasets, phase.shares, strict=True))
+            + (f"@{phase.start}" if phase.start else "")
+            for phase in self.phases
+        )
+
+
+def parse_mix(text: str) -> Mix:
+    """The mix that a text spells. Raises SpecError: it spells none; the message says what is wrong."""
+    weights: list[tuple[int, dict[str, Fraction]]] = []
+    for number, part in enumerate(text.split(";")):
+        body, at, start = part.partition("@")
+        if at and not (start.isascii() and start.isdigit()):
+            raise _wrong(text, f"{start!r} behind @ is no sample's number")
+        if bool(number) != bool(at) or (weights and int(start) <= weights[-1][0]):
+            raise _wrong(text, "the first phase has no @, each other one a larger number behind it than the one before")
+        weights.append((int(start) if at else 0, _weights(text, body)))
+    names = tuple(sorted({name for _, phase in weights for name in phase}))
+    return Mix(names, tuple(_phase(text, start, [phase.get(name, Fraction(0)) for name in names]) for start, phase in weights))
+
+
+def _weights(text: str, body: str) -> dict[str, Fraction]:
+    found: dict[str, Fraction] = {}
+    for item in body.split(","):
+        name, _, weight = item.rpartition(":")
+        if not name or not _WEIGHT.fullmatch(weight):
+            raise _wrong(text, f"{item!r} is not a dataset's name, a colon and a weight")
+        if name in found:
+            raise _wrong(text, f"{name} stands in it twice")
+        found[name] = Fraction(weight)
+    if not any(found.values()):
+        raise _wrong(text, "all weights are 0")
+    return found
+
+
+def _phase(text: str, start: int, weights: list[Fraction]) -> Phase:
+    scale = lcm(*(weight.denominator for weight in weights))
+    shares = [int(weight * scale) for weight in weights]
+    shares = [share // gcd(*shares) for share in shares]
+    if sum(shares) > LARGEST_PERIOD:
+        raise _wrong(
+            text, f"its weights only repeat after {sum(shares):,} samples, the limit is {LARGEST_PERIOD:,}; round them"
+        )
+    return Phase(start, tuple(shares))
+
+
+def _wrong(text: str, what: str) -> SpecError:
+    return SpecError(f"mix={text!r}: {what}. A mix looks like wiki:0.7,code:0.3", ("mix",))

@@ -1,0 +1,52 @@
+"""Ranges of an epoch that a run leaves out, such as the steps around a loss spike.
+
+41000-41200,50000-50010      steps, both ends included, counted as if nothing were skipped
+samples:1000-1999            samples of the epoch, over all ranks: the same whatever the batch size
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.errors import SpecError
+
+Ranges = tuple[tuple[int, int], ...]
+
+_SAMPLES = "samples:"
+_RANGE = re.compile(r"([0-9]{1,15})-([0-9]{1,15})")
+
+
+def parse_skip(text: str, samples_per_step: int) -> Ranges:
+    """The ranges of samples, half-open, sorted and disjoint, that a text spells. Raises SpecError: it spells none."""
+    unit = 1 if text.startswith(_SAMPLES) else samples_per_step
+    ranges = []
+    for part in text.removeprefix(_SAMPLES).split(","):
+        found = _RANGE.fullmatch(part)
+        if not found or int(found[1]) > int(found[2]):
+            raise SpecError(f"skip={text!r}: {part!r} is no range FIRST-LAST, such as 41000-41200", ("skip",))
+        ranges.append((int(found[1]) * unit, (int(found[2]) + 1) * unit))
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def spell_skip(ranges: Ranges) -> str | None:
+    """The text of ranges of samples; None for none."""
+    return _SAMPLES + ",".join(f"{start}-{stop - 1}" for start, stop in ranges) if ranges else None
+
+
+def behind(ranges: Ranges, offset: int, num_samples: int) -> int:
+    """The position behind the last of `num_samples` samples that are not skipped, counted from position `offset` on."""
+    position, left = offset, num_samples
+    for start, stop in (*ranges, (1 << 62, 1 << 62)):
+        if stop <= position:
+            continue
+        room = max(0, start - position)
+        if left <= room:
+            return position + left
+        position, left = max(position, stop), left - room
+    raise AssertionError("unreachable: the last range has room for all")

@@ -1,0 +1,29 @@
+"""What columns can be: the types of text, of token ids and of chats."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+
+def is_text(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds text."""
+    if pa.types.is_dictionary(type_):
+        return is_text(type_.value_type)
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
+
+
+def is_tokens(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds lists of integers."""
+    return _is_list(type_) and bool(pa.types.is_integer(type_.value_type))
+
+
+def is_messages(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds lists of messages: structs with a role and a content."""
+    if not (_is_list(type_) and pa.types.is_struct(type_.value_type)):
+        return False
+    names = {type_.value_type.field(i).name for i in range(type_.value_type.num_fields)}
+    return {"role", "content"} <= names
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))

@@ -1,0 +1,92 @@
+"""Counting: what takes a pass over a dataset, made once, in the background; until then whoever asks is told how far it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from penstock_server.problems import IndexFailed, IndexNotReady, Problem
+
+T = TypeVar("T")
+
+log = logging.getLogger("penstock.counting")
+
+_PATIENCE_SECONDS = 0.3  # who begins it waits so long: what was counted before and stored is there at once
+_FAILURE_SECONDS = 30.0  # a failure is told to all who ask for so long; then it begins again
+
+
+class Counting(Generic[T]):
+    """Makes one thing in a thread of its own, when it is first asked for.
+
+    what   what is counted, for people: "the tokens of wiki"
+    total  in how many steps
+    make   makes it, and calls its argument with the number of steps that are done
+    """
+
+    def __init__(self, what: str, total: int, make: Callable[[Callable[[int], None]], T]) -> None:
+        self.num_done = 0
+        self.total = total
+        self._what, self._make = what, make
+        self._lock = threading.Lock()
+        self._made: list[T] = []
+        self._thread: threading.Thread | None = None
+        self._failure: tuple[Problem, float] | None = None
+
+    def get(self) -> T:
+        """What was made; the first call begins to make it.
+
+        Raises IndexNotReady: it is being made; the message tells how far. Raises what stopped it.
+        """
+        if not self._made and (started := self._start()):
+            started.join(_PATIENCE_SECONDS)
+        if self._made:
+            return self._made[0]
+        if failure := self._failure:
+            raise failure[0]
+        raise IndexNotReady(
+            f"{self._what} are being counted: {self.num_done:,} of {self.total:,} blocks are done "
+            f"({self.num_done / max(self.total, 1):.0%}). This happens once."
+        )
+
+    def _start(self) -> threading.Thread | None:
+        """Begins, unless it has begun, or failed a moment ago; the thread that was begun."""
+        with self._lock:
+            if self._made or self._thread or (self._failure and time.monotonic() < self._failure[1]):
+                return None
+            self.num_done, self._failure = 0, None
+            self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
+            self._thread.start()
+            return self._thread
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is made."""
+        return bool(self._made)
+
+    def make(self, advance: Callable[[int], None]) -> T:
+        """Makes it now, in this thread. Raises what stops it."""
+        if not self._made:
+            made = self._make(advance)
+            with self._lock:
+                self._made.append(made)
+        return self._made[0]
+
+    def _advance(self, num_done: int) -> None:
+        self.num_done = num_done
+
+    def _run(self) -> None:
+        try:
+            made = self._make(self._advance)
+            with self._lock:
+                self._made.append(made)
+        except Problem as problem:
+            self._failure = (problem, time.monotonic() + _FAILURE_SECONDS)
+        except Exception as error:
+            log.exception("%s cannot be counted", self._what)
+            failure = IndexFailed(f"{self._what} cannot be counted, by a fault of penstock: {error!r}.")
+            self._failure = (failure, time.monotonic() + _FAILURE_SECONDS)
+        finally:
+            self._thread = None

@@ -1,0 +1,121 @@
+r"""Fields: what a recipe reads of a row. A column, a field inside a nested one, or a text over several of them.
+
+content                 a column
+meta.body               a field of a struct, unless a column has that very name
+{title}\n\n{meta.body}  a template: text, with the values of columns in braces; {{ and }} are braces themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from string import Formatter
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_Path = tuple[str, ...]
+
+
+class FieldError(ValueError):
+    """The field is not in the data, or not of a type that will do; the message says what is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A column or a template, as declared in `text`.
+
+    `parts` are (text before it, path of a column); the last may have no column. A column alone has no text before it.
+    """
+
+    text: str
+    parts: tuple[tuple[str, _Path | None], ...]
+
+    @classmethod
+    def parse(cls, text: str, schema: pa.Schema) -> Field:
+        """The field that a recipe names, in data of this schema. Raises FieldError: see the class."""
+        if text in schema.names or "{" not in text:
+            return cls(text, (("", _resolve(text, schema)),))
+        try:
+            parsed = list(Formatter().parse(text))
+        except ValueError as error:
+            raise FieldError(f"the template {text!r} is not well formed: {error}") from error
+        parts = []
+        for literal, name, spec, conversion in parsed:
+            if spec or conversion:
+                raise FieldError(f"the template {text!r} formats {{{name}}}; a column's name alone may stand in braces")
+            parts.append((literal, None if name is None else _resolve(name, schema)))
+        return cls(text, tuple(parts))
+
+    @property
+    def is_template(self) -> bool:
+        """Whether its value is a text made from columns, rather than a column's own."""
+        return len(self.parts) > 1 or self.parts[0][0] != "" or self.parts[0][1] is None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The top-level columns that it reads."""
+        return tuple(dict.fromkeys(path[0] for _, path in self.parts if path))
+
+    def type(self, schema: pa.Schema) -> pa.DataType:
+        """The type of its values. Raises FieldError: the schema has no such column."""
+        types = [_type(path, schema) for _, path in self.parts if path]
+        if not self.is_template:
+            return types[0]
+        if nested := [type_ for type_ in types if pa.types.is_nested(type_)]:
+            raise FieldError(f"the template {self.text!r} would print a {nested[0]}; text and numbers can stand in it")
+        return pa.string()
+
+    def array(self, rows: pa.RecordBatch) -> pa.Array:
+        """Its values, shape [num_rows]; a template's are null where one of its columns is."""
+        if not self.is_template:
+            [(_, path)] = self.parts
+            assert path
+            return _values(path, rows)
+        strings: list[pa.Array | pa.Scalar] = []
+        for literal, path in self.parts:
+            strings.append(pa.scalar(literal, pa.large_string()))
+            if path:
+                strings.append(_as_text(_values(path, rows)))
+        joined = pc.binary_join_element_wise(*strings, pa.scalar("", pa.large_string()))
+        return joined if isinstance(joined, pa.Array) else pa.array([joined.as_py()] * rows.num_rows, pa.large_string())
+
+
+def hint(name: str, known: Sequence[str]) -> str:
+    """What to say behind a name that is none of the known ones: that another is close, if one is."""
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _resolve(name: str, schema: pa.Schema) -> _Path:
+    path = (name,) if name in schema.names else tuple(name.split("."))
+    _type(path, schema)
+    return path
+
+
+def _type(path: _Path, schema: pa.Schema) -> pa.DataType:
+    if schema.names.count(path[0]) > 1:
+        raise FieldError(f"{schema.names.count(path[0])} columns are called {path[0]!r}. Rename all but one")
+    if path[0] not in schema.names:
+        raise FieldError(f"there is no column {path[0]!r}; there are: {', '.join(schema.names)}{hint(path[0], schema.names)}")
+    type_ = schema.field(path[0]).type
+    for depth, name in enumerate(path[1:], 1):
+        inside = ".".join(path[:depth])
+        if not pa.types.is_struct(type_):
+            raise FieldError(f"column {inside!r} is {type_}, which has no fields, so no {name!r}")
+        names = [type_.field(i).name for i in range(type_.num_fields)]
+        if name not in names:
+            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {', '.join(names)}{hint(name, names)}")
+        type_ = type_.field(name).type
+    return type_
+
+
+def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
+    column = rows.column(path[0])
+    return pc.struct_field(column, list(path[1:])) if path[1:] else column
+
+
+def _as_text(values: pa.Array) -> pa.Array:
+    flat = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+    return pc.cast(flat, pa.large_string())

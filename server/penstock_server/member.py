@@ -1,0 +1,116 @@
+"""A member: one dataset in one order, as a plan reads it. A plain dataset is a mixture of one member."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.spec import LARGEST_COUNT, Spec
+from penstock_server.best_fit import BestFit
+from penstock_server.blocks import Blocks
+from penstock_server.index import Index
+from penstock_server.length_order import LengthOrder
+from penstock_server.order import EpochOrder, IntArray, key
+from penstock_server.packing import Concat, Packing, Rows, SplitRows
+from penstock_server.snapshot import Snapshot
+
+_PLANNED_EPOCHS = 32  # each a few words a block
+
+
+class OrderKey(NamedTuple):
+    """What of a spec decides which sequence of a dataset stands where. `seq_len` is that of a row's tokens, turns and all."""
+
+    split: str
+    packing: str
+    seq_len: int
+    long_rows: str
+    group_by_length: int
+    shuffle: str
+    window: int
+    seed: int
+
+    @classmethod
+    def of(cls, spec: Spec) -> OrderKey:
+        """The key of a spec."""
+        # In seq2seq prompt and response are cut apart, each to a length of its own.
+        seq_len = LARGEST_COUNT if spec.task == "seq2seq" else spec.seq_len
+        return cls(
+            spec.split, spec.packing, seq_len, spec.long_rows, spec.group_by_length, spec.shuffle, spec.window, spec.seed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A dataset and the order in which it is read."""
+
+    name: str
+    snapshot: Snapshot
+    blocks: Blocks
+    index: Index
+    order: OrderKey
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each of its epochs. Raises what Index raises."""
+        return self.epoch(0)[1].num_sequences
+
+    def epoch(self, epoch: int) -> tuple[Packing, EpochOrder | LengthOrder]:
+        """How blocks become sequences in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
+        return _epoch(self, epoch)
+
+    def read_ahead(self, epoch: int, position: int) -> None:
+        """Has the blocks of the window behind a position's loaded in the background, if the cache has room for both."""
+        packing, order = self.epoch(epoch)
+        window = order.window(position)
+
+        def blocks() -> list[int]:
+            return [block for pool in order.pools_of_window(window + 1).tolist() for block in packing.blocks_of(pool)]
+
+        self.blocks.read_ahead((self.snapshot, self.order, epoch), window, blocks)
+
+
+@lru_cache(maxsize=_PLANNED_EPOCHS)
+def _epoch(member: Member, epoch: int) -> tuple[Packing, EpochOrder | LengthOrder]:
+    of = member.order
+    packing = _packing(member, epoch)
+    groups = member.snapshot.blocks_per_group
+    if of.packing == "best_fit":
+        _, groups = member.snapshot.pools
+    order = EpochOrder(packing.sequences_per_pool, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
+    if of.group_by_length:
+        return packing, LengthOrder(order, _Lengths(member, packing), of.group_by_length, key(of.seed, epoch, "runs"))
+    return packing, order
+
+
+def _packing(member: Member, epoch: int) -> Packing:
+    of, index = member.order, member.index
+    if of.packing == "concat":
+        return Concat(index.tokens_per_block(of.split), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
+    if of.packing == "best_fit":
+        starts, _ = member.snapshot.pools
+        return BestFit(starts, index.bins_per_pool(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
+    if of.long_rows == "split":
+        return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
+    if of.group_by_length:
+        index.row_lengths(of.split)  # said now, not when the first window is sorted
+    return Rows(index.rows_per_block(of.split), of.seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """Tokens of sequences, shape of `pools`: of rows, or parts of rows, cut to seq_len."""
+
+    member: Member
+    packing: Packing
+
+    def __call__(self, pools: IntArray, indices: IntArray) -> IntArray:
+        _, blocks, rows, starts, stops = self.packing.spans(pools, indices)
+        of_block = self.member.index.row_lengths(self.member.order.split)
+        lengths = np.empty_like(rows)
+        by_block = np.argsort(blocks, kind="stable")
+        for mine in np.split(by_block, np.flatnonzero(np.diff(blocks[by_block])) + 1):
+            lengths[mine] = of_block(int(blocks[mine[0]]))[rows[mine]]
+        return np.minimum(lengths, stops) - starts

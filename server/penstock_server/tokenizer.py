@@ -1,0 +1,118 @@
+"""The tokenizer: a file of the `tokenizers` library, and texts to token ids with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding, Tokenizer
+
+from penstock_server.problems import DatasetRefused
+
+_PORTION_CHARACTERS = 1 << 20  # tokenized at a time: an encoding takes some hundred bytes a token
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A `tokenizers` file and what it holds; `digest` is the hash of its bytes."""
+
+    path: Path
+    digest: str
+    tokenizer: Tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, texts: Sequence[str], name: str) -> list[Ids]:
+        """The ids of each text of a column, without the tokenizer's special tokens. Raises ValueError: the tokenizer fails."""
+        ids: list[Ids] = []
+        try:
+            for portion in _portions(texts):
+                encodings = self.tokenizer.encode_batch_fast(portion, add_special_tokens=False)
+                ids += [np.array(encoding.ids, np.int64) for encoding in encodings]
+        except Exception as error:  # the library raises bare Exception, as for a text that needs an unknown token it has not
+            raise self._failure(name, error) from error
+        return ids
+
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]], name: str
+    ) -> list[tuple[Ids, Ids]]:
+        """Each text's ids, and the lengths of the runs of them that lie outside and inside its spans, in turn.
+
+        Spans are half-open ranges of characters, sorted and disjoint; a token lies where its first character does. Runs are
+        an even number, at least two; some may be of length 0. Raises ValueError: the tokenizer fails.
+        """
+        marked: list[tuple[Ids, Ids]] = []
+        try:
+            for portion in _portions(texts):
+                for encoding in self.tokenizer.encode_batch(portion, add_special_tokens=False):
+                    marked.append((np.array(encoding.ids, np.int64), _runs(encoding, spans[len(marked)])))
+        except Exception as error:
+            raise self._failure(name, error) from error
+        return marked
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _failure(self, name: str, error: Exception) -> ValueError:
+        return ValueError(f"the tokenizer {self.path.name} fails on column {name!r}: {error}")
+
+
+def load_tokenizer(path: Path) -> TokenizerFile:
+    """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both.
+
+    Raises DatasetRefused: there is no such file, or it is no tokenizer.
+    """
+    try:
+        found = path.resolve(strict=True)
+        return _load(found, found.stat().st_mtime_ns)
+    except OSError as error:
+        raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. Check the path.") from error
+
+
+@lru_cache(maxsize=64)
+def _load(path: Path, mtime_ns: int) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another one
+    content = path.read_bytes()
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception
+        raise DatasetRefused(
+            f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes."
+        ) from error
+    if not tokenizer.get_vocab_size():
+        raise DatasetRefused(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return TokenizerFile(path, blake2b(content, digest_size=16).hexdigest(), tokenizer)
+
+
+def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts, in turn, about a million characters at a time."""
+    portion: list[str] = []
+    length = 0
+    for text in texts:
+        portion.append(text)
+        length += len(text)
+        if length >= _PORTION_CHARACTERS:
+            yield portion
+            portion, length = [], 0
+    yield portion
+
+
+def _runs(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Ids:
+    firsts = np.array([start for start, _ in encoding.offsets], np.int64)
+    borders = np.array([border for span in spans for border in span], np.int64)
+    # Borders before a token's first character: an odd number of them is inside a span.
+    passed = np.searchsorted(borders, firsts, side="right")
+    num_runs = (int(passed.max(initial=0)) // 2 + 1) * 2
+    return np.bincount(passed, minlength=num_runs)

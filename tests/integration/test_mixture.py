@@ -1,0 +1,204 @@
+"""Mixtures through a real server: the guarantees of a plain dataset, with weights that are exact."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
+from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
+from serving import Server
+
+SIZES = {"few": 50, "many": 210, "some": 120}
+MIX = "few:1,many:3,some:2"
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data = tmp_path_factory.mktemp("data")
+    for number, (name, size) in enumerate(SIZES.items()):
+        rows = [[1000 * number + row, number] for row in range(size)]
+        write_shards(data / name, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=32)
+    write_numbered(data / "other", 40)
+    write_pairs(data / "pairs", [("the dog", "jumps")] * 30)
+    return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
+
+
+def dataset(server: Server, rank: int = 0, world_size: int = 1, name: str = "many", **spec: Any) -> RemoteDataset:
+    settings: dict[str, Any] = {"batch_size": 4, "seq_len": 4, "window": 40, "mix": MIX} | spec
+    return RemoteDataset(server.url, name, rank=rank, world_size=world_size, **settings)
+
+
+def samples(server: Server, epochs: int = 1, world_size: int = 1, **spec: Any) -> list[tuple[str, int]]:
+    """The samples of some epochs in the order of epoch, step, rank and index: dataset and row."""
+    ranks = [dataset(server, rank, world_size, **spec) for rank in range(world_size)]
+    found = []
+    for epoch in range(epochs):
+        for data in ranks:
+            data.set_epoch(epoch)
+        for batches in zip(*ranks, strict=True):
+            found += [divmod(token, 1000) for batch in batches for token in batch["input_ids"][:, 0].tolist()]
+    return [(list(SIZES)[number], row) for number, row in found]
+
+
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: Server, stop: str) -> None:
+    order = samples(server, epochs=3, mix_stop=stop, tail="drop", batch_size=1)
+    counts = Counter[str]()
+    rows: dict[str, list[int]] = defaultdict(list)
+    per_epoch = server.json("/v1/datasets/few/spec", mix=MIX, mix_stop=stop, batch_size=1)["num_sequences"]
+    assert len(order) == 3 * per_epoch
+    for number, (name, row) in enumerate(order[:per_epoch], 1):
+        counts[name] += 1
+        rows[name].append(row)
+        for own, share in (("few", 1 / 6), ("many", 1 / 2), ("some", 1 / 3)):
+            assert abs(counts[own] - number * share) < 1
+    for name, size in SIZES.items():
+        seen = Counter(rows[name])
+        assert max(seen.values()) - min(seen.values() if len(seen) == size else [0]) <= 1
+        # An epoch of a dataset is whole before its next one begins.
+        for start in range(0, len(rows[name]) - size + 1, size):
+            assert sorted(rows[name][start : start + size]) == list(range(size))
+    if stop == "first":
+        assert max(Counter(order[:per_epoch]).values()) == 1
+    else:
+        assert len(set(order[:per_epoch])) == sum(SIZES.values())
+
+
+def test_the_next_epoch_goes_on_where_datasets_were(server: Server) -> None:
+    per_epoch = server.json("/v1/datasets/few/spec", mix=MIX, batch_size=1)["num_sequences"]
+    order = samples(server, epochs=4, batch_size=1)
+    assert len(order) == 4 * per_epoch
+    for name, size in SIZES.items():
+        rows = [row for own, row in order if own == name]
+        for start in range(0, len(rows) - size + 1, size):
+            assert sorted(rows[start : start + size]) == list(range(size))
+
+
+def test_the_sample_order_is_the_same_for_every_world_size(server: Server) -> None:
+    orders = [samples(server, world_size=world_size, batch_size=12 // world_size) for world_size in (1, 2, 3)]
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_a_mixture_resumes_at_every_step_and_on_another_number_of_ranks(server: Server) -> None:
+    data = dataset(server)
+    whole = [batch["input_ids"].tolist() for batch in data]
+    for step in range(0, len(whole), 9):
+        again = dataset(server)
+        iterator = iter(again)
+        for _ in range(step):
+            next(iterator)
+        state = again.state_dict()
+        resumed = dataset(server)
+        resumed.load_state_dict(state)
+        assert [batch["input_ids"].tolist() for batch in resumed] == whole[step:]
+        halves = [dataset(server, rank, 2, batch_size=2) for rank in (0, 1)]
+        for half in halves:
+            half.load_state_dict(state)
+        both = [a["input_ids"].tolist() + b["input_ids"].tolist() for a, b in zip(*halves, strict=True)]
+        assert both == whole[step:]
+    with pytest.raises(StateMismatch, match="mix: "):
+        dataset(server, mix="few:1,many:1,some:1").load_state_dict(state)
+
+
+@pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
+def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: str) -> None:
+    spec: dict[str, Any] = {
+        "mix": MIX,
+        "mix_stop": "all",
+        "packing": packing,
+        "seq_len": 8,
+        "batch_size": 6,
+        "window": 40,
+        "world_size": 2,
+    }
+    num_steps = server.json_when_ready("/v1/datasets/few/spec", **spec)["num_steps"]
+    found = defaultdict(set)
+    for rank, step in product(range(2), range(num_steps)):
+        answer = server.json(f"/v1/datasets/few/epochs/1/ranks/{rank}/batches/{step}/provenance", **spec)
+        for sequence in answer["sequences"]:
+            for source in sequence["sources"]:
+                found[source["dataset"], 32 * source["row_group"] + source["row"]].add((step, rank, sequence["index"]))
+    for (name, row), places in list(found.items())[::11]:
+        occurrences = server.json(f"/v1/datasets/{name}/rows/{row}/schedule", epoch=1, **spec)["occurrences"]
+        assert [(o["step"], o["rank"], o["index"]) for o in occurrences] == sorted(places)
+
+
+def test_weights_may_change_on_the_way(server: Server) -> None:
+    order = samples(server, mix="few:1,many:1;many:1,some:3@40", mix_stop="first", batch_size=4, name="few")
+    assert Counter(name for name, _ in order[:40]) == {"few": 20, "many": 20}
+    assert Counter(name for name, _ in order[40:80]) == {"many": 10, "some": 30}
+
+
+def test_an_epoch_that_never_ends_has_batches_far_out(server: Server) -> None:
+    data = dataset(server, mix_stop="never", mix={"few": 0.5, "many": 1.5})
+    assert len(data) > 10**12
+    far: dict[str, Any] = {"mix": "few:0.5,many:1.5", "mix_stop": "never", "batch_size": 4, "seq_len": 4, "window": 40}
+    [frame] = server.frames("/v1/datasets/few/epochs/0/ranks/0/batches/1000000000", **far)
+    assert frame.tensors["input_ids"].shape == (4, 4)
+    problem = server.get("/v1/datasets/few/epochs/2/ranks/0/batches/0", **far).json()
+    assert (problem["status"], problem["type"]) == (422, "urn:penstock:problem:bad-parameter")
+
+
+def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None:
+    for batch in dataset(server, name="pairs", mix="few:1,pairs:1", seq_len=16, batch_size=6):
+        for ids, labels, mask in zip(
+            *(batch[name].tolist() for name in ("input_ids", "labels", "attention_mask")), strict=True
+        ):
+            real = sum(mask)
+            assert (labels[:real] == ids[:real]) == (real == 2)
+            assert labels[real - 1] == ids[real - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "message"),
+    [
+        ("other", {"mix": MIX}, "leaves out other, which the URL names"),
+        ("many", {"mix": "many:1,nothing:2"}, "there is no dataset 'nothing'"),
+        ("many", {"mix_stop": "all"}, "no mix is given"),
+        ("many", {"mix": "few:1,many:0;many:1@10", "mix_stop": "first"}, ""),
+    ],
+)
+def test_what_makes_no_mixture_is_refused(server: Server, name: str, spec: dict[str, str], message: str) -> None:
+    response = server.get(f"/v1/datasets/{name}/spec", batch_size=1, **spec)
+    assert (message in response.json()["detail"]) if message else (response.status_code == 200)
+
+
+def test_a_mixture_is_bound_to_the_snapshots_of_all_its_datasets(server: Server) -> None:
+    data = dataset(server)
+    fingerprints = [server.json(f"/v1/datasets/{name}")["snapshot"] for name in SIZES]
+    assert data.snapshot == "+".join(fingerprints)
+    with pytest.raises(SnapshotGone):
+        dataset(server, snapshot="+".join(reversed(fingerprints)))
+    with pytest.raises(SpecError, match="leaves out"):
+        dataset(server, name="other")
+
+
+def test_a_run_that_skips_steps_is_the_run_without_them(server: Server) -> None:
+    plain = [batch["input_ids"].tolist() for batch in dataset(server)]
+    skipping = dataset(server, skip="2-4,9-9")
+    assert [batch["input_ids"].tolist() for batch in skipping] == plain[:2] + plain[5:9] + plain[10:]
+    # Skipped after a spike: the state is of a run that skipped nothing.
+    before = dataset(server)
+    iterator = iter(before)
+    for _ in range(3):
+        next(iterator)
+    after = dataset(server, skip="6-8")
+    after.load_state_dict(before.state_dict())
+    assert [batch["input_ids"].tolist() for batch in after] == plain[3:6] + plain[9:]
+    # And on, on half as many ranks: the ranges stay the same samples.
+    iterator = iter(after)
+    after.load_state_dict(before.state_dict())
+    iterator = iter(after)
+    for _ in range(4):
+        next(iterator)
+    wide = dataset(server, batch_size=8, skip=after.spec.skip)
+    wide.load_state_dict(after.state_dict())
+    rest = [row for batch in wide for row in batch["input_ids"].tolist()]
+    assert rest == [row for batch in plain[10:] for row in batch][: len(rest)]
+    assert len(rest) >= 4 * len(plain[10:]) - 7

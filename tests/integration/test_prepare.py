@@ -1,0 +1,82 @@
+"""`penstock prepare`: the index and the cache ahead of time, whenever it is stopped."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from corpora import write_shards, write_text, write_tokenizer
+from serving import Server
+
+
+def command(data: Path, cache: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "penstock.cli", "prepare", str(data), "--cache-dir", str(cache), *flags]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    texts = [
+        [f"{n} " + "the quick brown fox " * (1 + n % 30) for n in range(start, start + 800)] for start in range(0, 8000, 800)
+    ]
+    write_shards(tmp_path / "data" / "long", "text", texts, type_=pa.string(), row_group_size=100)
+    (tmp_path / "data" / "long" / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
+    write_tokenizer(tmp_path / "tokenizer.json")
+    return tmp_path / "data"
+
+
+def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
+    done = subprocess.run(command(data, tmp_path / "cache", "--best-fit", "256"), capture_output=True, text=True, check=True)
+    assert re.search(r"long: 8,000 rows, [\d,]+ tokens, 0 bad rows", done.stdout)
+    assert "80 of 80 blocks are in the cache" in done.stdout
+    assert re.search(r"long: [\d,]+ sequences of 256 tokens, [\d.]+% of them padding", done.stdout)
+    server = serve(data, cache_dir=tmp_path / "cache")
+    # Not one 503 on the way: all that a packing needs is there.
+    for packing in ("concat", "best_fit"):
+        assert server.get("/v1/datasets/long/spec", packing=packing, seq_len=256).status_code == 200
+
+
+def test_what_was_done_before_it_was_stopped_is_not_done_again(data: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    process = subprocess.Popen(command(data, cache), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(list(cache.glob("*.lengths"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.lengths")}
+    subprocess.run(command(data, cache), capture_output=True, check=True)
+    after = {path.name: path.stat().st_mtime_ns for path in cache.glob("*.lengths")}
+    assert len(after) == 10
+    assert {name: after[name] for name in before} == before
+
+
+def test_the_budget_holds_and_what_fits_is_kept(data: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(data, tmp_path / "cache", "--cache-bytes", "700KB"), capture_output=True, text=True, check=True
+    )
+    [num_stored] = re.findall(r"long: (\d+) of 80 blocks are in the cache", done.stdout)
+    assert 5 < int(num_stored) < 80
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.block")) <= 700_000
+
+
+def test_bad_rows_end_it_with_their_place_and_other_datasets_are_prepared(data: Path, tmp_path: Path) -> None:
+    write_text(data / "bad", ["one", "", "two"])
+    (data / "bad" / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
+    done = subprocess.run(command(data, tmp_path / "cache"), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "row 1 of row group 0 in part-000.parquet text is empty" in done.stderr
+    assert "80 of 80 blocks are in the cache" in done.stdout
+    missing = subprocess.run(
+        command(data, tmp_path / "cache", "--dataset", "lang"), capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == 2
+    assert "there is no dataset 'lang'. Did you mean long?" in missing.stderr

@@ -1,0 +1,279 @@
+"""What recipes declare, through a real server: templates, filters, transforms, chats, preference pairs, columns that travel."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from corpora import EOS, write_tokenizer
+from penstock import DataError, RemoteDataset
+from serving import Server
+
+NUM_ROWS = 120
+CHATML = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write(folder: Path, columns: dict[str, Any], toml: str) -> None:
+    folder.mkdir()
+    pq.write_table(pa.table(columns), folder / "part-0.parquet", row_group_size=25)
+    (folder / "penstock.toml").write_text(toml)
+
+
+def chat(row: int) -> list[dict[str, str | None]]:
+    turns: list[dict[str, str | None]] = [{"role": "system", "content": "be brief"}] if row % 3 == 0 else []
+    for turn in range(1 + row % 3):
+        turns.append({"role": "user", "content": f"how many foxes, {row} or {turn}"})
+        turns.append({"role": "assistant", "content": f"{row} foxes jump {turn} times"})
+    return turns
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data")
+    write_tokenizer(data / "tokenizer.json")
+    (data / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
+    numbers = range(NUM_ROWS)
+    meta = [{"title": f"dog {n}", "lang": "en" if n % 3 else "de", "stars": n % 7} for n in numbers]
+    write(
+        data / "pages",
+        {
+            "meta": meta,
+            "body": [f"the fox {n} jumps" for n in numbers],
+            "score": pa.array([n / 2 for n in numbers], pa.float32()),
+            "vector": pa.array([[n, n + 1, n + 2] for n in numbers], pa.list_(pa.int16(), 3)),
+            "url": [f"https://example.org/{n}/über" if n % 5 else None for n in numbers],
+            "image": [bytes([n % 256, 0, 255]) * (n % 4) for n in numbers],
+        },
+        'text = "{meta.title}: {body}"\nbos = 5\ncolumns = ["score", "vector", "url", "image", "meta.stars"]\n'
+        'filter = "meta.lang = \'en\' and score < 40"\nvalidation = 0.3\nsplit_by = "meta.stars"',
+    )
+    write(data / "chats", {"messages": [chat(n) for n in numbers]}, "")
+    write(
+        data / "pairs",
+        {
+            "prompt": [f"how many foxes, {n}" for n in numbers],
+            "chosen": [f"{n} foxes" for n in numbers],
+            "rejected": ["none of the dogs" for _ in numbers],
+        },
+        "",
+    )
+    shared = [{"role": "user", "content": "jump"}]
+    write(
+        data / "chat-pairs",
+        {
+            "chosen": [[*chat(n), *shared, {"role": "assistant", "content": f"over {n}"}] for n in numbers],
+            "rejected": [[*chat(n), *shared, {"role": "assistant", "content": "no"}] for n in numbers],
+        },
+        "",
+    )
+    write(data / "loud", {"body": ["fox", "dog"] * 30}, 'text = "shouted"\ntransform = "shout:shout"')
+    (data / "loud" / "shout.py").write_text(
+        "import pyarrow as pa\nimport pyarrow.compute as pc\n\n\n"
+        "def shout(rows):\n    return pa.record_batch({'shouted': pc.utf8_upper(rows['body'])})\n"
+    )
+    return data
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+    return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(data_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(data_dir / "tokenizer.json"))
+
+
+def dataset(server: Server, name: str, **spec: Any) -> RemoteDataset:
+    settings: dict[str, Any] = {"batch_size": 4, "seq_len": 256, "pad": "longest", "tail": "wrap", "shuffle": "none"} | spec
+    return RemoteDataset(server.url, name, rank=0, world_size=1, **settings)
+
+
+def kept() -> list[int]:
+    return [n for n in range(NUM_ROWS) if n % 3 and n / 2 < 40]
+
+
+def rows_of(data: RemoteDataset) -> list[dict[str, Any]]:
+    """The sequences of an epoch without padding, with what travels beside them."""
+    rows = []
+    for batch in data:
+        for i, real in enumerate(batch["attention_mask"].sum(dim=1).tolist()):
+            row = {
+                name: value[i] if isinstance(value, list) else value[i].tolist()
+                for name, value in batch.items()
+                if name != "cu_seqlens"
+            }
+            rows.append(row | {name: row[name][:real] for name in ("input_ids", "labels")})
+    return rows[: data._source.resolve(data.spec).num_sequences]
+
+
+def test_a_template_a_filter_and_columns_that_travel(server: Server, tokenizer: Tokenizer) -> None:
+    rows = rows_of(dataset(server, "pages"))
+    texts = [f"dog {n}: the fox {n} jumps" for n in kept()]
+    assert [row["input_ids"] for row in rows] == [[5, *tokenizer.encode(text).ids, 0] for text in texts]
+    assert [row["score"] for row in rows] == [n / 2 for n in kept()]
+    assert [row["vector"] for row in rows] == [[n, n + 1, n + 2] for n in kept()]
+    assert [row["url"] for row in rows] == [f"https://example.org/{n}/über" if n % 5 else "" for n in kept()]
+    assert [row["image"] for row in rows] == [bytes([n % 256, 0, 255]) * (n % 4) for n in kept()]
+    assert [row["meta.stars"] for row in rows] == [n % 7 for n in kept()]
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_a_filter_holds_for_every_packing(server: Server, packing: str) -> None:
+    plain = Counter(token for row in rows_of(dataset(server, "pages")) for token in row["input_ids"])
+    packed = dataset(server, "pages", packing=packing, seq_len=64, batch_size=1)
+    found = Counter(token for batch in packed for token in batch["input_ids"][batch["attention_mask"].bool()].tolist())
+    assert sum((found - plain).values()) == 0
+    assert sum((plain - found).values()) < (64 if packing == "concat" else 1)
+
+
+def test_rows_of_one_value_are_of_one_split(server: Server) -> None:
+    splits = {
+        split: {row["meta.stars"] for row in rows_of(dataset(server, "pages", split=split))}
+        for split in ("train", "validation")
+    }
+    assert splits["train"] | splits["validation"] == set(range(7))
+    assert not splits["train"] & splits["validation"]
+    assert splits["validation"]
+
+
+def test_a_row_that_the_filter_leaves_out_says_so_and_is_shown_nowhere(server: Server) -> None:
+    assert "meta.lang = 'en'" in server.json("/v1/datasets/pages/rows/3")["left_out_by"]
+    spec: dict[str, Any] = {"batch_size": 1, "tail": "wrap"}
+    assert server.json("/v1/datasets/pages/rows/3/schedule", **spec) == {"occurrences": []}
+    [shown] = server.json("/v1/datasets/pages/rows/4/schedule", **spec)["occurrences"]
+    page = server.json(f"/v1/datasets/pages/epochs/0/ranks/0/batches/{shown['step']}", format="json", **spec)
+    assert page["sequences"][0]["text"].endswith(f"dog 4: the fox 4 jumps{EOS}")
+    assert page["sequences"][0]["source"] == "part-0.parquet, row group 0, row 4"
+
+
+def test_a_filter_needs_no_look_at_the_tokens(server: Server) -> None:
+    answer = server.json_when_ready("/v1/datasets/pages/spec", batch_size=1)
+    assert answer["num_sequences"] == len(kept())
+    with_split = [
+        server.json_when_ready("/v1/datasets/pages/spec", batch_size=1, split=s)["num_sequences"]
+        for s in ("train", "validation")
+    ]
+    assert sum(with_split) == len(kept())
+
+
+def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_learned(server: Server, tokenizer: Tokenizer) -> None:
+    rows = rows_of(dataset(server, "chats"))
+    for number, row in enumerate(rows):
+        text = "".join(f"<|{turn['role']}|>{turn['content']}{EOS}" for turn in chat(number))
+        assert row["input_ids"] == tokenizer.encode(text).ids
+        learned = [token for token in row["labels"] if token != -100]
+        said = "".join(f"{turn['content']}{EOS}" for turn in chat(number) if turn["role"] == "assistant")
+        assert tokenizer.decode(learned, skip_special_tokens=False) == said
+    whole = Counter(token for row in rows for token in row["labels"])
+    packed = dataset(server, "chats", packing="concat", seq_len=50, batch_size=1)
+    found = Counter(token for batch in packed for token in batch["labels"].flatten().tolist())
+    assert sum((whole - found).values()) < 50
+    assert sum((found - whole).values()) == 0
+
+
+def test_a_preference_pair_is_two_sequences_behind_one_prompt(server: Server, tokenizer: Tokenizer) -> None:
+    seen = 0
+    for batch in dataset(server, "pairs"):
+        for i in range(4):
+            for side, answer in (("chosen", f"{seen} foxes"), ("rejected", "none of the dogs")):
+                real = int(batch[f"{side}_attention_mask"][i].sum())
+                prompt, ids = tokenizer.encode(f"how many foxes, {seen}").ids, [*tokenizer.encode(answer).ids, 0]
+                assert batch[f"{side}_input_ids"][i, :real].tolist() == prompt + ids
+                assert batch[f"{side}_labels"][i, :real].tolist() == [-100] * len(prompt) + ids
+            seen += 1
+    assert seen == NUM_ROWS
+    assert "preference pairs have two" in server.get("/v1/datasets/pairs/spec", packing="concat").json()["detail"]
+
+
+def test_what_two_chats_begin_with_is_their_prompt(server: Server, tokenizer: Tokenizer) -> None:
+    [batch] = list(dataset(server, "chat-pairs", batch_size=NUM_ROWS))
+    for side in ("chosen", "rejected"):
+        for number, labels in enumerate(batch[f"{side}_labels"].tolist()):
+            learned = tokenizer.decode([token for token in labels if token != -100], skip_special_tokens=False)
+            assert learned == (f"over {number}" if side == "chosen" else "no") + EOS
+
+
+def test_a_transform_makes_the_columns_that_the_recipe_names(server: Server, tokenizer: Tokenizer) -> None:
+    rows = rows_of(dataset(server, "loud"))
+    assert [row["input_ids"] for row in rows] == [[*tokenizer.encode(word).ids, 0] for word in ["FOX", "DOG"] * 30]
+
+
+def test_another_source_of_the_transform_is_another_snapshot_and_one_that_fails_says_how(
+    serve: Callable[..., Server], data_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "loud"
+    write(folder, {"body": ["fox"] * 9}, 'text = "shouted"\ntransform = "shout:shout"\ntokenizer = "../tokenizer.json"')
+    write_tokenizer(tmp_path / "tokenizer.json")
+    source = (data_dir / "loud" / "shout.py").read_text()
+    fingerprints = []
+    for text in (source, source.replace("utf8_upper", "utf8_lower"), source):
+        (folder / "shout.py").write_text(text)
+        with serve(tmp_path) as server:
+            fingerprints.append(server.json("/v1/datasets/loud")["snapshot"])
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1]
+    (folder / "shout.py").write_text(source + "    ")  # the same function, but another source
+    failing = source.replace("    return", "    if rows.num_rows: raise KeyError('no such word')\n    return")
+    (folder / "shout.py").write_text(failing)
+    with serve(tmp_path) as server, pytest.raises(DataError, match="the transform shout:shout raises KeyError: 'no such word'"):
+        list(dataset(server, "loud"))
+
+
+def test_bad_rows_are_listed_counted_and_told_in_the_header(serve: Callable[..., Server], tmp_path: Path) -> None:
+    texts: list[str | None] = [f"fox {n}" for n in range(200)]
+    texts[7], texts[130] = None, ""
+    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write_tokenizer(tmp_path / "tokenizer.json")
+    with serve(tmp_path) as server:
+        frames = server.frames("/v1/datasets/holes/epochs/0/ranks/0/batches", batch_size=10, seq_len=8)
+        assert sum(frame.substituted for frame in frames) == 2
+        assert max(frame.substituted for frame in frames) <= 2
+        listed = server.json("/v1/datasets/holes/quarantine")
+        assert listed["num_bad_rows"] == 2
+        assert [(row["row"], row["row_group"], row["row_in_group"], row["reason"]) for row in listed["rows"]] == [
+            (7, 0, 7, "text is null"),
+            (130, 5, 5, "text is empty"),
+        ]
+        assert server.json("/v1/datasets/holes/quarantine", start=1, limit=1)["rows"] == listed["rows"][1:]
+        assert server.json("/v1/datasets/holes")["bad_rows"]["known"] == 2
+
+
+def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
+    texts = ["fox" if n % 10 else "" for n in range(200)]
+    write(
+        tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.05'
+    )
+    write_tokenizer(tmp_path / "tokenizer.json")
+    with serve(tmp_path) as server:
+        with pytest.raises(DataError, match=r"of 200 rows .* are known to be bad, more than max_bad_share = 0\.05 allows"):
+            list(dataset(server, "holes", batch_size=10))
+        (tmp_path / "holes" / "penstock.toml").write_text(
+            'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.2'
+        )
+    with serve(tmp_path) as server:
+        assert len(list(dataset(server, "holes", batch_size=10))) == 20
+
+
+def test_global_without_room_is_refused_with_both_numbers(serve: Callable[..., Server], tmp_path: Path) -> None:
+    ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
+    write(tmp_path / "big", {"tokens": ids}, "")
+    with serve(tmp_path, "--cache-bytes", "2MB") as server:
+        problem = server.get("/v1/datasets/big/spec", shuffle="global").json()
+        assert problem["status"] == 422
+        assert "and the budget is 2,000,000" in problem["detail"]
+        assert "--cache-bytes" in problem["detail"]
+        assert server.get("/v1/datasets/big/spec", shuffle="window").status_code == 200
+    with serve(tmp_path, "--cache-bytes", "50MB") as server:
+        assert server.get("/v1/datasets/big/spec", shuffle="global").status_code == 200

@@ -1,0 +1,97 @@
+"""The mix of a mixture: exact on every prefix, invertible, and spelled in one way."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import SpecError
+from penstock.mix import Mix, parse_mix
+from penstock_server.mixture import Mixture
+
+shares = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any)
+
+
+@st.composite
+def mixes(draw: st.DrawFn) -> Mix:
+    num_datasets = draw(st.integers(1, 5))
+    starts = sorted(draw(st.sets(st.integers(1, 2000), max_size=3)))
+    weights = st.lists(st.integers(0, 60), min_size=num_datasets, max_size=num_datasets).filter(any)
+    phases = [
+        ",".join(f"{chr(97 + i)}:{weight}" for i, weight in enumerate(draw(weights))) + (f"@{start}" if start else "")
+        for start in (0, *starts)
+    ]
+    return parse_mix(";".join(phases))
+
+
+@given(mixes())
+def test_every_prefix_of_a_phase_holds_each_dataset_to_within_one_sample(mix: Mix) -> None:
+    datasets, _ = Mixture(mix).locate(np.arange(4000))
+    ends = [*(phase.start for phase in mix.phases[1:]), 4000]
+    for phase, end in zip(mix.phases, ends, strict=True):
+        chosen = datasets[phase.start : end]
+        counts = np.cumsum(chosen[:, None] == np.arange(len(mix.datasets)), axis=0)
+        owed = np.arange(1, len(chosen) + 1)[:, None] * np.array(phase.shares)
+        assert (np.abs(counts * sum(phase.shares) - owed) < sum(phase.shares)).all()
+
+
+@given(mixes(), st.integers(0, 10**12))
+def test_a_sample_and_its_number_in_its_dataset_tell_each_other(mix: Mix, far: int) -> None:
+    mixture = Mixture(mix)
+    samples = np.concatenate([np.arange(3000), far + np.arange(300)])
+    datasets, numbers = mixture.locate(samples)
+    for i in range(len(mix.datasets)):
+        assert numbers[:3000][datasets[:3000] == i].tolist() == list(range(int((datasets[:3000] == i).sum())))
+    for sample, dataset, number in list(zip(samples.tolist(), datasets.tolist(), numbers.tolist(), strict=True))[::37]:
+        assert mixture.sample(dataset, number) == sample
+        assert mixture.num_before(dataset, sample) == number
+
+
+@given(mixes(), st.lists(st.integers(1, 300), min_size=5, max_size=5).map(np.array))
+def test_an_epoch_ends_with_the_first_dataset_or_with_the_last(
+    mix: Mix, sizes: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+) -> None:
+    sizes, mixture = sizes[: len(mix.datasets)], Mixture(mix)
+    for stop in ("first", "all"):
+        length = mixture.epoch_length(sizes, stop)
+        if length is None:
+            assert not all(mix.phases[-1].shares)
+            continue
+        counts = np.array([mixture.num_before(i, length) for i in range(len(sizes))])
+        if stop == "first":
+            assert (counts <= sizes).all()
+            dataset, number = (int(value[0]) for value in mixture.locate(np.array([length])))
+            assert number == sizes[dataset]  # the next sample would be seen a second time
+        else:
+            assert (counts >= sizes).all()
+            dataset, number = (int(value[0]) for value in mixture.locate(np.array([length - 1])))
+            assert number == sizes[dataset] - 1
+
+
+@given(mixes())
+def test_a_mix_has_one_spelling(mix: Mix) -> None:
+    assert parse_mix(str(mix)) == mix
+
+
+def test_weights_are_what_they_are_to_each_other() -> None:
+    assert str(parse_mix("wiki:0.7,code:0.3")) == str(parse_mix("code:3,wiki:7")) == "code:3,wiki:7"
+    assert str(parse_mix("a:1,b:1;b:0.50,a:1.5@100")) == "a:1,b:1;a:3,b:1@100"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("wiki", "'wiki' is not a dataset's name, a colon and a weight"),
+        ("wiki:-1", "is not a dataset's name"),
+        ("wiki:1,wiki:2", "wiki stands in it twice"),
+        ("wiki:0", "all weights are 0"),
+        ("a:1;b:1", "the first phase has no @"),
+        ("a:1@5", "the first phase has no @"),
+        ("a:1;b:1@9;c:1@9", "the first phase has no @"),
+        ("a:1;b:1@x", "'x' behind @ is no sample's number"),
+        ("a:0.333333333,b:0.666666667", "round them"),
+    ],
+)
+def test_what_spells_no_mix_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_mix(text)

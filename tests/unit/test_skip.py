@@ -1,0 +1,73 @@
+"""Skipped ranges: a schedule without them is the schedule with them, less what they hold."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import SpecError
+from penstock.skip import behind, parse_skip, spell_skip
+from penstock_server.schedule import Schedule
+
+ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), min_size=1, max_size=4).map(
+    lambda pairs: parse_skip("samples:" + ",".join(f"{first}-{first + more}" for first, more in pairs), 1)
+)
+
+
+def schedule(num: int, batch: int, world: int, offset: int, tail: str, skipped: tuple[tuple[int, int], ...]) -> Schedule:
+    return Schedule(num_positions=num, batch_size=batch, world_size=world, offset=min(offset, num), tail=tail, skipped=skipped)
+
+
+schedules = st.builds(
+    schedule,
+    st.integers(1, 200),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 150),
+    st.sampled_from(["drop", "wrap"]),
+    ranges,
+)
+
+
+@given(schedules)
+def test_a_run_is_the_epoch_less_what_is_skipped(schedule: Schedule) -> None:
+    skipped = {position for start, stop in schedule.skipped for position in range(start, stop)}
+    kept = [position for position in range(schedule.num_positions) if position not in skipped]
+    left = [position for position in kept if position >= schedule.offset]
+    per_step = schedule.batch_size * schedule.world_size
+    shown = [
+        position
+        for step in range(schedule.num_steps)
+        for rank in range(schedule.world_size)
+        for position in schedule.positions([step], rank)[0].tolist()
+    ]
+    if schedule.tail == "drop":
+        assert shown == left[: len(left) // per_step * per_step]
+    else:
+        assert shown[: len(left)] == left
+        assert len(shown) == -(-len(left) // per_step) * per_step
+        assert all(position in kept for position in shown)
+    for position in range(schedule.num_positions):
+        assert len(schedule.locate(position)) == shown.count(position)
+        for step, rank, index in schedule.locate(position):
+            assert schedule.positions([step], rank)[0, index] == position
+
+
+@given(ranges, st.integers(0, 100), st.integers(0, 100))
+def test_behind_counts_the_samples_that_are_not_skipped(skipped: tuple[tuple[int, int], ...], offset: int, number: int) -> None:
+    position = behind(skipped, offset, number)
+    inside = [p for p in range(offset, position) if not any(start <= p < stop for start, stop in skipped)]
+    assert len(inside) == number
+
+
+def test_steps_are_samples_of_the_global_batch() -> None:
+    assert parse_skip("3-4,10-10", 8) == ((24, 40), (80, 88))
+    assert parse_skip("5-9,0-4", 2) == ((0, 20),)
+    assert spell_skip(parse_skip("3-4,10-10", 8)) == "samples:24-39,80-87"
+    assert parse_skip("samples:24-39,80-87", 1000) == parse_skip("3-4,10-10", 8)
+    assert spell_skip(()) is None
+
+
+@pytest.mark.parametrize("text", ["5", "9-3", "a-b", "1-2,", "-1-2", "samples:"])
+def test_what_spells_no_range_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="is no range FIRST-LAST"):
+        parse_skip(text, 1)
