@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from penstock.spec import Spec
 from penstock_server.blocks import Blocks
+from penstock_server.folders import survey
+from penstock_server.footers import Footers
 from penstock_server.index import Index
+from penstock_server.notes import drop_old_notes, open_notes
 from penstock_server.plan import Plan, make_plan
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.recipe import load_tokenizer
-from penstock_server.snapshot import Snapshot, open_snapshot, shard_paths
+from penstock_server.snapshot import Snapshot, read_folder
 from penstock_server.store import BlockStore
 
 log = logging.getLogger("penstock.catalog")
@@ -66,11 +68,13 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
         raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
     if tokenizer:
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
-    folders, refused = _find(data_dir)
-    datasets = {}
-    for name, folder in folders.items():
+    drop_old_notes(store.cache.folder)
+    found = survey(data_dir)
+    datasets, refused = {}, found.refused
+    for name, folder in found.folders.items():
         try:
-            snapshot = open_snapshot(folder, tokenizer)
+            footers = Footers(folder, open_notes(store.cache.folder, folder) / "footers")
+            snapshot = read_folder(folder, found.shards[name], tokenizer, footers).snapshot()
             blocks = Blocks(snapshot, store)
             index = Index(name, snapshot, blocks, store.cache.folder)
             datasets[name] = Dataset(name, snapshot, blocks, index)
@@ -85,35 +89,3 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
         reasons = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
         raise DatasetRefused(f"nothing in {data_dir} can be served.\n{reasons}")
     return Catalog(datasets, refused)
-
-
-def _find(data_dir: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """The folders that hold shards by their dataset's name, and what is refused already.
-
-    The name is the path below the data folder, joined with dots.
-    """
-    found: dict[str, list[Path]] = {}
-    refused: dict[str, str] = {}
-    visited: set[tuple[int, int]] = set()
-
-    def name_of(folder: Path) -> str:
-        return ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
-
-    def unreadable(error: OSError) -> None:
-        folder = Path(error.filename)
-        refused[name_of(folder)] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
-
-    for root, names, _ in os.walk(data_dir, followlinks=True, onerror=unreadable):
-        stat = Path(root).stat()
-        if (stat.st_dev, stat.st_ino) in visited:  # a link that leads back
-            names.clear()
-            continue
-        visited.add((stat.st_dev, stat.st_ino))
-        names[:] = sorted(name for name in names if name[0] not in "._")
-        if shard_paths(Path(root)):
-            found.setdefault(name_of(Path(root)), []).append(Path(root))
-    for name, folders in found.items():
-        if len(folders) > 1:
-            listed = " and ".join(map(str, folders))
-            refused[name] = f"{listed} would both be the dataset {name!r}. Rename one of the folders."
-    return {name: folders[0] for name, folders in found.items() if len(folders) == 1}, refused

@@ -16,7 +16,7 @@ from penstock_server import catalog as catalog_module
 from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused, UnknownDataset
-from penstock_server.snapshot import Snapshot, open_snapshot
+from penstock_server.snapshot import Snapshot, open_snapshot, read_folder
 from penstock_server.store import BlockStore
 
 Opener = Callable[..., Catalog]
@@ -219,7 +219,7 @@ def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(
 ) -> None:
     write_numbered(data / "good", 3)
     write_numbered(data / "odd", 3)
-    monkeypatch.setattr(catalog_module, "open_snapshot", lambda f, t: open_snapshot(f, t) if f.name == "good" else 1 / 0)
+    monkeypatch.setattr(catalog_module, "read_folder", lambda f, *rest: read_folder(f, *rest) if f.name == "good" else 1 / 0)
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
     assert "by a fault of penstock: ZeroDivisionError" in catalog.refused["odd"]
