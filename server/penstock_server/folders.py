@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock_server.recipe import FILE_NAME
 from penstock_server.shard import Date
 
 QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
@@ -20,6 +23,19 @@ class Listing:
 
     shards: Mapping[str, Date]
     folders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The dates of all that a dataset is made of: of its shards by name, and of the files of its recipe by path."""
+
+    shards: Mapping[str, Date]
+    recipe: Mapping[str, Date]
+
+    def is_quiet(self) -> bool:
+        """Whether every file is."""
+        now = time.time()
+        return all(is_quiet(date, now) for dates in (self.shards, self.recipe) for date in dates.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +74,10 @@ def survey(data_dir: Path) -> Survey:
         folder = pending.pop()
         name = ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
         try:
-            stat = folder.stat()
-            if (stat.st_dev, stat.st_ino) in visited:  # a link that leads back
+            identity = folder.stat()
+            if (identity.st_dev, identity.st_ino) in visited:  # a link that leads back
                 continue
-            visited.add((stat.st_dev, stat.st_ino))
+            visited.add((identity.st_dev, identity.st_ino))
             listing = list_folder(folder)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and folder != data_dir:  # removed since its parent was listed
@@ -80,12 +96,40 @@ def survey(data_dir: Path) -> Survey:
     return found
 
 
+def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | None) -> Sight:
+    """The sight of a folder whose shards have these dates."""
+    recipe = folder / FILE_NAME
+    try:
+        named = [folder / text for text in _texts(tomllib.loads(recipe.read_text(encoding="utf-8")))]
+    except (OSError, ValueError):  # there is none, or reading it as a recipe will say what is wrong with it
+        named = []
+    paths = [recipe, *named, *([default_tokenizer] if default_tokenizer else [])]
+    return Sight(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
+
+
 def is_quiet(date: Date, seconds: float | None = None) -> bool:
     """Whether a file was last written to some time before `seconds`, since the epoch; by default before now.
 
     A date in the future says nothing of when the file was written, so such a file is not quiet.
     """
     return date.mtime_ns / 1e9 + QUIET_SECONDS <= (time.time() if seconds is None else seconds)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a TOML document, of which those that are names of files are; the others are names of none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _date_of_file(path: Path) -> Date | None:
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # what is no file's name may be too long for one, or hold a null
+        return None
+    return Date.of(found) if stat.S_ISREG(found.st_mode) else None
 
 
 def _date_of(entry: os.DirEntry[str]) -> Date:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock_server.catalog import Dataset
+from penstock_server.held import Served
 from penstock_server.plan import Plan
 from penstock_server.problems import RowOutOfRange
 from penstock_server.snapshot import Snapshot
@@ -24,14 +24,14 @@ class Occurrence:
     index: int
 
 
-def show_row(dataset: Dataset, row: int) -> dict[str, Any]:
-    """A row of the whole dataset, counted over all shards in their order: its place, its tokens and its text.
+def show_row(served: Served, row: int) -> dict[str, Any]:
+    """A row of a whole snapshot, counted over all shards in their order: its place, its tokens and its text.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
     """
-    snapshot = dataset.snapshot
-    index, row_in_block = _locate(dataset.name, snapshot, row)
-    [block] = dataset.blocks.get([index])
+    snapshot = served.snapshot
+    index, row_in_block = _locate(served.name, snapshot, row)
+    [block] = served.blocks.get([index])
     at = snapshot.block(index)
     facts: dict[str, Any] = {"row": row, "shard": at.shard.path.name, "row_group": at.row_group}
     facts["row_in_group"] = at.first_row + row_in_block

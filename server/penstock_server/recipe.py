@@ -130,13 +130,15 @@ def load_tokenizer(path: Path) -> TokenizerFile:
     Raises DatasetRefused: there is no such file, or it is no tokenizer.
     """
     try:
-        return _load_tokenizer(path.resolve(strict=True))
+        found = path.resolve(strict=True)
+        stat = found.stat()
+        return _load_tokenizer(found, (stat.st_size, stat.st_mtime_ns, stat.st_ino))
     except OSError as error:
         raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. Check the path.") from error
 
 
 @lru_cache(maxsize=64)
-def _load_tokenizer(path: Path) -> TokenizerFile:
+def _load_tokenizer(path: Path, _date: tuple[int, ...]) -> TokenizerFile:
     content = path.read_bytes()
     try:
         tokenizer = Tokenizer.from_buffer(content)

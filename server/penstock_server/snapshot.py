@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ class Snapshot:
         content = {
             "version": 1,
             "shards": [[s.path.name, s.size_bytes, s.digest] for s in self.shards],
-            "recipe": recipe.identity,
+            **_part_of_recipe(recipe),
         }
         self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -106,6 +107,11 @@ class Snapshot:
     def blocks_of_group(self, group: int) -> range:
         """The blocks that a row group is split into."""
         return range(int(self._first_block[group]), int(self._first_block[group + 1]))
+
+
+def recipe_key(recipe: Recipe) -> str:
+    """A name for what fingerprints are of beside the shards."""
+    return blake2b(json.dumps(_part_of_recipe(recipe), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,10 @@ def read_folder(
 def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
     """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
     return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder)).snapshot()
+
+
+def _part_of_recipe(recipe: Recipe) -> dict[str, Any]:
+    return {"recipe": recipe.identity}
 
 
 def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:

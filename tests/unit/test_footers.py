@@ -98,6 +98,19 @@ def test_only_what_changed_is_opened_and_a_new_date_on_the_same_content_keeps_th
     assert after.num_rows == 30 + 2 + 1
 
 
+def test_shards_that_change_places_are_noticed_though_size_and_date_are_equal(data: Path, note: Path) -> None:
+    for number in (0, 1):
+        write_shard(data / f"part-00{number}.parquet", [number])
+    age(data)
+    before = read(data, Footers(data, note)).shards
+    (data / "part-000.parquet").rename(data / ".part")
+    (data / "part-001.parquet").rename(data / "part-000.parquet")
+    (data / ".part").rename(data / "part-001.parquet")
+    after = read(data, Footers(data, note)).shards
+    assert [s.date[:2] for s in after] == [s.date[:2] for s in before]
+    assert [s.digest for s in after[:2]] == [s.digest for s in before[1::-1]] != [s.digest for s in before[:2]]
+
+
 def test_shards_that_are_gone_are_forgotten(data: Path, note: Path) -> None:
     read(data, Footers(data, note))
     (data / "part-002.parquet").unlink()
@@ -168,8 +181,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(data: Path, monkeypatch
 
     def overtaken(path: Path) -> BinaryIO:
         file = original(path)
-        shutil.copy(path, data / ".part")
-        (data / ".part").rename(path)
+        copy = path.with_suffix(".copy")
+        shutil.copy(path, copy)
+        copy.rename(path)
         return file
 
     monkeypatch.setattr(shard_module, "open_file", overtaken)
