@@ -1,72 +1,146 @@
-"""The catalog: every dataset below the data folder, by name, opened once; and those that had to be refused, with the reason."""
+"""The catalog: every dataset below the data folder, by name; and what cannot be served, with the reason."""
 
 from __future__ import annotations
 
-import logging
-import os
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from penstock.skip import spell_skip
 from penstock.spec import Spec
-from penstock_server.blocks import Blocks
-from penstock_server.index import Index
-from penstock_server.member import Member, OrderKey
+from penstock_server.dataset import Change, Dataset
+from penstock_server.folders import Survey, survey
+from penstock_server.held import Served
+from penstock_server.notes import drop_old_notes
 from penstock_server.plan import Plan, make_plan
 from penstock_server.problems import BadParameter, DatasetRefused, SnapshotGone, UnknownDataset
-from penstock_server.snapshot import Snapshot, open_snapshot, shard_paths
 from penstock_server.store import BlockStore
 from penstock_server.tokenizer import load_tokenizer
-
-log = logging.getLogger("penstock.catalog")
 
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
 @dataclass(frozen=True, slots=True)
-class Dataset:
-    """A dataset that is served."""
+class _Known:
+    """The datasets, opened or not, and the names that stand for none, with the reason; never changed, but followed."""
 
-    name: str
-    snapshot: Snapshot
-    blocks: Blocks
-    index: Index
-
-    def member(self, spec: Spec, fingerprint: str | None) -> Member:
-        """The dataset as a spec reads it.
-
-        Raises SnapshotGone: the spec names a snapshot that is not here. Raises DatasetRefused: too many rows are bad.
-        """
-        if fingerprint not in (None, self.snapshot.fingerprint):
-            raise SnapshotGone(
-                f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.snapshot.fingerprint}: the "
-                f"shards or the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
-            )
-        self.blocks.quarantine.check()
-        return Member(self.name, self.snapshot, self.blocks, self.index, OrderKey.of(spec))
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class Catalog:
-    """The datasets of one data folder. `refused` are those that could not be opened, by name, with the reason.
+    """The datasets of one data folder; `tokenizer` is for text whose recipe names none.
 
     A dataset that is refused holds back no other: a half-written file must not stop the jobs that train on its neighbours.
     """
 
-    datasets: dict[str, Dataset]
-    refused: dict[str, str]
+    def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore) -> None:
+        self._data_dir, self._tokenizer, self._store = data_dir, tokenizer, store
+        self._known = _Known()
+        self._looking = threading.Lock()
+
+    @property
+    def datasets(self) -> dict[str, Served]:
+        """The latest snapshot of each dataset that is served, by its name, in the order of names."""
+        return {name: latest for name, dataset in self._known.datasets.items() if (latest := dataset.held.latest)}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The names that are not served, with the reason."""
+        known = self._known
+        held = {name: dataset.held for name, dataset in known.datasets.items()}
+        return {**known.refused, **{name: h.error for name, h in held.items() if h.error and not h.latest}}
 
     def __getitem__(self, name: str) -> Dataset:
-        """The dataset of that name. Raises UnknownDataset: there is none. Raises DatasetRefused: it could not be opened."""
-        if name in self.datasets:
-            return self.datasets[name]
-        if name in self.refused:
-            raise DatasetRefused(self.refused[name])
-        known = [*self.datasets, *self.refused]
-        close = get_close_matches(name, known, n=1)
+        """The dataset of that name. Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder."""
+        known = self._known
+        if name in known.datasets:
+            return known.datasets[name]
+        if name in known.refused:
+            raise DatasetRefused(known.refused[name])
+        names = [*known.datasets, *known.refused]
+        close = get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(known)}.")
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(names)}.")
+
+    def refresh(self, name: str) -> Change:
+        """Takes in what changed in a dataset's folder, at once.
+
+        Raises UnknownDataset: there is none. Raises DatasetRefused: it cannot be opened as it is; what was served is
+        served on.
+        """
+        with self._looking:
+            found = survey(self._data_dir)
+            if name not in found.folders:
+                self._add(found)
+                dataset = self[name]
+                raise DatasetRefused(self._miss(dataset, found))
+            dataset = self._dataset(name, found.folders[name])
+            try:
+                return dataset.refresh(found.shards[name])
+            except DatasetRefused as refusal:
+                latest = dataset.held.latest
+                served = f"\nUntil then snapshot {latest.snapshot.fingerprint} is served." if latest else ""
+                raise DatasetRefused(f"{refusal}{served}") from refusal
+            finally:
+                self._add(found, dataset)
+
+    def poll(self) -> bool:
+        """Takes in what changed in all folders, once nothing changes there any more. False: something does."""
+        with self._looking:
+            found = survey(self._data_dir)
+            quiet = True
+            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
+            for dataset in datasets:
+                quiet = dataset.poll(found.shards[dataset.name]) and quiet
+            self._add(found, *datasets)
+            for name, dataset in self._known.datasets.items():
+                if name not in found.folders:
+                    self._miss(dataset, found)
+            return quiet
+
+    def open(self) -> None:
+        """Opens what is in the data folder.
+
+        Raises DatasetRefused: there is no Parquet in it, or nothing of it can be served; the message lists why.
+        """
+        with self._looking:
+            found = survey(self._data_dir)
+            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
+            for dataset in datasets:
+                with suppress(DatasetRefused):  # it says so itself when it is asked
+                    dataset.refresh(found.shards[dataset.name])
+            self._add(found, *datasets)
+        if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
+            if not self.refused:
+                raise DatasetRefused(f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it.")
+            reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
+            raise DatasetRefused(f"nothing in {self._data_dir} can be served.\n{reasons}")
+
+    def _dataset(self, name: str, folder: Path) -> Dataset:
+        known = self._known.datasets.get(name)
+        return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
+
+    def _add(self, found: Survey, *datasets: Dataset) -> None:
+        known = {**self._known.datasets, **{dataset.name: dataset for dataset in datasets}}
+        refused = {name: reason for name, reason in found.refused.items() if name not in known}
+        self._known = _Known(dict(sorted(known.items())), refused)
+
+    def _miss(self, dataset: Dataset, found: Survey) -> str:
+        """Tells a dataset that its folder holds no shards any more; gives the reason."""
+        folder = dataset.folder
+        if reason := found.refused.get(dataset.name):
+            dataset.fail(reason)
+        elif found.folders and not folder.exists():
+            reason = f"{folder} was removed. Put it back, or restart the server to forget it."
+            dataset.remove(reason)
+        else:  # with all folders gone at once it is rather the disk that is: what is cached can be served meanwhile
+            reason = f"{folder} holds no shard any more. Put them back, or remove the folder too."
+            dataset.fail(reason)
+        return reason
 
     def plan(self, name: str, spec: Spec) -> Plan:
         """The spec resolved against a dataset, or against all that its mix names, this one among them.
@@ -82,7 +156,8 @@ class Catalog:
             raise SnapshotGone(
                 f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
             )
-        members = tuple(self[own].member(spec, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True))
+        found = [self[own].served(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
+        members = tuple(served.member(spec) for served in found)
         resolved = replace(
             spec,
             snapshot=_JOINT.join(member.snapshot.fingerprint for member in members),
@@ -95,63 +170,16 @@ class Catalog:
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
-    """Opens every dataset in a folder; `tokenizer` is for text whose recipe names none.
+    """The catalog of a folder, opened.
 
-    Raises DatasetRefused: there is no such folder, no Parquet in it, or nothing in it can be served; the message lists why.
+    Raises DatasetRefused: there is no such folder, the tokenizer is none, or see Catalog.open.
     """
     if not data_dir.is_dir():
         what = "is a file, not a folder" if data_dir.exists() else "does not exist"
         raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
     if tokenizer:
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
-    folders, refused = _find(data_dir)
-    datasets = {}
-    for name, folder in folders.items():
-        try:
-            snapshot = open_snapshot(folder, tokenizer)
-            blocks = Blocks(snapshot, store)
-            index = Index(name, snapshot, blocks, store.cache.folder)
-            datasets[name] = Dataset(name, snapshot, blocks, index)
-        except DatasetRefused as refusal:
-            refused[name] = str(refusal)
-        except Exception as error:  # a fault of ours in one dataset must not stop the others
-            log.exception("%s cannot be opened", folder)
-            refused[name] = f"{folder} cannot be opened, by a fault of penstock: {type(error).__name__}: {error}"
-    if not datasets and not refused:
-        raise DatasetRefused(f"{data_dir} holds no file that ends in .parquet, nor does any folder below it.")
-    if not datasets:
-        reasons = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise DatasetRefused(f"nothing in {data_dir} can be served.\n{reasons}")
-    return Catalog(datasets, refused)
-
-
-def _find(data_dir: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """The folders that hold shards by their dataset's name, and what is refused already.
-
-    The name is the path below the data folder, joined with dots.
-    """
-    found: dict[str, list[Path]] = {}
-    refused: dict[str, str] = {}
-    visited: set[tuple[int, int]] = set()
-
-    def name_of(folder: Path) -> str:
-        return ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
-
-    def unreadable(error: OSError) -> None:
-        folder = Path(error.filename)
-        refused[name_of(folder)] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
-
-    for root, names, _ in os.walk(data_dir, followlinks=True, onerror=unreadable):
-        stat = Path(root).stat()
-        if (stat.st_dev, stat.st_ino) in visited:  # a link that leads back
-            names.clear()
-            continue
-        visited.add((stat.st_dev, stat.st_ino))
-        names[:] = sorted(name for name in names if name[0] not in "._")
-        if shard_paths(Path(root)):
-            found.setdefault(name_of(Path(root)), []).append(Path(root))
-    for name, folders in found.items():
-        if len(folders) > 1:
-            listed = " and ".join(map(str, folders))
-            refused[name] = f"{listed} would both be the dataset {name!r}. Rename one of the folders."
-    return {name: folders[0] for name, folders in found.items() if len(folders) == 1}, refused
+    drop_old_notes(store.cache.folder)
+    catalog = Catalog(data_dir, tokenizer, store)
+    catalog.open()
+    return catalog

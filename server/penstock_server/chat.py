@@ -22,6 +22,8 @@ from jinja2 import nodes
 from penstock_server import chat_sandbox
 from penstock_server.chat_sandbox import BEGIN, END, Refused, Sandbox
 
+FILES_BESIDE_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
+
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 

@@ -21,6 +21,7 @@ from penstock_server.problems import DatasetRefused, Problem, UnknownDataset
 from penstock_server.sample import write_sample
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
 from penstock_server.store import BlockStore
+from penstock_server.watch import watching
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,6 +35,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_folders(serve)
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
     serve.add_argument("--port", help="port to listen on (default: 8000; 0 for any free one)")
+    serve.add_argument("--poll-seconds", metavar="N", help="look for new data this often (default: 30; 0 for never)")
     serve.set_defaults(run=_serve)
 
     prepare = commands.add_parser(
@@ -72,7 +74,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
     try:
         settings = Settings.read(vars(arguments), os.environ)
         catalog = open_catalog(settings.data_dir, settings.tokenizer, BlockStore(_cache(settings)))
-        datasets = [catalog[name] for name in arguments.dataset] if arguments.dataset else [*catalog.datasets.values()]
+        names = arguments.dataset or catalog.datasets
+        datasets = [catalog[name].latest for name in names]
     except (SettingsError, DatasetRefused, UnknownDataset) as error:
         print(f"penstock prepare: {error}", file=sys.stderr)
         return 2
@@ -104,8 +107,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         config = uvicorn.Config(
             create_app(catalog), log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off"
         )
-        with suppress(KeyboardInterrupt):  # uvicorn has already shut down, and raises it once more
-            uvicorn.Server(config).run(sockets=[listener])
+        with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
         store.close()
     return 0
 

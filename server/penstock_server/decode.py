@@ -31,7 +31,7 @@ def rows_of_group(
     if shard_changed(shard):
         raise SnapshotGone(
             f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
-            f"file back, or restart the server and begin a new run."
+            f"file back, or begin a new run once the server has taken the new one in."
         )
     # Page by page: a row group of gigabytes must not be in memory as a whole.
     with pq.ParquetFile(shard.path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock_server.block import Block
-from penstock_server.catalog import Dataset
+from penstock_server.held import Served
 from penstock_server.member import Member
 from penstock_server.order import IntArray
 from penstock_server.plan import Plan
@@ -26,14 +26,14 @@ class Occurrence:
     index: int
 
 
-def show_row(dataset: Dataset, row: int) -> dict[str, Any]:
-    """A row of the whole dataset, counted over all shards in their order: its place, its tokens and its text.
+def show_row(served: Served, row: int) -> dict[str, Any]:
+    """A row of a whole snapshot, counted over all shards in their order: its place, its tokens and its text.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
     """
-    snapshot = dataset.snapshot
-    index, stored = _locate(dataset.name, snapshot, row)
-    [block] = dataset.blocks.get([index])
+    snapshot = served.snapshot
+    index, stored = _locate(served.name, snapshot, row)
+    [block] = served.blocks.get([index])
     at = snapshot.block(index)
     facts: dict[str, Any] = {
         "row": row,
@@ -66,20 +66,20 @@ def show_row(dataset: Dataset, row: int) -> dict[str, Any]:
     return facts
 
 
-def show_quarantine(dataset: Dataset, start: int, limit: int) -> dict[str, Any]:
+def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
     """What is known to be bad in a dataset: `limit` rows behind the first `start`, and all row groups.
 
     Once the tokens of all rows are counted, every bad row is known.
     """
-    if dataset.index.lengths.is_ready:
-        bad = np.flatnonzero(dataset.index.lengths.get().per_block("all")[2]).tolist()
+    if served.index.lengths.is_ready:
+        bad = np.flatnonzero(served.index.lengths.get().per_block("all")[2]).tolist()
         for index in bad:  # a restart forgets reasons, but not where to find them
-            dataset.blocks.get([index])
-    quarantine = dataset.blocks.quarantine
+            served.blocks.get([index])
+    quarantine = served.blocks.quarantine
     return {
         "num_bad_rows": quarantine.num_bad_rows,
-        "complete": dataset.index.lengths.is_ready,
-        "on_bad_row": dataset.snapshot.recipe.on_bad_row,
+        "complete": served.index.lengths.is_ready,
+        "on_bad_row": served.snapshot.recipe.on_bad_row,
         "rows": [asdict(row) for row in quarantine.rows()[start : start + limit]],
         "row_groups": [asdict(group) for group in quarantine.groups()],
     }

@@ -7,44 +7,44 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from penstock_server.catalog import Dataset
+from penstock_server.held import Served
 from penstock_server.problems import Problem
 
 _AT_A_TIME = 8  # blocks that are loaded side by side
 
 
-def prepare(dataset: Dataset, seq_lens: list[int]) -> Iterator[str]:
+def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     """Counts the tokens of a dataset, fills the cache as far as its budget goes, packs for packing=best_fit; says what is done.
 
     Raises what a block raises that cannot be read, and BadRow where the recipe does not substitute.
     """
-    with _progress(f"{dataset.name}: counting tokens", dataset.snapshot.num_blocks) as advance:
-        lengths = dataset.index.lengths.make(advance)
+    with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
+        lengths = served.index.lengths.make(advance)
     rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
-    yield f"{dataset.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
-    dataset.index.row_lengths("all")
-    num_stored = _fill(dataset)
-    yield f"{dataset.name}: {num_stored:,} of {dataset.snapshot.num_blocks:,} blocks are in the cache"
+    yield f"{served.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
+    served.index.row_lengths("all")
+    num_stored = _fill(served)
+    yield f"{served.name}: {num_stored:,} of {served.snapshot.num_blocks:,} blocks are in the cache"
     for seq_len in seq_lens:
-        with _progress(f"{dataset.name}: packing for seq_len={seq_len}", dataset.snapshot.num_blocks) as advance:
-            bins = dataset.index.bins("all", seq_len).make(advance)
+        with _progress(f"{served.name}: packing for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
+            bins = served.index.bins("all", seq_len).make(advance)
         padding = 1 - tokens / max(1, int(bins.sum()) * seq_len)
-        yield f"{dataset.name}: {int(bins.sum()):,} sequences of {seq_len:,} tokens, {padding:.1%} of them padding"
+        yield f"{served.name}: {int(bins.sum()):,} sequences of {seq_len:,} tokens, {padding:.1%} of them padding"
 
 
-def _fill(dataset: Dataset) -> int:
+def _fill(served: Served) -> int:
     """Loads blocks that are not in the cache until its budget is used; how many are there then."""
-    blocks, cache = dataset.blocks, dataset.blocks.cache
-    missing = [index for index in range(dataset.snapshot.num_blocks) if not blocks.is_stored(index)]
-    with _progress(f"{dataset.name}: filling the cache", len(missing)) as advance:
+    blocks, cache = served.blocks, served.blocks.cache
+    missing = [index for index in range(served.snapshot.num_blocks) if not blocks.is_stored(index)]
+    with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
         for first in range(0, len(missing), _AT_A_TIME):
             some = missing[first : first + _AT_A_TIME]
-            needed = sum(dataset.snapshot.block(index).nbytes for index in some)
+            needed = sum(served.snapshot.block(index).nbytes for index in some)
             if cache.used_bytes + 2 * needed > cache.budget_bytes:  # beyond it blocks would put each other out
                 break
             blocks.get(some)
             advance(first + len(some))
-    return sum(blocks.is_stored(index) for index in range(dataset.snapshot.num_blocks))
+    return sum(blocks.is_stored(index) for index in range(served.snapshot.num_blocks))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class Column:
     type: pa.DataType
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recipe:
     """How rows become tokens. Equal identities make equal tokens of equal rows.
 
@@ -113,6 +113,11 @@ class Recipe:
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,
         }
+
+    def is_like(self, other: Recipe) -> bool:
+        """Whether another recipe does the same, also with bad rows."""
+        mine, theirs = ((r.identity, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
+        return mine == theirs
 
     def check(self, schema: pa.Schema) -> None:
         """Whether data of this schema has all that is read. Raises FieldError: it has not."""

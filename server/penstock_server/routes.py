@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,8 @@ from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather, load
 from penstock_server.block import Block
-from penstock_server.catalog import Catalog, Dataset
+from penstock_server.catalog import Catalog
+from penstock_server.held import Held, Served
 from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
@@ -86,8 +88,17 @@ def make_router(catalog: Catalog) -> APIRouter:
 
     @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=plain)
     def show_dataset(dataset: Name) -> dict[str, Any]:
-        """Rows, shards, columns, recipe and snapshot."""
-        return _describe(catalog[dataset])
+        """Rows, shards, columns, recipe and snapshot; the older snapshots that are served; what keeps new data out."""
+        found = catalog[dataset]
+        return _describe(found.latest) | _describe_held(found.held)
+
+    refreshing = asyncio.Lock()  # those who wait for it need no thread
+
+    @router.post("/{dataset}/refresh", summary="Look for new data", tags=["datasets"], dependencies=plain)
+    async def refresh(dataset: Name) -> dict[str, Any]:
+        """Takes in at once what changed in the folder: shards that were added, removed or rewritten, and the recipe."""
+        async with refreshing:
+            return asdict(await run_in_threadpool(catalog.refresh, dataset))
 
     @router.get("/{dataset}/spec", summary="Resolve a spec", tags=["datasets"], openapi_extra=_SPEC_PARAMETERS)
     def show_spec(request: Request, dataset: Name) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def make_router(catalog: Catalog) -> APIRouter:
     @router.get("/{dataset}/rows/{row}", summary="One row", tags=["rows"], dependencies=plain)
     def one_row(dataset: Name, row: Row) -> dict[str, Any]:
         """A row with its tokens and its text; rows are counted over all shards in their order."""
-        return show_row(catalog[dataset], row)
+        return show_row(catalog[dataset].latest, row)
 
     @router.get("/{dataset}/rows/{row}/schedule", summary="When a row is seen", tags=["rows"], openapi_extra=_SPEC_PARAMETERS)
     def schedule(
@@ -172,7 +183,7 @@ def make_router(catalog: Catalog) -> APIRouter:
     ) -> dict[str, Any]:
         """Rows that cannot be used and row groups that cannot be read, with the reasons; those that were met so far."""
         check_parameters(request, "start", "limit")
-        return show_quarantine(catalog[dataset], start, limit)
+        return show_quarantine(catalog[dataset].latest, start, limit)
 
     return router
 
@@ -223,21 +234,26 @@ async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield chunk
 
 
-def _describe(dataset: Dataset) -> dict[str, Any]:
-    snapshot = dataset.snapshot
+def _describe(served: Served) -> dict[str, Any]:
+    snapshot = served.snapshot
     return {
-        "name": dataset.name,
+        "name": served.name,
         "rows": snapshot.num_rows,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
-        "index": dict(zip(("blocks_done", "blocks"), dataset.index.progress(), strict=True)),
-        "bad_rows": {"known": dataset.blocks.quarantine.num_bad_rows, "on_bad_row": snapshot.recipe.on_bad_row},
+        "index": dict(zip(("blocks_done", "blocks"), served.index.progress(), strict=True)),
+        "bad_rows": {"known": served.blocks.quarantine.num_bad_rows, "on_bad_row": snapshot.recipe.on_bad_row},
         "columns": list(snapshot.recipe.token_columns),
         "recipe": snapshot.recipe.describe(),
         "token_dtype": snapshot.token_dtype,
         "snapshot": snapshot.fingerprint,
     }
+
+
+def _describe_held(held: Held) -> dict[str, Any]:
+    snapshots = [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots]
+    return {"snapshots": snapshots, "refresh_error": held.error}
 
 
 def _etag(plan: Plan, epoch: int, rank: int, steps: range, format: str) -> str:

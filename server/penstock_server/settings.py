@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ class Settings:
     """Where the data is, where decoded blocks are kept and how many bytes of them, and where to listen.
 
     cache_bytes  budget of the cache folder; None is half of what is free on its disk
+    poll_seconds how often to look for changes in the data folder; 0 is never
     """
 
     data_dir: Path
@@ -31,6 +33,7 @@ class Settings:
     cache_bytes: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    poll_seconds: float = 30.0
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
@@ -54,6 +57,10 @@ class Settings:
             values["cache_bytes"] = _number(values["cache_bytes"], _UNITS)
             if values["cache_bytes"] is None:
                 problems.append(f"cache_bytes must be a number such as 500000000 or 200GB, not {given['cache_bytes']!r}")
+        if "poll_seconds" in values:
+            values["poll_seconds"] = _seconds(values["poll_seconds"])
+            if values["poll_seconds"] is None:
+                problems.append(f"poll_seconds must be a number such as 30, or 0 for never, not {given['poll_seconds']!r}")
         if problems:
             raise SettingsError("\n".join(problems))
         return cls(**values)
@@ -66,3 +73,11 @@ def _number(text: str, units: Mapping[str, int]) -> int | None:
     digits = text.rstrip("kKmMgGtTbB ")
     unit = text[len(digits) :].strip().upper()
     return int(digits) * units[unit] if digits.isascii() and digits.isdigit() and unit in units else None
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < math.inf else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,19 @@ from penstock_server.recipe import Recipe
 
 _MAGIC = b"PAR1"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+class Date(NamedTuple):
+    """What differs once a file is written to or replaced."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> Date:
+        """The date of the file whose state this is."""
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +48,38 @@ class Shard:
     path: Path
     size_bytes: int
     mtime_ns: int
+    inode: int
     digest: str
     rows_per_group: tuple[int, ...]
     bytes_per_group: tuple[int, ...]
     null_rows: tuple[int, ...]
     token_range: tuple[int, int] | None
 
+    @property
+    def date(self) -> Date:
+        """Of the file when it was read."""
+        return Date(self.size_bytes, self.mtime_ns, self.inode)
+
 
 def read_shard(path: Path, recipe: Recipe) -> Shard:
     """What the footer says of the recipe's columns.
 
-    Raises DatasetRefused: the file is truncated, damaged or no Parquet, or lacks a column.
+    Raises DatasetRefused: the file is truncated, damaged or no Parquet, lacks a column, or is being written to.
     """
-    _check_footer(path)
-    stat = path.stat()
-    metadata = _metadata(path)
-    _check_columns(path, metadata.schema.to_arrow_schema(), recipe)
+    with _opened(path) as file:
+        date = Date.of(os.fstat(file.fileno()))
+        metadata = _metadata(path, file)
+        _check_columns(path, metadata.schema.to_arrow_schema(), recipe)
+        digest = _file_digest(file, date.size_bytes)
+        if Date.of(path.stat()) != date:  # by now it may be half of one file and half of another
+            raise DatasetRefused(f"{path} is being written to: it changed while it was read. Wait until it is whole.")
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     return Shard(
         path=path,
-        size_bytes=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
-        digest=_file_digest(path, stat.st_size),
+        size_bytes=date.size_bytes,
+        mtime_ns=date.mtime_ns,
+        inode=date.inode,
+        digest=digest,
         rows_per_group=tuple(g.num_rows for g in groups),
         bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
@@ -64,14 +89,18 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
 
 def read_schema(path: Path) -> pa.Schema:
     """The columns of a Parquet file. Raises DatasetRefused: it is truncated, damaged or no Parquet."""
-    _check_footer(path)
-    return _metadata(path).schema.to_arrow_schema()
+    with _opened(path) as file:
+        return _metadata(path, file).schema.to_arrow_schema()
 
 
-def date_of(shard: Shard) -> tuple[int, int, int]:
-    """What differs once the file is written to or replaced. Raises OSError: it is gone."""
-    stat = shard.path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file to read its footer; no other place does. Raises OSError."""
+    return path.open("rb")
+
+
+def date_of(shard: Shard) -> Date:
+    """The date of a shard's file as it is now. Raises OSError: it is gone."""
+    return Date.of(shard.path.stat())
 
 
 def shard_changed(shard: Shard) -> bool:
@@ -80,38 +109,28 @@ def shard_changed(shard: Shard) -> bool:
     Raises OSError: that cannot be known now.
     """
     try:
-        stat = shard.path.stat()
+        date = date_of(shard)
+        if date == shard.date:
+            return False
+        with open_file(shard.path) as file:
+            return date.size_bytes != shard.size_bytes or _file_digest(file, date.size_bytes) != shard.digest
     except FileNotFoundError:
         return True
-    if (stat.st_size, stat.st_mtime_ns) == (shard.size_bytes, shard.mtime_ns):
-        return False
-    return stat.st_size != shard.size_bytes or _file_digest(shard.path, stat.st_size) != shard.digest
 
 
-def _check_footer(path: Path) -> None:
-    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < 12:
-                raise _refused(path, f"is {size} bytes long, too short for Parquet")
-            file.seek(size - 8)
-            length, magic = struct.unpack("<I4s", file.read(8))
-            if magic == b"PARE":
-                raise _refused(path, "is encrypted, which is not supported")
-            file.seek(0)
-            if magic != _MAGIC:
-                begins = file.read(4) == _MAGIC
-                raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
-            if length > size - 12:
-                raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
+        with open_file(path) as file:
+            yield file
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}") from error
 
 
-def _metadata(path: Path) -> pq.FileMetaData:
+def _metadata(path: Path, file: BinaryIO) -> pq.FileMetaData:
+    _check_footer(path, file)
     try:
-        metadata = pq.read_metadata(path)
+        metadata = pq.read_metadata(file)
         metadata.schema.to_arrow_schema()
         return metadata
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -131,21 +150,38 @@ def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
         ) from error
 
 
+def _check_footer(path: Path, file: BinaryIO) -> None:
+    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
+    size = file.seek(0, os.SEEK_END)
+    if size < 12:
+        raise _refused(path, f"is {size} bytes long, too short for Parquet")
+    file.seek(size - 8)
+    tail = file.read(8)
+    length, magic = int.from_bytes(tail[:4], "little"), tail[4:]
+    if magic == b"PARE":
+        raise _refused(path, "is encrypted, which is not supported")
+    file.seek(0)
+    if magic != _MAGIC:
+        begins = file.read(4) == _MAGIC
+        raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
+    if length > size - 12:
+        raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
+
+
 def _refused(path: Path, what: str) -> DatasetRefused:
     return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
 
 
-def _file_digest(path: Path, size: int) -> str:
+def _file_digest(file: BinaryIO, size: int) -> str:
     """Of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
     digest = blake2b(digest_size=16)
-    with path.open("rb") as file:
-        file.seek(size - 8)
-        footer_bytes = struct.unpack("<I", file.read(4))[0] + 8
-        for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64).tolist():
-            file.seek(start)
-            digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(size - footer_bytes, 0))
-        digest.update(file.read())
+    file.seek(size - 8)
+    footer_bytes = int.from_bytes(file.read(4), "little") + 8
+    for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64).tolist():
+        file.seek(start)
+        digest.update(file.read(_SAMPLE_BYTES))
+    file.seek(max(size - footer_bytes, 0))
+    digest.update(file.read())
     return digest.hexdigest()
 
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from penstock_server.best_fit import pools_of
+from penstock_server.folders import list_folder
+from penstock_server.footers import Footers
 from penstock_server.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipe import Recipe
 from penstock_server.recipe_file import read_recipe
-from penstock_server.shard import Shard, read_schema, read_shard
+from penstock_server.shard import Date, Shard
 
-_FOOTER_THREADS = 16  # waiting for disks, not for cores
 _LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most
 _BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
 
@@ -86,8 +86,7 @@ class Snapshot:
         content = {
             "version": 1,
             "shards": [[s.path.name, s.size_bytes, s.digest] for s in self.shards],
-            "recipe": recipe.identity,
-            "validation": recipe.validation,
+            **_part_of_recipe(recipe),
         }
         self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -135,47 +134,54 @@ class Snapshot:
         return range(int(self._first_block[group]), int(self._first_block[group + 1]))
 
 
-def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
-    """Reads the footers of all shards in a folder, many at a time, and its recipe.
+def recipe_key(recipe: Recipe) -> str:
+    """A name for what fingerprints are of beside the shards."""
+    return blake2b(json.dumps(_part_of_recipe(recipe), sort_keys=True).encode(), digest_size=16).hexdigest()
 
-    Raises DatasetRefused: a shard is truncated or no Parquet, shards disagree, the recipe is wrong, there is no row, or
-    rows are already known to be unusable. The message lists every shard that is wrong, up to ten.
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a folder holds: the recipe, the readable shards by name, and what is wrong with the others."""
+
+    folder: Path
+    recipe: Recipe
+    shards: Mapping[str, Shard]
+    failures: tuple[str, ...]
+
+    def snapshot(self) -> Snapshot:
+        """The snapshot of all shards.
+
+        Raises DatasetRefused: a shard is truncated or no Parquet, shards disagree, there is no row, or rows are already
+        known to be unusable. The message lists every shard that is wrong, up to ten.
+        """
+        if self.failures:
+            more = [f"... and {len(self.failures) - 10} more"] if len(self.failures) > 10 else []
+            raise DatasetRefused("\n".join([*self.failures[:10], *more]))
+        snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe)
+        _check_rows(snapshot)
+        return snapshot
+
+
+def read_folder(
+    folder: Path, dates: Mapping[str, Date], default_tokenizer: Path | None, footers: Footers, *, settled: bool = False
+) -> Reading:
+    """Reads a folder's recipe, and the footers of those shards that are not remembered; `settled` as in Footers.read.
+
+    Raises DatasetRefused: the recipe is wrong, or no shard can be read to find out what the columns are.
     """
-    paths = shard_paths(folder)
-    recipe = read_recipe(folder, _first_schema(paths), default_tokenizer)
-    with ThreadPoolExecutor(_FOOTER_THREADS) as threads:
-        read = list(threads.map(lambda path: _try_read(path, recipe), paths))
-    failures = [str(result) for result in read if isinstance(result, DatasetRefused)]
-    if failures:
-        more = [f"... and {len(failures) - 10} more"] if len(failures) > 10 else []
-        raise DatasetRefused("\n".join(failures[:10] + more))
-    snapshot = Snapshot(folder, [result for result in read if isinstance(result, Shard)], recipe)
-    _check_rows(snapshot)
-    return snapshot
+    recipe = read_recipe(folder, footers.schema(dates), default_tokenizer)
+    read = footers.read(dates, recipe, settled=settled)
+    shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
+    return Reading(folder, recipe, shards, tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused)))
 
 
-def shard_paths(folder: Path) -> list[Path]:
-    """The Parquet files directly in a folder, by name; those that begin with a dot or an underscore are not data."""
-    # A dangling link is listed, to be refused: left out, it would be a silently shorter epoch.
-    return sorted(p for p in folder.glob("*.parquet") if p.name[0] not in "._" and not p.is_dir())
+def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
+    """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
+    return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder)).snapshot()
 
 
-def _try_read(path: Path, recipe: Recipe) -> Shard | DatasetRefused:
-    try:
-        return read_shard(path, recipe)
-    except DatasetRefused as refusal:
-        return refusal
-
-
-def _first_schema(paths: Sequence[Path]) -> pa.Schema:
-    # A broken first shard must not hide what is wrong with the others: any readable one will do.
-    failures = []
-    for path in paths:
-        try:
-            return read_schema(path)
-        except DatasetRefused as refusal:
-            failures.append(str(refusal))
-    raise DatasetRefused("\n".join(failures[:10]))
+def _part_of_recipe(recipe: Recipe) -> dict[str, Any]:
+    return {"recipe": recipe.identity, "validation": recipe.validation}
 
 
 def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:

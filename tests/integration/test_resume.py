@@ -240,7 +240,7 @@ def test_a_run_never_goes_on_with_other_data(server: Server, data_dir: Path) -> 
     server.kill()
     write_numbered(data_dir / "numbers", NUM_ROWS, row_group_size=9)
     server.start()
-    with pytest.raises(SnapshotGone, match=f"snapshot {snapshot} of numbers is not on this server"):
+    with pytest.raises(SnapshotGone, match=f"snapshot {snapshot} of numbers is gone: part-000.parquet was rewritten"):
         contents(data)
     with pytest.raises(SnapshotGone):
         dataset(server, snapshot=snapshot)

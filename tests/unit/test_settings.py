@@ -18,6 +18,11 @@ def test_a_budget_may_have_a_unit(text: str, nbytes: int) -> None:
     assert Settings.read({"data_dir": "d", "cache_bytes": text}, {}).cache_bytes == nbytes
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("0.5", 0.5), ("60", 60.0)])
+def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> None:
+    assert Settings.read({"data_dir": "d", "poll_seconds": text}, {}).poll_seconds == seconds
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -25,6 +30,9 @@ def test_a_budget_may_have_a_unit(text: str, nbytes: int) -> None:
         ({"data_dir": "d", "port": "http"}, "port must be a whole number from 0 .* to 65,535, not 'http'"),
         ({"data_dir": "d", "port": "70000"}, "port must be a whole number"),
         ({"data_dir": "d", "cache_bytes": "a lot"}, "cache_bytes must be a number such as 500000000 or 200GB"),
+        ({"data_dir": "d", "poll_seconds": "often"}, "poll_seconds must be a number such as 30, or 0 for never, not 'often'"),
+        ({"data_dir": "d", "poll_seconds": "-1"}, "poll_seconds must be a number"),
+        ({"data_dir": "d", "poll_seconds": "nan"}, "poll_seconds must be a number"),
         ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*port must be(.|\n)*cache_bytes must be"),
     ],
 )

@@ -1,0 +1,76 @@
+"""Notes: small facts about a dataset's folder that outlive a restart, as files in the cache folder.
+
+A note is written under a temporary name and renamed, and ends with the xxh3-64 of the bytes before it, so that it is whole
+or absent whatever crashes. Notes lie in folders of their own, out of the sight and the budget of the cached blocks. What is
+lost with them is made again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+import uuid
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import xxhash
+
+log = logging.getLogger("penstock.notes")
+
+_DIGEST_BYTES = 8
+_FOLDER, _TEMPORARY = "notes", ".tmp"
+_ABANDONED_SECONDS = 60.0  # a temporary file this old belongs to a process that died
+_FORGET_SECONDS = 90 * 86_400.0  # of a dataset that no server has opened for so long
+
+
+def open_notes(cache: Path, dataset: Path) -> Path:
+    """Where the notes on a dataset's folder are."""
+    here = cache / _FOLDER / blake2b(os.fsencode(dataset.absolute()), digest_size=16).hexdigest()
+    with suppress(OSError):  # a read-only cache folder; write_note says so
+        here.mkdir(parents=True, exist_ok=True)
+        os.utime(here)
+    return here
+
+
+def drop_old_notes(cache: Path) -> None:
+    """Removes the notes on folders that nobody has opened for 90 days, and what crashed processes left half written."""
+    for path in (cache / _FOLDER).glob("**/*"):
+        with suppress(OSError):  # another server tidies up at the same time
+            age_seconds = time.time() - path.stat().st_mtime
+            if path.is_dir() and age_seconds > _FORGET_SECONDS:
+                shutil.rmtree(path)
+            elif path.suffix == _TEMPORARY and age_seconds > _ABANDONED_SECONDS:
+                path.unlink()
+
+
+def write_note(path: Path, content: Any) -> None:
+    """Keeps what msgpack can hold. A note that cannot be kept is logged; nothing else follows."""
+    # Names of files may be of any bytes, and Python spells those that are no text with surrogates.
+    body = msgpack.packb(content, unicode_errors="surrogatepass")
+    temporary = path.with_name(f"{uuid.uuid4().hex}{_TEMPORARY}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(body + xxhash.xxh3_64_digest(body))
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be kept: %s; what it holds is forgotten with this process", path, error)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def read_note(path: Path) -> Any | None:
+    """What was kept, with tuples for lists. None: nothing was, or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    if xxhash.xxh3_64_digest(body) != digest:
+        log.warning("%s is damaged and will be made again", path)
+        return None
+    return msgpack.unpackb(body, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")

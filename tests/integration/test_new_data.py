@@ -1,0 +1,363 @@
+"""Data that changes while it is served: jobs keep their snapshot or are told that it is gone, and never get other bytes."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import write_numbered, write_text, write_tokenizer
+from penstock import RemoteDataset, SnapshotGone
+from serving import Server
+
+NUM_ROWS = 200
+POLL = ("--poll-seconds", "0.1")
+NEVER = ("--poll-seconds", "0")
+NUMBERS = "/v1/datasets/numbers"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_numbered(tmp_path / "data" / "numbers", NUM_ROWS)
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path, serve: Callable[..., Server]) -> Iterator[Callable[..., Server]]:
+    servers = []
+
+    def run(*flags: str) -> Server:
+        servers.append(serve(folder.parent, *flags, cache_dir=tmp_path / "cache"))
+        return servers[-1]
+
+    yield run
+    for server in servers:
+        server.kill()
+
+
+def dataset(server: Server, **spec: Any) -> RemoteDataset:
+    return RemoteDataset(server.url, "numbers", **({"batch_size": 4, "seq_len": 8, "window": 64, "prefetch_bytes": 1} | spec))
+
+
+def contents(data: RemoteDataset) -> list[bytes]:
+    return [of(batch) for batch in data]
+
+
+def of(batch: Any) -> bytes:
+    return b"".join(batch[name].numpy().tobytes() for name in sorted(batch))
+
+
+def write_shard(path: Path, first: int, num_rows: int = 30) -> None:
+    """As a careful writer does: under a name that is no shard's, then renamed."""
+    temporary = path.with_name(f".{path.name}")
+    rows = pa.array([[number, 7] for number in range(first, first + num_rows)], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"input_ids": rows}), temporary, row_group_size=10)
+    temporary.rename(path)
+
+
+def refresh(server: Server, name: str = "numbers") -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/datasets/{name}/refresh", timeout=60)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def until_another_snapshot(server: Server, than: str) -> str:
+    until(lambda: server.json(NUMBERS)["snapshot"] != than)
+    return str(server.json(NUMBERS)["snapshot"])
+
+
+def drop_blocks(tmp_path: Path) -> None:
+    """So that what is served next is made from the shards."""
+    for path in (tmp_path / "cache").glob("*.block"):
+        path.unlink()
+
+
+def test_a_running_epoch_is_untouched_by_new_shards_and_so_is_one_after_a_restart(
+    start: Callable[..., Server], folder: Path, tmp_path: Path
+) -> None:
+    server = start(*POLL)
+    data = dataset(server)
+    expected = contents(data)
+    seen = []
+    for number, batch in enumerate(data):
+        seen.append(of(batch))
+        if number == 5:
+            write_shard(folder / "part-100.parquet", 1000)  # behind the others
+            write_shard(folder / "part-000a.parquet", 2000)  # and between them
+            latest = until_another_snapshot(server, data.snapshot)
+    assert seen == expected
+    new = dataset(server)
+    assert (new.snapshot, len(new)) == (latest, (NUM_ROWS + 60) // 4)
+    server.kill()
+    drop_blocks(tmp_path)
+    server.start()
+    assert contents(data) == expected
+    assert dataset(server).snapshot == latest
+    resumed = dataset(server, snapshot=data.snapshot)
+    resumed.load_state_dict(data.state_dict() | {"step": 7})
+    assert contents(resumed) == expected[7:]
+
+
+@pytest.mark.parametrize("how", ["rewritten", "removed"])
+def test_a_snapshot_is_gone_with_one_of_its_shards_and_back_with_it(
+    start: Callable[..., Server], folder: Path, tmp_path: Path, how: str
+) -> None:
+    server = start(*POLL)
+    data = dataset(server)
+    expected, shard = contents(data), folder / "part-001.parquet"
+    shutil.copy2(shard, tmp_path / "kept")
+    seen: list[bytes] = []
+
+    def run() -> None:
+        for number, batch in enumerate(data):
+            seen.append(of(batch))
+            if number == 9:
+                if how == "removed":
+                    shard.unlink()
+                else:
+                    write_shard(shard, 3000)
+                until_another_snapshot(server, data.snapshot)
+
+    with pytest.raises(SnapshotGone, match=f"snapshot {data.snapshot} of numbers is gone: part-001.parquet was {how}"):
+        run()
+    assert 10 <= len(seen) < len(expected)
+    assert seen == expected[: len(seen)]
+    server.kill()
+    server.start()
+    with pytest.raises(SnapshotGone, match=f"part-001.parquet was {how}"):
+        contents(data)
+    assert dataset(server).snapshot != data.snapshot
+    shutil.copy2(tmp_path / "kept", shard)
+    until(lambda: server.json(NUMBERS)["snapshot"] == data.snapshot)
+    assert contents(data) == expected
+
+
+def test_without_a_look_at_the_folder_a_rewritten_shard_is_still_never_served_as_the_old_one(
+    start: Callable[..., Server], folder: Path
+) -> None:
+    server = start(*NEVER, "--cache-bytes", "0")
+    data = dataset(server)
+    expected = contents(data)
+    write_shard(folder / "part-001.parquet", 3000)
+    seen: list[bytes] = []
+    with pytest.raises(SnapshotGone, match="part-001.parquet changed"):
+        seen.extend(of(batch) for batch in data)
+    assert seen == expected[: len(seen)]
+    assert server.json(NUMBERS)["snapshot"] == data.snapshot
+
+
+def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folder: Path) -> None:
+    server = start(*NEVER)
+    first = server.json(NUMBERS)["snapshot"]
+    same = {"snapshot": first, "previous": first, "changed": False, "added": 0, "removed": 0, "rewritten": 0}
+    assert refresh(server).json() == same
+    (folder / "part-000.parquet").touch()  # a new date on the same content
+    assert refresh(server).json() == same
+    write_shard(folder / "part-100.parquet", 1000)
+    write_shard(folder / "part-101.parquet", 2000)
+    write_shard(folder / "part-002.parquet", 3000)
+    (folder / "part-001.parquet").unlink()
+    change = refresh(server).json()
+    assert change == {
+        "snapshot": server.json(NUMBERS)["snapshot"], "previous": first, "changed": True,
+        "added": 2, "removed": 1, "rewritten": 1,
+    }  # fmt: skip
+    assert change["snapshot"] != first
+    assert refresh(server, "nope").status_code == 404
+    assert httpx.post(f"{server.url}{NUMBERS}/refresh?now=1").status_code == 422
+
+
+def test_the_snapshots_that_are_held_are_listed_newest_first(start: Callable[..., Server], folder: Path) -> None:
+    server = start(*NEVER)
+    made = [server.json(NUMBERS)["snapshot"]]
+    for number in range(2):
+        write_shard(folder / f"part-10{number}.parquet", 1000 * number)
+        made.append(refresh(server).json()["snapshot"])
+    expected = [
+        {"snapshot": snapshot, "shards": shards, "rows": rows}
+        for snapshot, shards, rows in zip(made[::-1], (5, 4, 3), (260, 230, 200), strict=True)
+    ]
+    assert server.json(NUMBERS)["snapshots"] == expected
+    server.kill()
+    server.start()
+    assert server.json(NUMBERS)["snapshots"] == expected
+    (folder / "part-101.parquet").unlink()
+    assert refresh(server).json()["snapshot"] == made[1]
+    assert [entry["snapshot"] for entry in server.json(NUMBERS)["snapshots"]] == [made[1], made[0]]
+
+
+def test_of_many_snapshots_those_that_a_job_asked_for_are_kept(start: Callable[..., Server], folder: Path) -> None:
+    server = start(*NEVER)
+    unused = server.json(NUMBERS)["snapshot"]
+    write_shard(folder / "part-100.parquet", 0)
+    refresh(server)
+    data = dataset(server)
+    expected = contents(data)
+    for number in range(1, 19):
+        write_shard(folder / f"part-1{number:02}.parquet", number)
+        refresh(server)
+    held = [entry["snapshot"] for entry in server.json(NUMBERS)["snapshots"]]
+    assert len(held) == 17
+    assert data.snapshot in held
+    assert contents(data) == expected
+    assert unused not in held
+    with pytest.raises(SnapshotGone, match=f"snapshot {unused} of numbers is not on this server"):
+        dataset(server, snapshot=unused)
+
+
+def test_a_state_that_cannot_be_opened_takes_nothing_away(start: Callable[..., Server], folder: Path, tmp_path: Path) -> None:
+    server = start(*POLL)
+    data = dataset(server)
+    expected = contents(data)
+    whole = (folder / "part-000.parquet").read_bytes()
+    (folder / "part-100.parquet").write_bytes(whole[: len(whole) // 2])
+    until(lambda: server.json(NUMBERS)["refresh_error"])
+    assert "part-100.parquet is truncated" in server.json(NUMBERS)["refresh_error"]
+    problem = refresh(server)
+    assert (problem.status_code, problem.headers["Content-Type"]) == (500, "application/problem+json")
+    assert problem.json()["type"] == "urn:penstock:problem:dataset-refused"
+    assert f"Until then snapshot {data.snapshot} is served." in problem.json()["detail"]
+    assert contents(data) == expected == contents(dataset(server))
+    log = server.stop()
+    assert log.count("part-100.parquet is truncated") == 1
+    drop_blocks(tmp_path)
+    server.start()  # jobs go on; who would begin one is told what is wrong
+    assert "part-100.parquet is truncated" in server.greeting
+    assert contents(data) == expected
+    assert server.get(f"{NUMBERS}/spec").json()["type"] == "urn:penstock:problem:dataset-refused"
+    write_shard(folder / "part-100.parquet", 1000)
+    until(lambda: server.get(NUMBERS).status_code == 200)
+    assert server.json(NUMBERS)["refresh_error"] is None
+    assert server.json(NUMBERS)["rows"] == NUM_ROWS + 30
+    assert contents(data) == expected
+
+
+def test_a_file_that_is_being_written_is_left_alone_until_it_is_whole(start: Callable[..., Server], folder: Path) -> None:
+    server = start(*POLL)
+    before = server.json(NUMBERS)["snapshot"]
+    whole = (folder / "part-000.parquet").read_bytes()
+    with (folder / "part-100.parquet").open("wb", buffering=0) as file:
+        for start_byte in range(0, len(whole), len(whole) // 8):
+            file.write(whole[start_byte : start_byte + len(whole) // 8])
+            time.sleep(0.4)
+            found = server.json(NUMBERS)
+            assert (found["snapshot"], found["refresh_error"]) == (before, None)
+    until_another_snapshot(server, before)
+
+
+def test_datasets_come_and_go_and_a_job_on_one_that_is_gone_is_told(
+    start: Callable[..., Server], folder: Path, tmp_path: Path
+) -> None:
+    server = start(*POLL)
+    data = dataset(server)
+    expected = contents(data)
+    write_numbered(folder.parent / "more", 40)
+    (folder.parent / "odd").mkdir()
+    (folder.parent / "odd" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    until(lambda: server.json("/readyz") == {"status": "ready", "datasets": 2, "refused": 1})
+    assert server.json("/v1/datasets/more")["rows"] == 40
+    assert "half.parquet is truncated" in server.json("/v1/datasets")["refused"][0]["error"]
+    write_shard(folder.parent / "odd" / "half.parquet", 0)
+    until(lambda: server.json("/readyz") == {"status": "ready", "datasets": 3, "refused": 0})
+    folder.rename(tmp_path / "aside")
+    until(lambda: server.json("/readyz") == {"status": "ready", "datasets": 2, "refused": 1})
+    assert "numbers was removed. Put it back" in server.json("/v1/datasets")["refused"][0]["error"]
+    with pytest.raises(SnapshotGone, match="part-000.parquet was removed"):
+        contents(data)
+    (tmp_path / "aside").rename(folder)
+    until(lambda: server.get(NUMBERS).status_code == 200)
+    assert contents(data) == expected
+
+
+def test_an_emptied_data_folder_is_taken_for_a_lost_disk_and_jobs_go_on_from_the_cache(
+    start: Callable[..., Server], folder: Path, tmp_path: Path
+) -> None:
+    server = start(*POLL)
+    data = dataset(server)
+    expected = contents(data)
+    folder.rename(tmp_path / "aside")
+    until(lambda: server.json(NUMBERS)["refresh_error"])
+    assert contents(data) == expected
+    (tmp_path / "aside").rename(folder)
+    until(lambda: server.json(NUMBERS)["refresh_error"] is None)
+    assert server.json(NUMBERS)["snapshot"] == data.snapshot
+
+
+@pytest.mark.parametrize("what", ["penstock.toml", "tokenizer"])
+def test_a_changed_recipe_is_another_snapshot_and_a_job_keeps_its_own(
+    start: Callable[..., Server], folder: Path, tmp_path: Path, what: str
+) -> None:
+    text = write_text(folder.parent / "text", [f"row {number} of a text" for number in range(64)])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
+    server = start(*POLL)
+    data = RemoteDataset(server.url, "text", batch_size=4, seq_len=16)
+    expected = contents(data)
+    if what == "tokenizer":
+        write_tokenizer(tokenizer, [f"row {number} of a text" for number in range(64)])
+    else:
+        (text / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"\neos = false')
+    until(lambda: server.json("/v1/datasets/text")["snapshot"] != data.snapshot)
+    drop_blocks(tmp_path)
+    assert contents(data) == expected
+    assert contents(RemoteDataset(server.url, "text", batch_size=4, seq_len=16)) != expected
+    server.kill()
+    server.start()
+    with pytest.raises(SnapshotGone, match="the recipe was changed"):
+        contents(data)
+
+
+def test_many_refreshes_and_batches_at_once_give_whole_answers(start: Callable[..., Server], folder: Path) -> None:
+    server = start(*POLL)
+    named = server.json(NUMBERS)["snapshot"]
+    batch = f"{server.url}{NUMBERS}/epochs/0/ranks/0/batches/3?batch_size=4&seq_len=8"
+    expected = httpx.get(f"{batch}&snapshot={named}").content
+    stop = threading.Event()
+
+    def change() -> None:
+        for number in range(12):
+            write_shard(folder / f"part-1{number:02}.parquet", 1000 * number)
+            write_shard(folder / "part-100.parquet", number)
+            if number % 3 == 2:
+                (folder / f"part-1{number - 1:02}.parquet").unlink()
+            time.sleep(0.1)
+        stop.set()
+
+    def ask(number: int) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not stop.is_set():
+                if number % 3 == 0:
+                    response = client.post(f"{server.url}{NUMBERS}/refresh")
+                    # A file may be gone between the listing and the look into it; then nothing is taken in.
+                    assert response.status_code == 200 or "part-1" in response.json()["detail"], response.text
+                elif number % 3 == 1:
+                    response = client.get(f"{batch}&snapshot={named}")
+                    assert (response.status_code, response.content) == (200, expected)
+                else:
+                    response = client.get(batch)  # until the next look, of shards that may be gone or rewritten
+                    assert response.status_code in (200, 409, 503), response.text
+                    assert client.get(f"{server.url}{NUMBERS}").status_code == 200
+                    assert client.get(f"{server.url}/v1/datasets").status_code == 200
+
+    with ThreadPoolExecutor(13) as threads:
+        running = [threads.submit(ask, number) for number in range(12)]
+        threads.submit(change).result()
+        for one in running:
+            one.result()
+    final = refresh(server).json()["snapshot"]
+    assert server.json(NUMBERS)["snapshot"] == final
+    assert final != named
+    assert httpx.get(f"{batch}&snapshot={named}").content == expected

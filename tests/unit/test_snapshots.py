@@ -1,0 +1,184 @@
+"""Snapshots of a folder that changes, with restarts: each answers with its own bytes, or is gone."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from penstock_server.app import create_app
+from penstock_server.cache import CacheFolder
+from penstock_server.catalog import Catalog, open_catalog
+from penstock_server.history import History
+from penstock_server.snapshot import open_snapshot
+from penstock_server.store import BlockStore
+from penstock_server.watch import watching
+
+
+def write_shard(folder: Path, number: int, variant: int) -> None:
+    """Equal arguments write equal files."""
+    temporary = folder / ".part"
+    ids = pa.array([[number, variant]] * 3, pa.list_(pa.int32()))
+    pq.write_table(pa.table({"input_ids": ids}), temporary)
+    temporary.rename(folder / f"part-{number}.parquet")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "data" / "d"
+    path.mkdir(parents=True)
+    write_shard(path, 9, 0)
+    return path
+
+
+@pytest.fixture
+def open_all(tmp_path: Path, folder: Path) -> Callable[[], Catalog]:
+    return lambda: open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("write"), st.integers(0, 2), st.integers(0, 1)),
+    st.tuples(st.just("remove"), st.integers(0, 2), st.just(0)),
+    st.tuples(st.just("restart"), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(ACTIONS, min_size=1, max_size=9))
+def test_a_snapshot_is_served_byte_for_byte_while_its_shards_are_there_and_only_then(
+    actions: list[tuple[str, int, int]],
+) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, cache = Path(temporary) / "data" / "d", Path(temporary) / "cache"
+        folder.mkdir(parents=True)
+        there = {9: 0}
+        write_shard(folder, 9, 0)
+        client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache)))))
+        known: dict[str, tuple[dict[int, int], bytes]] = {}
+        for what, number, variant in [("write", 9, 0), *actions]:
+            if what == "write":
+                write_shard(folder, number, variant)
+                there[number] = variant
+            elif what == "remove":
+                (folder / f"part-{number}.parquet").unlink(missing_ok=True)
+                there.pop(number, None)
+            else:
+                client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache)))))
+            latest = client.post("/v1/datasets/d/refresh").json()["snapshot"]
+            epoch = "/v1/datasets/d/epochs/0/ranks/0/batches?batch_size=1&seq_len=4&shuffle=none&snapshot="
+            answer = client.get(epoch + latest)
+            assert answer.status_code == 200
+            known.setdefault(latest, (dict(there), answer.content))
+            for snapshot, (shards, content) in known.items():
+                answer = client.get(epoch + snapshot)
+                if shards.items() <= there.items():
+                    assert (answer.status_code, answer.content) == (200, content)
+                else:
+                    changed = min(n for n, variant in shards.items() if there.get(n) != variant)
+                    assert answer.status_code == 409
+                    assert f"part-{changed}.parquet was" in answer.json()["detail"]
+            held = [entry["snapshot"] for entry in client.get("/v1/datasets/d").json()["snapshots"]]
+            assert held[0] == latest
+            assert sorted(held) == sorted(s for s, (shards, _) in known.items() if shards.items() <= there.items())
+
+
+def test_a_plan_keeps_what_it_began_with(folder: Path, open_all: Callable[[], Catalog]) -> None:
+    catalog = open_all()
+    before = catalog["d"].latest
+    write_shard(folder, 1, 0)
+    catalog.refresh("d")
+    assert before.snapshot.num_rows == 3
+    assert catalog["d"].latest.snapshot.num_rows == 6
+    assert catalog["d"].held.snapshots[1].fingerprint == before.snapshot.fingerprint
+
+
+def test_what_is_unchanged_is_not_made_anew(folder: Path, open_all: Callable[[], Catalog]) -> None:
+    catalog = open_all()
+    before = catalog["d"].latest
+    catalog.refresh("d")
+    assert catalog["d"].latest is before
+    write_shard(folder, 1, 0)
+    catalog.refresh("d")
+    assert catalog["d"].served(before.snapshot.fingerprint).index is before.index
+    write_shard(folder, 9, 0)  # the same content, but blocks of it are named by its date, too
+    catalog.refresh("d")
+    assert catalog["d"].served(before.snapshot.fingerprint).index is not before.index
+
+
+def test_a_policy_that_changes_takes_effect_without_another_snapshot(folder: Path, open_all: Callable[[], Catalog]) -> None:
+    catalog = open_all()
+    before = catalog["d"].latest.snapshot
+    (folder / "penstock.toml").write_text('on_bad_row = "substitute"')
+    assert not catalog.refresh("d").changed
+    after = catalog["d"].latest.snapshot
+    assert (before.recipe.on_bad_row, after.recipe.on_bad_row) == ("fail", "substitute")
+
+
+def test_a_cache_folder_that_lost_its_notes_costs_only_what_a_restart_would_need(
+    folder: Path, open_all: Callable[[], Catalog], tmp_path: Path
+) -> None:
+    catalog = open_all()
+    first = catalog["d"].latest.snapshot.fingerprint
+    for path in (tmp_path / "cache" / "notes").glob("*/*"):
+        path.unlink()
+    write_shard(folder, 1, 0)
+    catalog.refresh("d")
+    assert [record.fingerprint for record in catalog["d"].held.snapshots][1:] == [first]
+
+
+def test_a_damaged_record_is_no_record(folder: Path, open_all: Callable[[], Catalog], tmp_path: Path) -> None:
+    open_all()
+    write_shard(folder, 1, 0)
+    latest = open_all()["d"].latest.snapshot.fingerprint
+    [older] = [p for p in (tmp_path / "cache" / "notes").glob("*/*.snapshot") if p.stem != latest]
+    older.write_bytes(older.read_bytes()[:-1])
+    assert [record.fingerprint for record in open_all()["d"].held.snapshots] == [latest]
+
+
+def test_a_name_that_is_no_fingerprint_opens_no_file(open_all: Callable[[], Catalog]) -> None:
+    client = TestClient(create_app(open_all()))
+    for name in ("../footers", "x" * 5000, "\x00", "0123456789abcdef"):
+        answer = client.get("/v1/datasets/d/spec", params={"snapshot": name})
+        assert answer.json()["type"] == "urn:penstock:problem:snapshot-gone"
+
+
+def test_what_was_never_asked_for_is_forgotten_first_and_then_what_was_asked_for_longest_ago(
+    folder: Path, tmp_path: Path
+) -> None:
+    history, made = History(tmp_path / "notes"), []
+    for number in range(20):
+        write_shard(folder, 9, number)
+        made.append(open_snapshot(folder, None))
+        history.add(made[-1])
+        if number < 3:
+            time.sleep(0.01)  # dates of files are of some milliseconds
+            history.touch(made[-1].fingerprint)
+    names = [snapshot.fingerprint for snapshot in made]
+    assert [record.fingerprint for record in history.records()] == [*names[:5:-1], *names[2::-1]]
+    assert [record.fingerprint for record in History(tmp_path / "notes").records()] == [*names[:5:-1], *names[2::-1]]
+
+
+def test_a_look_that_fails_is_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    looks = threading.Semaphore(0)
+
+    class Failing(Catalog):
+        def __init__(self) -> None:
+            pass
+
+        def poll(self) -> bool:
+            looks.release()
+            raise RuntimeError("a fault of ours")
+
+    with watching(Failing(), 0.01):
+        for _ in range(3):
+            assert looks.acquire(timeout=20)
+    assert "could not be looked at; it will be tried again" in caplog.text
