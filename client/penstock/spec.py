@@ -113,8 +113,6 @@ class Spec:
             yield "long_rows", "long_rows=split goes with task=causal: it cuts one stream of tokens"
         if self.pad.isdigit() and self.seq_len % int(self.pad):
             yield "pad", f"pad={self.pad} must divide seq_len={self.seq_len}, or the longest rows would not fit"
-        if self.mix_stop and not self.mix:
-            yield "mix_stop", f"mix_stop={self.mix_stop} says when the epoch of a mixture ends, but no mix is given"
         try:
             self.skipped()
             self.mixed()

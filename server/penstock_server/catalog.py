@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.skip import spell_skip
 from penstock.spec import Spec
 from penstock_server.dataset import Change, Dataset
+from penstock_server.declared import DeclaredMixture, read_mixture
 from penstock_server.folders import Survey, survey
 from penstock_server.held import Served
 from penstock_server.notes import drop_old_notes
@@ -25,9 +26,10 @@ _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The datasets, opened or not, and the names that stand for none, with the reason; never changed, but followed."""
+    """The datasets, opened or not, mixtures, and the names that stand for none, with the reason; never changed, but followed."""
 
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
+    mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -48,6 +50,11 @@ class Catalog:
         return {name: latest for name, dataset in self._known.datasets.items() if (latest := dataset.held.latest)}
 
     @property
+    def mixtures(self) -> Mapping[str, DeclaredMixture]:
+        """The mixtures that are declared, by their names."""
+        return self._known.mixtures
+
+    @property
     def refused(self) -> dict[str, str]:
         """The names that are not served, with the reason."""
         known = self._known
@@ -55,13 +62,22 @@ class Catalog:
         return {**known.refused, **{name: h.error for name, h in held.items() if h.error and not h.latest}}
 
     def __getitem__(self, name: str) -> Dataset:
-        """The dataset of that name. Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder."""
+        """The dataset of that name.
+
+        Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder. Raises BadParameter: it is of a
+        mixture.
+        """
         known = self._known
         if name in known.datasets:
             return known.datasets[name]
         if name in known.refused:
             raise DatasetRefused(known.refused[name])
-        names = [*known.datasets, *known.refused]
+        if name in known.mixtures:
+            raise BadParameter(
+                f"{name} is a mixture, which has batches and a spec; rows and snapshots are of its datasets: "
+                f"{', '.join(known.mixtures[name].mix.datasets)}. With mix={known.mixtures[name].mix} they tell of the mixture."
+            )
+        names = [*known.datasets, *known.mixtures, *known.refused]
         close = get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(names)}.")
@@ -127,7 +143,14 @@ class Catalog:
     def _add(self, found: Survey, *datasets: Dataset) -> None:
         known = {**self._known.datasets, **{dataset.name: dataset for dataset in datasets}}
         refused = {name: reason for name, reason in found.refused.items() if name not in known}
-        self._known = _Known(dict(sorted(known.items())), refused)
+        mixtures = {}
+        for name, folder in found.declared.items():
+            try:
+                if name not in known:
+                    mixtures[name] = read_mixture(name, folder)
+            except DatasetRefused as refusal:
+                refused[name] = str(refusal)
+        self._known = _Known(dict(sorted(known.items())), mixtures, refused)
 
     def _miss(self, dataset: Dataset, found: Survey) -> str:
         """Tells a dataset that its folder holds no shards any more; gives the reason."""
@@ -147,9 +170,12 @@ class Catalog:
 
         Raises BadParameter: the mix leaves it out. Raises SnapshotGone, and what make_plan raises.
         """
+        declared = self._known.mixtures.get(name)
+        if declared and spec.mix is None:
+            spec = replace(spec, mix=str(declared.mix), mix_stop=spec.mix_stop or declared.mix_stop)
         mix = spec.mixed()
         names = mix.datasets if mix else (name,)
-        if name not in names:
+        if name not in names and declared is None:
             raise BadParameter(f"mix={spec.mix} leaves out {name}, which the URL names. Name one of {', '.join(names)} there.")
         fingerprints = spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
         if len(fingerprints) != len(names):
@@ -157,6 +183,10 @@ class Catalog:
                 f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
             )
         found = [self[own].served(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
+        if spec.mix_stop and not mix:
+            raise BadParameter(
+                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is none: give a mix."
+            )
         members = tuple(served.member(spec) for served in found)
         resolved = replace(
             spec,

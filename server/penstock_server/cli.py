@@ -144,6 +144,7 @@ def _greeting(catalog: Catalog, settings: Settings, host: str, port: int) -> str
             f"    curl '{url}/v1/datasets/{quote(name, safe='')}/epochs/0/ranks/0/batches/0?format=json"
             f"{_small(snapshot.num_rows)}'",
         ]
+    lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
     return "\n".join([*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"])

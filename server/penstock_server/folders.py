@@ -20,10 +20,11 @@ _ABSENT = Date(-1, 0, 0)  # of a link to nothing; no file is like it
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What is directly in a folder: the date of each shard by its name, in the order of names, and the folders."""
+    """What is directly in a folder: the date of each shard by its name, in the order of names, the folders, and a recipe."""
 
     shards: Mapping[str, Date]
     folders: tuple[str, ...]
+    has_recipe: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,18 @@ class Sight:
 class Survey:
     """The dataset folders below the data folder, by name: the path below it, joined with dots.
 
-    `refused` are names that stand for no folder, or for more than one, with the reason.
+    `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder, or for more than one, with the reason.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
     shards: dict[str, Mapping[str, Date]] = field(default_factory=dict)
+    declared: dict[str, Path] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
 
 def list_folder(folder: Path) -> Listing:
     """Looks into a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
-    shards, folders = {}, []
+    shards, folders, has_recipe = {}, [], False
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name[0] in "._":
@@ -62,7 +64,8 @@ def list_folder(folder: Path) -> Listing:
                 folders.append(entry.name)
             elif entry.name.endswith(".parquet"):
                 shards[entry.name] = _date_of(entry)
-    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)))
+            has_recipe = has_recipe or entry.name == FILE_NAME
+    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), has_recipe)
 
 
 def survey(data_dir: Path) -> Survey:
@@ -89,6 +92,8 @@ def survey(data_dir: Path) -> Survey:
         if listing.shards:
             twice.setdefault(name, []).append(folder)
             found.folders[name], found.shards[name] = folder, listing.shards
+        elif listing.has_recipe and folder != data_dir:
+            found.declared[name] = folder
     for name, folders in twice.items():
         if len(folders) > 1:
             del found.folders[name], found.shards[name]

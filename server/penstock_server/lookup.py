@@ -12,7 +12,7 @@ from penstock_server.held import Served
 from penstock_server.member import Member
 from penstock_server.order import IntArray
 from penstock_server.plan import Plan
-from penstock_server.problems import RowOutOfRange
+from penstock_server.problems import BadParameter, RowOutOfRange
 from penstock_server.snapshot import Snapshot
 
 
@@ -88,9 +88,15 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
 def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, Any]]:
     """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
 
-    Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
+    Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself. Raises what a block raises
+    that cannot be read.
     """
-    number = next(i for i, member in enumerate(plan.members) if member.name == dataset)
+    names = [member.name for member in plan.members]
+    if dataset not in names:
+        raise BadParameter(
+            f"{dataset} is a mixture; rows are of its datasets: {', '.join(names)}. Name one of them in the URL, with mix={plan.spec.mix}."
+        )
+    number = names.index(dataset)
     member = plan.members[number]
     index, stored = _locate(dataset, member.snapshot, row)
     [block] = member.blocks.get([index], member.order.split)

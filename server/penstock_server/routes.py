@@ -18,6 +18,7 @@ from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather, load
 from penstock_server.block import Block
 from penstock_server.catalog import Catalog
+from penstock_server.declared import DeclaredMixture
 from penstock_server.held import Held, Served
 from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.plan import Plan
@@ -84,11 +85,14 @@ def make_router(catalog: Catalog) -> APIRouter:
     def list_datasets() -> dict[str, Any]:
         """Every dataset, and those that could not be opened, with the reason."""
         refused = [{"name": name, "error": reason} for name, reason in catalog.refused.items()]
-        return {"datasets": [_describe(d) for d in catalog.datasets.values()], "refused": refused}
+        mixtures = [_describe_mixture(mixture) for mixture in catalog.mixtures.values()]
+        return {"datasets": [_describe(d) for d in catalog.datasets.values()], "mixtures": mixtures, "refused": refused}
 
     @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=plain)
     def show_dataset(dataset: Name) -> dict[str, Any]:
         """Rows, shards, columns, recipe and snapshot; the older snapshots that are served; what keeps new data out."""
+        if mixture := catalog.mixtures.get(dataset):
+            return _describe_mixture(mixture)
         found = catalog[dataset]
         return _describe(found.latest) | _describe_held(found.held)
 
@@ -232,6 +236,10 @@ async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
     yield first
     async for chunk in rest:
         yield chunk
+
+
+def _describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
+    return {"name": mixture.name, "mix": str(mixture.mix), "mix_stop": mixture.mix_stop, "datasets": list(mixture.mix.datasets)}
 
 
 def _describe(served: Served) -> dict[str, Any]:

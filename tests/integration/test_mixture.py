@@ -25,6 +25,10 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         rows = [[1000 * number + row, number] for row in range(size)]
         write_shards(data / name, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=32)
     write_numbered(data / "other", 40)
+    (data / "blend").mkdir()
+    (data / "blend" / "penstock.toml").write_text(f'mix = "{MIX}"\nmix_stop = "all"')
+    (data / "typo").mkdir()
+    (data / "typo" / "penstock.toml").write_text('mix = "few"')
     write_pairs(data / "pairs", [("the dog", "jumps")] * 30)
     return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
 
@@ -160,7 +164,7 @@ def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None
     [
         ("other", {"mix": MIX}, "leaves out other, which the URL names"),
         ("many", {"mix": "many:1,nothing:2"}, "there is no dataset 'nothing'"),
-        ("many", {"mix_stop": "all"}, "no mix is given"),
+        ("many", {"mix_stop": "all"}, "but many is none: give a mix"),
         ("many", {"mix": "few:1,many:0;many:1@10", "mix_stop": "first"}, ""),
     ],
 )
@@ -202,3 +206,18 @@ def test_a_run_that_skips_steps_is_the_run_without_them(server: Server) -> None:
     rest = [row for batch in wide for row in batch["input_ids"].tolist()]
     assert rest == [row for batch in plain[10:] for row in batch][: len(rest)]
     assert len(rest) >= 4 * len(plain[10:]) - 7
+
+
+def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> None:
+    assert server.json("/v1/datasets/blend") == {
+        "name": "blend", "mix": MIX, "mix_stop": "all", "datasets": list(SIZES)
+    }  # fmt: skip
+    assert [mixture["name"] for mixture in server.json("/v1/datasets")["mixtures"]] == ["blend"]
+    assert "is not a dataset's name, a colon and a weight" in server.get("/v1/datasets/typo").json()["detail"]
+    declared = samples(server, name="blend", mix=None)
+    assert declared == samples(server, mix_stop="all")
+    assert samples(server, name="blend", mix="few:1,some:1") == samples(server, name="few", mix="few:1,some:1")
+    problem = server.get("/v1/datasets/blend/rows/3").json()
+    assert (problem["status"], "rows and snapshots are of its datasets: few, many, some" in problem["detail"]) == (422, True)
+    problem = server.get("/v1/datasets/blend/rows/3/schedule").json()
+    assert (problem["status"], "rows are of its datasets: few, many, some" in problem["detail"]) == (422, True)
