@@ -26,7 +26,7 @@ _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The datasets, opened or not, mixtures, and the names that stand for none, with the reason; never changed, but followed."""
+    """The datasets, opened or not, mixtures, and names that stand for none, with the reason; never changed, but followed."""
 
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
     mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)

@@ -44,7 +44,8 @@ class Sight:
 class Survey:
     """The dataset folders below the data folder, by name: the path below it, joined with dots.
 
-    `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder, or for more than one, with the reason.
+    `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder,
+    or for more than one, with the reason.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
