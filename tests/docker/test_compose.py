@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -14,25 +13,8 @@ import httpx
 import pytest
 
 from corpora import write_text, write_tokenizer
+from docker_engine import REASON, ROOT, compose_command
 
-ROOT = Path(__file__).parents[2]
-
-
-def _compose() -> list[str] | None:
-    """The command on this machine: the plugin, or the older program."""
-    for command in (["docker", "compose"], ["docker-compose"]):
-        if shutil.which(command[0]) and subprocess.run([*command, "version"], capture_output=True, check=False).returncode == 0:
-            return command
-    return None
-
-
-def _reason_to_skip() -> str | None:
-    if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
-        return "no Docker engine answers"
-    return None if _compose() else "there is neither docker compose nor docker-compose"
-
-
-REASON = _reason_to_skip()
 pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
@@ -53,8 +35,8 @@ class Compose:
 
     def __call__(self, *arguments: str) -> str:
         done = subprocess.run(
-            [*(_compose() or []), *arguments], cwd=ROOT, env=os.environ | self._environment, capture_output=True, text=True,
-            check=False, timeout=1500,
+            [*(compose_command() or []), *arguments], cwd=ROOT, env=os.environ | self._environment, capture_output=True,
+            text=True, check=False, timeout=1500,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

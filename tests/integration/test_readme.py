@@ -81,7 +81,7 @@ def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"question": ["?"], "answer": ["!"]}), folder / "a.parquet")
     recipe = read_recipe(folder, pq.read_schema(folder / "a.parquet"), None)
     optional = tomllib.loads("\n".join(line.removeprefix("# ") for line in toml.splitlines() if line.startswith("# ")))
-    assert set(optional) == {"eos", "pad", "on_bad_row"}
+    assert set(optional) > {"eos", "bos", "columns", "filter", "validation", "split_by", "on_bad_row"}
     (folder / "penstock.toml").write_text(toml.replace("\n# ", "\n"))
     assert read_recipe(folder, pq.read_schema(folder / "a.parquet"), None).on_bad_row == "substitute"
     assert (recipe.token_columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
