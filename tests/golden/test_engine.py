@@ -1,0 +1,51 @@
+"""Frozen values of what decides which sample stands where, beside the order itself. A change breaks every run that resumes."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from penstock.mix import parse_mix
+from penstock_server.best_fit import pack
+from penstock_server.encode import Place, split_hashes
+from penstock_server.fields import Field
+from penstock_server.length_order import LengthOrder
+from penstock_server.mixture import Mixture
+from penstock_server.order import EpochOrder, IntArray
+from penstock_server.recipe import Recipe
+
+ENGINE = json.loads((Path(__file__).parent / "engine.json").read_text())
+
+
+def dotted(first: IntArray, second: IntArray) -> str:
+    return " ".join(f"{a}.{b}" for a, b in zip(first.tolist(), second.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(("mix", "samples"), ENGINE["mixture"].items())
+def test_mixtures(mix: str, samples: str) -> None:
+    assert dotted(*Mixture(parse_mix(mix)).locate(np.arange(30))) == samples
+
+
+def test_bins() -> None:
+    bins = pack(np.array(ENGINE["best_fit"]["lengths"]), 16)
+    documents = [f"{row}[{first}:{last}]" for row, first, last in zip(bins.rows, bins.firsts, bins.lasts, strict=True)]
+    assert [documents[start:stop] for start, stop in pairwise(bins.starts.tolist())] == ENGINE["best_fit"]["bins"]
+
+
+def test_splits() -> None:
+    rows = pa.record_batch({"v": pa.array(["a", "b", None, "ü"])})
+    by_place = Recipe(kind="tokens", fields=())
+    by_value = Recipe(kind="tokens", fields=(), split_by=Field.parse("v", rows.schema))
+    numbers = np.arange(4)
+    assert split_hashes(rows, by_place, Place("part-000.parquet", 1000), numbers).tolist() == ENGINE["split"]["by place"]
+    assert split_hashes(rows, by_value, Place("any.parquet", 0), numbers).tolist() == ENGINE["split"]["by value"]
+
+
+def test_orders_by_length() -> None:
+    counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
+    order = EpochOrder(counts, np.ones_like(counts), shuffle="window", window=20, seed=7, epoch=1)
+    by_length = LengthOrder(order, lambda pools, indices: (pools * 7 + indices * 5) % 11, 4, 123456789)
+    assert dotted(*by_length.sequences(np.arange(by_length.num_sequences))) == ENGINE["length_order"]
