@@ -8,8 +8,9 @@ import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from penstock import __version__
@@ -79,6 +80,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def wrong_parameter(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = [f"{fault['loc'][-1]}={fault.get('input')!r}: {fault['msg']}" for fault in error.errors()]
         return await problem(request, BadParameter(f"{'; '.join(wrong)}."))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001
+        return Response(status_code=499)  # nobody reads it; what it waited for is given up
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -118,6 +118,10 @@ class Chunk:
         self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
         return futures
 
+    def forget(self, futures: list[Future[Block]]) -> None:
+        """Gives up what `request` gave: blocks that nobody else waits for are not made."""
+        self.plan.members[0].blocks.forget(future for future in futures if not future.done())
+
 
 def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
     """The steps in chunks of a few MiB.

@@ -76,6 +76,11 @@ class Blocks:
         """
         return [self.of_split(future.result(), split) for future in self.request(indices)]
 
+    def forget(self, futures: Iterable[Future[Block]]) -> None:
+        """Who asked for these no longer wants them."""
+        for future in futures:
+            self._store.forget(future)
+
     def of_split(self, block: Block, split: str) -> Block:
         """The rows of a block that are of one split."""
         return block.of_split(split, self._snapshot.recipe.validation)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.requests import ClientDisconnect
 
 from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
@@ -31,6 +32,8 @@ Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below wo
 Row = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the number of rows")]
 Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the spec's num_steps")]
 Format = Annotated[Literal["msgpack", "json"], Query(description="msgpack for trainers; json, with text, for people")]
+
+_LOOK_SECONDS = 1.0  # how often a request that waits for blocks looks whether its client still does
 
 _SPEC_PARAMETERS = {
     "parameters": [
@@ -198,7 +201,7 @@ async def _respond(request: Request, plan: Plan, epoch: int, rank: int, steps: r
     if _matches(request, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     media_type = "application/json" if format == "json" else wire.MEDIA_TYPE
-    bodies = _json(plan, epoch, rank, steps) if format == "json" else _frames(plan, epoch, rank, steps)
+    bodies = _json(request, plan, epoch, rank, steps) if format == "json" else _frames(request, plan, epoch, rank, steps)
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
     first = await anext(bodies)
@@ -210,26 +213,38 @@ async def _respond(request: Request, plan: Plan, epoch: int, rank: int, steps: r
     return StreamingResponse(_chain(first, bodies), media_type=media_type, headers=headers)
 
 
-async def _frames(plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[memoryview]:
-    async for chunk, blocks in _loaded(plan, epoch, rank, steps):
+async def _frames(request: Request, plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[memoryview]:
+    async for chunk, blocks in _loaded(request, plan, epoch, rank, steps):
         yield memoryview(await run_in_threadpool(frames, chunk, blocks))
 
 
-async def _json(plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[bytes]:
+async def _json(request: Request, plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[bytes]:
     """One batch as an object, several as an array of them."""
     before, after = ("", "\n") if len(steps) == 1 else ("[\n", "\n]\n")
-    async for chunk, blocks in _loaded(plan, epoch, rank, steps):
+    async for chunk, blocks in _loaded(request, plan, epoch, rank, steps):
         text = before + ",\n".join(await run_in_threadpool(as_json, chunk, blocks))
         before = ",\n"
         yield (text + after if chunk.steps[-1] == steps[-1] else text).encode()
 
 
-async def _loaded(plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[tuple[Chunk, list[Block]]]:
+async def _loaded(
+    request: Request, plan: Plan, epoch: int, rank: int, steps: range
+) -> AsyncIterator[tuple[Chunk, list[Block]]]:
     """The chunks with their blocks. No thread waits for blocks: threads are few, and warm requests need them."""
+    streams = False  # from then on the response itself sees a client that leaves, and closes this generator
     async for chunk in iterate_in_threadpool(chunks(plan, epoch, rank, steps)):
         futures = await run_in_threadpool(chunk.request)
-        # Shielded: a client that leaves must not cancel a block that others wait for.
-        yield chunk, await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
+        try:
+            # Shielded: a client that leaves must not cancel a block that others wait for.
+            blocks = asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
+            while not (await asyncio.wait([blocks], timeout=_LOOK_SECONDS))[0]:
+                if not streams and await request.is_disconnected():
+                    blocks.cancel()
+                    raise ClientDisconnect
+            streams = True
+            yield chunk, blocks.result()
+        finally:
+            chunk.forget(futures)
 
 
 async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -53,6 +53,7 @@ class BlockStore:
         self._num_evictions = 0
         self._checked_at = time.monotonic()
         self._wanted: dict[str, dict[int, Future[Block]]] = {}  # of each row group that is being decoded
+        self._askers: dict[Future[Block], int] = {}  # how many wait for each of those
 
     def request(self, group: Sequence[str], number: int, decode: Decoder) -> Future[Block]:
         """The block `number` of a row group whose blocks have these keys, soon.
@@ -71,7 +72,21 @@ class BlockStore:
             if wanted is None:
                 wanted = self._wanted[group[0]] = {}
                 self._threads.submit(self._make, group, wanted, decode)
-            return wanted.setdefault(number, Future())
+            future = wanted.setdefault(number, Future())
+            self._askers[future] = self._askers.get(future, 0) + 1
+            return future
+
+    def forget(self, future: Future[Block]) -> None:
+        """One of those who asked no longer wants the block; a load that nobody wants any more is dropped."""
+        with self._lock:
+            self._askers[future] = self._askers.get(future, 0) - 1
+            if self._askers[future] > 0:
+                return
+            del self._askers[future]
+            for wanted in self._wanted.values():
+                for number in [number for number, other in wanted.items() if other is future]:
+                    del wanted[number]
+        future.cancel()
 
     def _mapped(self, key: str) -> Block | None:
         with self._lock:
@@ -116,13 +131,18 @@ class BlockStore:
 
     def _take(self, wanted: dict[int, Future[Block]], number: int) -> Future[Block] | None:
         with self._lock:
-            return wanted.pop(number, None)
+            future = wanted.pop(number, None)
+            if future:
+                self._askers.pop(future, None)
+            return future
 
     def _decode_once(self, group: Sequence[str], wanted: dict[int, Future[Block]], asked: list[int], decode: Decoder) -> None:
-        last, keeps = max(asked), True
+        last, keeps, served = max(asked), True, False
 
         def needed(number: int) -> bool:
-            return number in wanted or (keeps and not self.cache.has(group[number]))
+            # Neighbours come along with what is wanted, never for its sake once it was forgotten.
+            keeps_neighbours = keeps and (served or bool(wanted))
+            return number in wanted or (keeps_neighbours and not self.cache.has(group[number]))
 
         batches = decode(needed)
         try:
@@ -131,8 +151,9 @@ class BlockStore:
                 # Neighbours are worth their tokenizing only if the whole group has room beside what else is in use.
                 keeps = keeps and 0 < 2 * nbytes * len(group) <= self.cache.budget_bytes
                 if future := self._take(wanted, number):
+                    served = True
                     future.set_result(self._stored(group[number]) or Block.of(batch))
-                if number >= last and not keeps:
+                if (number >= last and not keeps) or not (served or wanted):
                     return
         except Problem as problem:
             if any(number in wanted for number in asked):

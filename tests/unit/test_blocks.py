@@ -320,3 +320,30 @@ def test_a_block_without_one_usable_row_fails_even_where_rows_are_substituted(da
     blocks = Blocks(open_snapshot(data.parent / "void", None), BlockStore(CacheFolder(cache_dir)))
     with pytest.raises(BadRow, match="every one of the 2 rows beside it"):
         blocks.usable_rows(blocks.get([0])[0], 0, np.array([0]))
+
+
+def test_what_nobody_wants_any_more_is_not_made(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, count_reads: list[str]
+) -> None:
+    blocks, began, go_on = open_blocks(), threading.Event(), threading.Event()
+    read = encode.encode
+
+    def waiting(*args: object) -> pa.RecordBatch:
+        began.set()
+        assert go_on.wait(30)
+        return read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(encode, "encode", waiting)
+    # As many as there are threads, and more that queue up behind them.
+    futures = blocks.request(range(5)) + blocks.request(range(5))
+    assert began.wait(30)
+    queued = [number for number in range(5) if not futures[number].running()]
+    blocks.forget(futures[1:5])
+    assert not any(future.cancelled() for future in futures)  # the second who asked still waits
+    blocks.forget(futures[6:])
+    assert queued
+    assert all(future.cancelled() for future in futures[1:5])
+    go_on.set()
+    assert futures[0].result(30).num_rows == 32
+    assert blocks.get([4])[0].num_rows == 32  # asked for anew, it is made
+    assert len(count_reads) < 5
