@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +36,7 @@ log = logging.getLogger("penstock")
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 10.0
 _REPORT_SECONDS = 10.0
+_BAR_WIDTH = 20
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _READ_TIMEOUT_SECONDS = 120.0  # of silence: a cold server may tokenize a large row group before its first byte
 
@@ -59,7 +63,11 @@ class _TryAgain(Exception):
 
 
 class _NotYet(_TryAgain):
-    """The server is at work on what was asked for, and says how far it is."""
+    """The server is at work on what was asked for, and says how far it is: `share` of it, from 0 to 1, is done."""
+
+    def __init__(self, reason: str, after_seconds: float, share: float) -> None:
+        super().__init__(reason, after_seconds)
+        self.share = share
 
 
 class Transport:
@@ -77,6 +85,7 @@ class Transport:
         self._socket: socket.socket | None = None
         self._server = 0
         self._last_report = -_REPORT_SECONDS
+        self._has_bar = False
         self._not_before = dict.fromkeys(servers, 0.0)
         timeout = httpx.Timeout(_READ_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
@@ -98,7 +107,7 @@ class Transport:
             except _NotYet as progress:
                 # However long it takes: the server answers, so retry_seconds does not run.
                 deadline = time.monotonic() + self._retry_seconds
-                self._report(str(progress))
+                self._report(progress)
                 if self._interrupted.wait(max(progress.after_seconds, _FIRST_DELAY_SECONDS)):
                     raise ServerUnavailable(f"interrupted while waiting for {server}") from None
                 continue
@@ -146,10 +155,23 @@ class Transport:
             self.num_retries += 1
             raise _TryAgain(str(error) or type(error).__name__, after_seconds) from error
 
-    def _report(self, progress: str) -> None:
-        if time.monotonic() - self._last_report >= _REPORT_SECONDS:
+    def _report(self, progress: _NotYet) -> None:
+        """A bar that grows in its line of a terminal; elsewhere a line now and then."""
+        if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # of many ranks one draws
+            done = round(_BAR_WIDTH * progress.share)
+            bar = f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}"
+            sys.stderr.write(f"\r{bar[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+            sys.stderr.flush()
+            self._has_bar = True
+        elif time.monotonic() - self._last_report >= _REPORT_SECONDS:
             self._last_report = time.monotonic()
             log.warning("penstock: %s", progress)
+
+    def _end_bar(self) -> None:
+        if self._has_bar:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._has_bar = False
 
     def interrupt(self) -> None:
         """Makes a `get` in another thread fail now, whether it reads or waits; nothing can be fetched afterwards."""
@@ -161,6 +183,7 @@ class Transport:
 
     def close(self) -> None:
         """Closes the connections."""
+        self._end_bar()
         self._client.close()
 
     def _fetch(self, url: str, query: Mapping[str, str]) -> bytes:
@@ -173,7 +196,7 @@ class Transport:
         if kind:
             raise kind(detail)
         if problem.get("type", "").endswith(":index-not-ready"):
-            raise _NotYet(detail, _seconds(response.headers.get("Retry-After", "")))
+            raise _NotYet(detail, _seconds(response.headers.get("Retry-After", "")), _share(problem))
         if response.status_code in (408, 425, 429) or response.status_code >= 500:
             raise _TryAgain(detail, _seconds(response.headers.get("Retry-After", "")))
         raise PenstockError(
@@ -194,6 +217,14 @@ def _problem(response: httpx.Response) -> dict[str, str]:
     except ValueError:
         return {}
     return {str(k): str(v) for k, v in content.items()} if isinstance(content, dict) else {}
+
+
+def _share(problem: Mapping[str, str]) -> float:
+    """How much of it is done, from 0 to 1; 0 where the server does not tell."""
+    try:
+        return min(max(int(problem["done"]) / int(problem["total"]), 0.0), 1.0)
+    except (KeyError, ValueError, ZeroDivisionError):
+        return 0.0
 
 
 def _seconds(retry_after: str) -> float:

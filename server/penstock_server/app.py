@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from penstock import __version__
 from penstock.errors import SpecError
 from penstock_server.catalog import Catalog
-from penstock_server.problems import BadParameter, Problem
+from penstock_server.problems import BadParameter, IndexNotReady, Problem
 from penstock_server.routes import make_router
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
@@ -67,7 +67,8 @@ def _add_documentation(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
-        answer = _problem_json(request, error.type, error.title, error.status, str(error))
+        more = {"done": error.num_done, "total": error.total} if isinstance(error, IndexNotReady) else {}
+        answer = _problem_json(request, error.type, error.title, error.status, str(error), **more)
         if error.status == 503:
             answer.headers["Retry-After"] = "1"
         return answer
@@ -98,6 +99,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _problem_json(request, "urn:penstock:problem:internal-error", "Internal error", 500, detail)
 
 
-def _problem_json(request: Request, type_: str, title: str, status: int, detail: str) -> JSONResponse:
+def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **more: int) -> JSONResponse:
     content = {"type": type_, "title": title, "status": status, "detail": detail, "instance": request.url.path}
-    return JSONResponse(content, status, media_type="application/problem+json")
+    return JSONResponse(content | more, status, media_type="application/problem+json")

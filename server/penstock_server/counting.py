@@ -48,7 +48,9 @@ class Counting(Generic[T]):
             raise failure[0]
         raise IndexNotReady(
             f"{self._what} are being counted: {self.num_done:,} of {self.total:,} blocks are done "
-            f"({self.num_done / max(self.total, 1):.0%}). This happens once."
+            f"({self.num_done / max(self.total, 1):.0%}). This happens once.",
+            self.num_done,
+            self.total,
         )
 
     def _start(self) -> threading.Thread | None:

@@ -88,9 +88,13 @@ class ShardUnavailable(Problem):
 
 
 class IndexNotReady(Problem):
-    """Token counts that the packing needs are still being made."""
+    """Token counts that the packing needs are still being made; `num_done` of `total` steps are."""
 
     status, slug, title = 503, "index-not-ready", "Tokens are being counted"
+
+    def __init__(self, message: str, num_done: int, total: int) -> None:
+        super().__init__(message)
+        self.num_done, self.total = num_done, total
 
 
 class IndexFailed(Problem):

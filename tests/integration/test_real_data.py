@@ -1,5 +1,6 @@
 """Real text through a real server: the ids are those that `tokenizers` gives directly."""
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 
@@ -55,6 +56,27 @@ def test_prompt_and_response_come_apart_for_seq2seq(server: Server) -> None:
     for batch, (prompt, response) in zip(data, expected, strict=True):
         assert batch["input_ids"][0].tolist() == prompt
         assert batch["labels"][0].tolist() == response
+
+
+@pytest.mark.parametrize("spec", [{"packing": "best_fit"}, {"long_rows": "split", "pad": "64"}])
+def test_long_documents_are_packed_without_a_token_lost(server: Server, spec: dict[str, str]) -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    rows = [
+        row["text"] for path in sorted((REAL_DATA / "wikitext").glob("*.parquet")) for row in pq.read_table(path).to_pylist()
+    ]
+    expected = Counter(chain.from_iterable([*tokenizer.encode(text).ids, EOS] for text in rows))
+    num_sequences = server.json_when_ready("/v1/datasets/wikitext/spec", seq_len=1024, batch_size=1, **spec)["num_sequences"]
+    data = RemoteDataset(server.url, "wikitext", batch_size=1, seq_len=1024, **spec)  # type: ignore[arg-type]
+    assert len(data) == num_sequences
+    assert Counter(token for batch in data for token in batch["input_ids"][batch["attention_mask"].bool()].tolist()) == expected
+
+
+def test_languages_mix_by_their_weights(server: Server) -> None:
+    data = RemoteDataset(server.url, "gsm8k", mix={"gsm8k": 1, "tangshi": 3}, batch_size=8, seq_len=64, seed=3)
+    assert len(data) == 8000 * 4 // 3 // 8  # tangshi, with three of four, is used up first
+    for batch, _ in zip(data, range(20), strict=False):
+        texts = [Tokenizer.from_file(str(TOKENIZER)).decode(ids) for ids in batch["input_ids"].tolist()]
+        assert sum(any("\u4e00" <= character <= "\u9fff" for character in text) for text in texts) == 6
 
 
 def test_what_crashes_parquet_readers_is_refused_and_the_others_are_served(server: Server) -> None:
