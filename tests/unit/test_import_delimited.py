@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,7 +38,7 @@ WHOLE = st.integers(-(10**18) + 1, 10**18 - 1)
 DECIMAL = st.floats(-1e290, 1e290, allow_subnormal=False).filter(lambda x: x == 0 or abs(x) > 1e-290)
 
 
-def write(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]], delimiter: str = ",") -> Path:
+def write(path: Path, header: Sequence[str], rows: Sequence[Iterable[object]], delimiter: str = ",") -> Path:
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, delimiter=delimiter).writerows([header, *rows])
     return path
@@ -99,9 +99,9 @@ def test_a_number_column_that_turns_to_text_late_is_text_from_its_first_row(tmp_
 
 
 def test_what_the_server_reads_as_text_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.csv", ["prompt", "response", "text", "answer", "n"], [(1, 2, 3, 4, 5)])
+    path = write(tmp_path / "x.csv", ["prompt", "response", "text", "chosen", "answer", "n"], [range(6)])
     table = imported(tmp_path / "out", path, text=["answer"])
-    assert table.to_pylist() == [{"prompt": "1", "response": "2", "text": "3", "answer": "4", "n": 5}]
+    assert table.to_pylist() == [{"prompt": "0", "response": "1", "text": "2", "chosen": "3", "answer": "4", "n": 5}]
 
 
 def test_columns_are_picked_in_the_order_given(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pyarrow.csv as pcsv
 from penstock_server.importing.source import TABLE_BYTES, ImportRefused, Report, Survey
 from penstock_server.importing.stream import Stream, opened, portions
 
-_ALWAYS_TEXT = ("text", "prompt", "response")  # what the server takes for text without being told
+_ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the server takes for text without being told
 # pyarrow reads 32 blocks ahead of us, and a row that is larger than a block stops it: so blocks are small until one does.
 _FIRST_BLOCK_BYTES, _LARGEST_BLOCK_BYTES = 1 << 20, 4 << 20
 _RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
