@@ -66,6 +66,22 @@ def test_what_is_imported_can_be_served_and_trained_on(serve: Callable[..., Serv
     assert batch["input_ids"].shape == (4, 32)
 
 
+def test_a_server_that_watches_sees_the_old_shards_or_the_new_ones_never_a_part(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    data, tokenizer = tmp_path / "data", write_tokenizer(tmp_path / "tokenizer.json")
+    assert run(stories(tmp_path / "old.jsonl", 7), data / "stories").returncode == 0
+    server = serve(data, "--tokenizer", str(tokenizer), "--poll-seconds", "0.1")
+    new = stories(tmp_path / "new.jsonl", 10_000, 300)
+    with subprocess.Popen(command(new, data / "stories", "--overwrite", "--shard-bytes", "1MB"), stdout=subprocess.DEVNULL):
+        seen, deadline = {7}, time.monotonic() + 60
+        while 10_000 not in seen and time.monotonic() < deadline:
+            seen.add(server.json("/v1/datasets/stories")["rows"])
+            time.sleep(0.01)
+    assert len(shards_in(data / "stories")) > 10
+    assert seen == {7, 10_000}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
