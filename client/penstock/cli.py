@@ -27,7 +27,7 @@ def _run() -> int:
 
         add_commands(commands)
     except ImportError as error:
-        for name in ("serve", "prepare", "sample"):
+        for name in ("serve", "prepare", "sample", "import"):
             missing = f"penstock {name}: the server is not installed here ({error}): pip install 'penstock[server]'"
             commands.add_parser(name, help="needs the server: pip install 'penstock[server]'").set_defaults(
                 run=lambda _, missing=missing: print(missing, file=sys.stderr) or 2

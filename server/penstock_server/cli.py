@@ -1,4 +1,4 @@
-"""The server's commands: serve, sample."""
+"""The server's commands: serve, prepare, sample, import."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock import __version__
 from penstock_server.app import create_app
 from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
+from penstock_server.importing.command import add_command as add_import
 from penstock_server.prepare import failure_of, prepare
 from penstock_server.problems import DatasetRefused, Problem, UnknownDataset
 from penstock_server.sample import write_sample
@@ -61,6 +62,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sample.add_argument("--rows", type=int, default=24_000, help="rows of each dataset (default: 24000)")
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_sample)
+
+    add_import(commands)
 
 
 def _add_folders(command: argparse.ArgumentParser) -> None:

@@ -54,7 +54,7 @@ class Settings:
             if values["port"] is None or values["port"] > 65_535:
                 problems.append(f"port must be a whole number from 0 (any free port) to 65,535, not {given['port']!r}")
         if "cache_bytes" in values:
-            values["cache_bytes"] = _number(values["cache_bytes"], _UNITS)
+            values["cache_bytes"] = byte_count(values["cache_bytes"])
             if values["cache_bytes"] is None:
                 problems.append(f"cache_bytes must be a number such as 500000000 or 200GB, not {given['cache_bytes']!r}")
         if "poll_seconds" in values:
@@ -67,6 +67,11 @@ class Settings:
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def byte_count(text: str) -> int | None:
+    """The bytes in a text such as 500000000 or 200GB; None if it is none."""
+    return _number(text, _UNITS)
 
 
 def _number(text: str, units: Mapping[str, int]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from serving import Server
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
 RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and tests/docker
 
 
@@ -53,8 +55,17 @@ def test_every_command_is_run_by_some_test() -> None:
     lines = shell_lines()
     curls = [line for line in lines if line.startswith("curl ")]
     assert len(curls) >= 3
-    known = {". .venv/bin/activate", "penstock sample sample-data", "penstock serve sample-data", *curls}
+    known = {". .venv/bin/activate", "penstock sample sample-data", "penstock serve sample-data", IMPORT, *curls}
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
+
+
+def test_the_import_line_writes_what_can_be_served(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "stories.jsonl.gz", "wt") as file:
+        file.write('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "more.csv").write_text("text\nthree\n")
+    subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(IMPORT)[1:]], cwd=tmp_path, check=True)
+    server = serve(tmp_path / "data", "--tokenizer", str(sample / "tokenizer.json"))
+    assert server.json("/v1/datasets/stories")["rows"] == 3
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")

@@ -1,0 +1,133 @@
+"""Arrow and Parquet files, which know their types: a survey reads rows only to see how large token ids are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock_server.importing.columns import may_be_wide, normal_schema, wide_columns
+from penstock_server.importing.source import TABLE_BYTES, ImportRefused, Report, Survey
+from penstock_server.importing.stream import unreadable
+
+_FILE_MAGIC = b"ARROW1"
+_MOST_ROWS = 65_536  # of a table, however small its rows
+_CASTABLE_BYTES = 1 << 30  # offsets of 32 bits reach no further than twice that
+
+
+class ArrowFile:
+    """An Arrow IPC file (Feather is one) or stream, mapped into memory. A compressed record batch is read as a whole."""
+
+    def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
+        self.path = path
+        self._columns = columns
+
+    def survey(self, report: Report) -> Survey:
+        """The columns of the schema. Raises ImportRefused: it is no Arrow file, or is damaged."""
+        with _refusing(self.path), pa.memory_map(str(self.path)) as mapped:
+            schema = _open(mapped).schema
+        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, report))
+
+    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+        """The rows of all record batches. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
+        return self._tables(survey.schema.names, report)
+
+    def _tables(self, names: Sequence[str], report: Report) -> Iterator[pa.Table]:
+        with _refusing(self.path), pa.memory_map(str(self.path)) as mapped:
+            for batch, position in _batches(_open(mapped), mapped):
+                yield from _portions(batch.select(names))
+                report(position)
+
+
+class ParquetFile:
+    """A Parquet file, read page by page: row groups may be of any size."""
+
+    def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
+        self.path = path
+        self._columns = columns
+
+    def survey(self, report: Report) -> Survey:
+        """The columns of the footer. Raises ImportRefused: it is no Parquet file, or is damaged."""
+        with _refusing(self.path):
+            schema = pq.read_schema(self.path)
+        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, report))
+
+    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+        """The rows of all row groups. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
+        return self._tables(survey.schema.names, report)
+
+    def _tables(self, names: Sequence[str], report: Report) -> Iterator[pa.Table]:
+        if not names:
+            return
+        size = self.path.stat().st_size
+        with _refusing(self.path), pq.ParquetFile(self.path, buffer_size=1 << 20, pre_buffer=False) as file:
+            metadata = file.metadata
+            nbytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+            rows = max(1, min(_MOST_ROWS, metadata.num_rows * TABLE_BYTES // max(nbytes, 1)))
+            done = 0
+            for batch in file.iter_batches(rows, columns=list(names)):
+                yield from _portions(batch.select(names))
+                done += batch.num_rows
+                report(size * done // metadata.num_rows)
+
+
+def _open(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
+    is_file = mapped.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+    mapped.seek(0)
+    return pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+
+
+def _batches(
+    reader: pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader, mapped: pa.MemoryMappedFile
+) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The record batches, and how far into the file each lies."""
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number), mapped.size() * (number + 1) // reader.num_record_batches
+    else:
+        for batch in reader:
+            yield batch, mapped.tell()
+
+
+def _portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
+    """A record batch, some MiB at a time."""
+    rows = max(1, min(_MOST_ROWS, batch.num_rows * TABLE_BYTES // max(batch.nbytes, 1)))
+    for start in range(0, batch.num_rows, rows):
+        if batch.nbytes < _CASTABLE_BYTES:
+            portion = batch.slice(start, rows)
+        else:  # a slice keeps the offsets of the whole, and casts refuse such as are too large
+            portion = batch.take(pa.array(np.arange(start, min(start + rows, batch.num_rows))))
+        table = pa.Table.from_batches([portion])
+        table.validate(full=True)
+        yield table
+
+
+def _survey(
+    path: Path, schema: pa.Schema, columns: Sequence[str] | None, read: Callable[[list[str]], Iterable[pa.Table]]
+) -> Survey:
+    with _refusing(path):
+        chosen = normal_schema(schema, columns)
+    wide = frozenset[str]()
+    open_ = set(may_be_wide(chosen))
+    for table in read(sorted(open_)) if open_ else ():
+        wide |= wide_columns(table)
+        if wide == open_:
+            break
+    return Survey(names=tuple(schema.names), schema=chosen, wide=wide)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (pa.ArrowException, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ImportRefused(
+            f"{path} cannot be imported: {reason}. Nothing was written. Write the file again, or choose columns with --columns."
+        ) from error

@@ -1,0 +1,213 @@
+"""Columns' types: brought to a few, made one for all files, and what rows must become to fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from penstock_server.column_types import is_tokens
+from penstock_server.importing.source import ImportRefused, Survey
+
+_MOST_LEAVES = 1_000  # columns, those within objects counted too; each takes memory in a writer
+_INT32 = (-(2**31), 2**31 - 1)
+
+
+class ColumnsDiffer(ValueError):
+    """A column has types that none holds both of, or there are too many columns."""
+
+
+def normal(type_: pa.DataType, *, dates: bool = True) -> pa.DataType:
+    """The plain type for one that says the same of values and more of their storage.
+
+    Text that is a dictionary, large or a view is string, lists of any kind are list; without `dates`, a timestamp is
+    string. Raises ValueError: pyarrow cannot make it a list.
+    """
+    types = pa.types
+    if isinstance(type_, pa.BaseExtensionType):
+        return normal(type_.storage_type, dates=dates)
+    if types.is_dictionary(type_):
+        return normal(type_.value_type, dates=dates)
+    if types.is_large_string(type_) or types.is_string_view(type_) or (types.is_timestamp(type_) and not dates):
+        return pa.string()
+    if types.is_large_binary(type_) or types.is_binary_view(type_):
+        return pa.binary()
+    if types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_):
+        return pa.list_(normal(type_.value_type, dates=dates))
+    if types.is_struct(type_):
+        return pa.struct([(field.name, normal(field.type, dates=dates)) for field in type_])
+    if types.is_map(type_):
+        return pa.map_(normal(type_.key_type), normal(type_.item_type, dates=dates))
+    if types.is_list_view(type_) or types.is_large_list_view(type_):  # a cast of it loses items
+        raise ValueError(f"{type_} cannot be turned into list")
+    return type_
+
+
+def normal_schema(schema: pa.Schema, columns: Sequence[str] | None, *, dates: bool = True) -> pa.Schema:
+    """The columns to import, `columns` or all, in normal types.
+
+    Raises ValueError: two have one name, or a type cannot be read; the message names the column.
+    """
+    chosen = [field for field in schema if columns is None or field.name in columns]
+    fields = []
+    for field in chosen:
+        if schema.names.count(field.name) > 1:
+            raise ValueError(f"{schema.names.count(field.name)} columns are called {field.name!r}")
+        try:
+            fields.append(pa.field(field.name, normal(field.type, dates=dates)))
+        except ValueError as error:
+            raise ValueError(f"column {field.name!r}: {error}") from error
+    return pa.schema(fields)
+
+
+def merge(known: pa.Schema, new: pa.Schema) -> pa.Schema:
+    """The schema that holds rows of both: missing columns are null, whole numbers beside others become float64.
+
+    Raises ColumnsDiffer: a column has types that do not go together, such as text and numbers, or there are too many.
+    """
+    if new.equals(known):
+        return known
+    try:
+        merged = pa.unify_schemas([known, new], promote_options="permissive")
+    except pa.ArrowException:
+        for field in new:
+            if field.name in known.names:
+                _merge_one(known.field(field.name), field)
+        raise
+    if (count := sum(map(_num_leaves, merged.types))) > _MOST_LEAVES:
+        largest = max(merged, key=lambda field: _num_leaves(field.type)).name
+        raise ColumnsDiffer(
+            f"there would be {count:,} columns, those within objects counted too, of {_MOST_LEAVES:,} at most; most are in "
+            f"{largest!r}. Keys that are data make no columns: write them as a list of pairs, or as text"
+        )
+    return merged
+
+
+def _merge_one(known: pa.Field, new: pa.Field) -> None:
+    try:
+        pa.unify_schemas([pa.schema([known]), pa.schema([new])], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ColumnsDiffer(f"column {new.name!r} is {_short(new.type)}, and {_short(known.type)} before") from error
+
+
+def _num_leaves(type_: pa.DataType) -> int:
+    return sum(_num_leaves(type_.field(n).type) for n in range(type_.num_fields)) if type_.num_fields else 1
+
+
+def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
+    """The schema of all shards, and the names of what must be left out: objects that never have a field.
+
+    Token lists are list<int32> where that holds every id, else list<int64>; what is null everywhere is string.
+    Raises ImportRefused: files do not go together, a column is in none of them, Parquet has no such type, or no column is left.
+    """
+    check_names("--columns", columns or (), surveys)
+    merged = pa.schema([])
+    for path, survey in surveys:
+        if columns and survey.names and not len(survey.schema):
+            raise ImportRefused(
+                f"{path} has none of the columns {', '.join(columns)}; its columns are {', '.join(survey.names)}. All of its "
+                f"rows would be null: leave the file out, or choose other columns."
+            )
+        try:
+            merged = merge(merged, survey.schema)
+        except ColumnsDiffer as error:
+            raise ImportRefused(
+                f"{path}: {error}. All shards have one schema: make the columns alike, import the files into folders of their "
+                f"own, or choose other columns with --columns."
+            ) from error
+    wide = frozenset[str]().union(*(survey.wide for _, survey in surveys))
+    left_out: list[str] = []
+    fields = []
+    for name in columns or merged.names:
+        type_ = _writable(merged.field(name).type, name, left_out)
+        if type_ is not None:
+            narrow = is_tokens(type_) and name not in wide
+            fields.append(pa.field(name, pa.list_(pa.int32()) if narrow else type_))
+    if not fields:
+        raise ImportRefused(f"{', '.join(str(path) for path, _ in surveys)}: there is no column to import.")
+    for field in fields:
+        try:
+            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
+        except pa.ArrowException as error:
+            raise ImportRefused(
+                f"column {field.name!r}: Parquet does not hold {_short(field.type)}. Nothing was written. Leave it out with "
+                f"--columns, or write it as another type."
+            ) from error
+    return pa.schema(fields), left_out
+
+
+def check_names(option: str, columns: Sequence[str], surveys: Sequence[tuple[Path, Survey]]) -> None:
+    """Raises ImportRefused: an option names a column that is in no file."""
+    known = list(dict.fromkeys(name for _, survey in surveys for name in survey.names))
+    for name in columns:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ImportRefused(f"{option}: no file has a column {name!r}.{hint} There are: {', '.join(known)}.")
+
+
+def _writable(type_: pa.DataType, name: str, left_out: list[str]) -> pa.DataType | None:
+    """The type as Parquet can hold it: no null, and no object without fields."""
+    types = pa.types
+    if types.is_null(type_):
+        return pa.string()
+    if types.is_list(type_):
+        item = _writable(type_.value_type, f"{name}[]", left_out)
+        if is_tokens(type_):
+            item = pa.int64()
+        return None if item is None else pa.list_(item)
+    if types.is_struct(type_):
+        kept = [(field.name, _writable(field.type, f"{name}.{field.name}", left_out)) for field in type_]
+        if any(kind is not None for _, kind in kept):
+            return pa.struct([(field, kind) for field, kind in kept if kind is not None])
+        if not kept:
+            left_out.append(name)
+        return None
+    return type_
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The rows with the columns and types of the schema, null where they have none.
+
+    Raises ValueError: a value does not fit the type; the message names the column.
+    """
+    arrays = []
+    for field in schema:
+        if field.name not in table.schema.names:
+            arrays.append(pa.nulls(table.num_rows, field.type))
+            continue
+        try:
+            arrays.append(table.column(field.name).cast(field.type))
+        except pa.ArrowException as error:
+            raise ValueError(f"column {field.name!r} does not fit {_short(field.type)}: {error}") from error
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def wide_columns(table: pa.Table) -> frozenset[str]:
+    """The columns of token lists in which an id is outside int32."""
+    found = []
+    for field in table.schema:
+        if is_tokens(field.type) and not _fits(field.type.value_type):
+            bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in table.column(field.name).chunks]
+            lows, highs = ([b[end] for b in bounds if b[end] is not None] for end in ("min", "max"))
+            if lows and (min(lows) < _INT32[0] or max(highs) > _INT32[1]):
+                found.append(field.name)
+    return frozenset(found)
+
+
+def may_be_wide(fields: Iterable[pa.Field]) -> list[str]:
+    """The columns of token lists whose type alone does not say that int32 holds them."""
+    return [field.name for field in fields if is_tokens(field.type) and not _fits(field.type.value_type)]
+
+
+def _fits(integer: pa.DataType) -> bool:
+    return bool(integer.bit_width < 32 or integer == pa.int32())
+
+
+def _short(type_: pa.DataType) -> str:
+    text = str(type_)
+    return text if len(text) <= 60 else f"{text[:57]}..."

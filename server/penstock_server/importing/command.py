@@ -1,0 +1,79 @@
+"""The command `penstock import`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from penstock_server.importing.run import Import, Imported
+from penstock_server.importing.shards import Shape
+from penstock_server.importing.source import ImportRefused
+from penstock_server.settings import byte_count
+
+_LEAST_SHARD_BYTES = 10**6
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `import` to the commands of `penstock`."""
+    parser = commands.add_parser(
+        "import",
+        help="turn CSV, JSON lines, Arrow or Parquet files into shards",
+        description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. Files are "
+        "known by their endings: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; .arrow, "
+        ".feather, .ipc, .parquet.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
+    parser.add_argument("--columns", metavar="A,B", type=_names, help="columns to import, in this order (default: all)")
+    parser.add_argument(
+        "--text", metavar="A,B", type=_names, default=[], help="CSV columns that are text even where they look like numbers"
+    )
+    parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="data of a shard, uncompressed (default: 256MB)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR, once all is written")
+    parser.set_defaults(run=_import)
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    shard_bytes = byte_count(arguments.shard_bytes)
+    if shard_bytes is None or shard_bytes < _LEAST_SHARD_BYTES:
+        print(f"penstock import: --shard-bytes must be at least 1MB, not {arguments.shard_bytes}", file=sys.stderr)
+        return 2
+    # Told to stop, it stops as by Ctrl-C does, and leaves nothing half-written behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    task = Import(
+        files=arguments.files,
+        out_dir=arguments.out_dir,
+        columns=arguments.columns,
+        text=arguments.text,
+        shape=Shape(shard_bytes=shard_bytes),
+        overwrite=arguments.overwrite,
+    )
+    try:
+        print(_summary(task.run(), task.out_dir))
+    except ImportRefused as refusal:
+        print(f"penstock import: {refusal}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _summary(done: Imported, out_dir: Path) -> str:
+    written = done.written
+    lines = [
+        f"{out_dir}: {_count(written.num_rows, 'row')} in {_count(written.num_shards, 'shard')}, "
+        f"{_count(written.num_groups, 'row group')}; {written.data_bytes / 1e6:,.1f} MB of data, "
+        f"{written.file_bytes / 1e6:,.1f} MB on disk",
+        *(f"  {field.name}: {field.type}" for field in done.schema),
+    ]
+    if done.left_out:
+        lines.append(f"  left out, since Parquet holds no objects without fields: {', '.join(done.left_out)}")
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,172 @@
+"""CSV and TSV. Fields have no types, so a column is of numbers only where every field of it is one, and text else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pcsv
+
+from penstock_server.importing.source import TABLE_BYTES, ImportRefused, Report, Survey
+from penstock_server.importing.stream import Stream, opened, portions
+
+_ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the server takes for text without being told
+# pyarrow reads 32 blocks ahead of us, and a row that is larger than a block stops it: so blocks are small until one does.
+_FIRST_BLOCK_BYTES, _LARGEST_BLOCK_BYTES = 1 << 20, 4 << 20
+_RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
+# Numbers that the type gives back as they stood: 007, and a whole number of twenty digits, are text.
+_NUMBERS = {
+    pa.int64(): r"^(0|-?[1-9][0-9]{0,17})$",
+    pa.float64(): r"^-?((0|[1-9][0-9]{0,14})|(0|[1-9][0-9]*)\.[0-9]+)([eE][-+]?[0-2]?[0-9]{1,2})?$",
+}
+
+
+class _RowTooLarge(ImportRefused):
+    """A row is larger than the blocks that are read."""
+
+
+class Delimited:
+    """A file of comma- or tab-separated values under a header. An empty field is null; columns in `text` are never numbers."""
+
+    def __init__(self, path: Path, columns: Sequence[str] | None, delimiter: str, text: Sequence[str] = ()) -> None:
+        self.path = path
+        self._columns = columns
+        self._delimiter = delimiter
+        self._text = {*_ALWAYS_TEXT, *text}
+        self._block_bytes = _FIRST_BLOCK_BYTES
+
+    def survey(self, report: Report) -> Survey:
+        """The columns: int64 or float64 where all fields are such numbers, null where all are empty, else string.
+
+        Raises ImportRefused: a row has more or fewer fields than the header, is not UTF-8, or ends in an open quote.
+        """
+        while True:
+            try:
+                return self._survey(report)
+            except _RowTooLarge:
+                if self._block_bytes >= _LARGEST_BLOCK_BYTES:
+                    raise
+                self._block_bytes *= 2
+
+    def _survey(self, report: Report) -> Survey:
+        header = self._header()
+        chosen = [name for name in header if self._columns is None or name in self._columns]
+        fitting = {name: [] if name in self._text else list(_NUMBERS) for name in chosen}
+        filled = set(self._text)
+        # The last column is read in any case: it shows whether the file ends within a quote.
+        for table in self._read(dict.fromkeys([*chosen, *header[-1:]], pa.string()), report, header[-1] if header else None):
+            for name in chosen:
+                column = table.column(name)
+                if column.null_count < len(column):
+                    filled.add(name)
+                fitting[name] = [type_ for type_ in fitting[name] if _all_match(column, _NUMBERS[type_])]
+        types = [[*fitting[name], pa.string()][0] if name in filled else pa.null() for name in chosen]
+        return Survey(names=tuple(header), schema=pa.schema(list(zip(chosen, types, strict=True))))
+
+    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+        """The rows, in the types of the survey. Raises ImportRefused: as `survey`."""
+        return self._read(dict(zip(survey.schema.names, survey.schema.types, strict=True)), report)
+
+    def _header(self) -> list[str]:
+        """The names in the first row, none if there is no row."""
+        with opened(self.path) as stream:
+            try:
+                names: list[str] = self._reader(stream, {}).schema.names
+            except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+                if "Empty CSV file" in str(error):
+                    return []
+                raise self._refusal(error, 0) from error
+        for name in names:
+            if names.count(name) > 1:
+                raise self._refused("header", f"{names.count(name)} columns are called {name!r}", "Rename all but one")
+        return names
+
+    def _read(self, types: Mapping[str, pa.DataType], report: Report, last: str | None = None) -> Iterator[pa.Table]:
+        """The rows with columns of these types; if `last` is the last column, a quote left open at the end is refused."""
+        if not types:
+            return
+        num_rows, field = 0, ""
+        with opened(self.path) as stream:
+            try:
+                for batch in self._reader(stream, types):
+                    yield pa.Table.from_batches([batch])
+                    num_rows += batch.num_rows
+                    field = batch.column(last)[-1].as_py() or "" if last and batch.num_rows else field
+                    report(stream.position)
+            except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+                raise self._refusal(error, num_rows) from error
+            if ("\n" in field or self._delimiter in field) and not self._ends_with_quote():
+                begin = b'"' + _first_line_of(field)
+                raise self._refused(
+                    self._first_line(lambda line: begin in line) or f"row {num_rows + 1:,}",
+                    f"a quote is opened and never closed, and takes all that follows into one field: {field[:80]!r}",
+                    "Close it, or write it twice where it is meant",
+                )
+
+    def _reader(self, stream: Stream, types: Mapping[str, pa.DataType]) -> pcsv.CSVStreamingReader:
+        return pcsv.open_csv(
+            stream.bytes,
+            read_options=pcsv.ReadOptions(use_threads=False, block_size=self._block_bytes),  # with threads no row has a number
+            # No handler of wrong rows: a thread of pyarrow's that lets it go when Python ends would abort Python.
+            parse_options=pcsv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
+            convert_options=pcsv.ConvertOptions(
+                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
+            ),
+        )
+
+    def _refusal(self, error: Exception, num_rows: int) -> ImportRefused:
+        if ragged := _RAGGED.search(str(error)):
+            row, expected, found, text = ragged.groups()
+            begin, cut = _first_line_of(text.removesuffix(" ..."))[:80], text.endswith(" ...")
+            return self._refused(
+                self._first_line(lambda line: line.startswith(begin) if cut else line.rstrip(b"\r") == begin) or f"row {row}",
+                f"the header has {expected} fields and this row {found}: {text[:80]!r}",
+                "A field with a delimiter or a line break in it stands in quotes; mend the row, or remove it",
+            )
+        if "straddling" in str(error):
+            return _RowTooLarge(
+                f"{self.path}, after row {num_rows + 1:,}: a row is longer than {self._block_bytes >> 20} MiB, the most that "
+                f"is read at a time. Nothing was written. Often a quote in it is never closed: close it, or split the row."
+            )
+        not_utf8 = self._first_line(_is_no_utf8)
+        if not_utf8:
+            return self._refused(not_utf8, "it is not UTF-8", "Convert the file, or mend the line")
+        return self._refused(f"after row {num_rows + 1:,}", str(error), "Mend the file")
+
+    def _refused(self, place: str, what: str, advice: str) -> ImportRefused:
+        return ImportRefused(f"{self.path}, {place}: {what}. Nothing was written. {advice}.")
+
+    def _ends_with_quote(self) -> bool:
+        last = b""
+        with opened(self.path) as stream:
+            while block := stream.bytes.read(TABLE_BYTES):
+                last = block.rstrip()[-1:] or last
+        return last == b'"'
+
+    def _first_line(self, is_it: Callable[[bytes], bool]) -> str | None:
+        """The place of the first line for which this holds."""
+        with opened(self.path) as stream:
+            for portion in portions(self.path, stream):
+                for number, line in enumerate(portion.data.split(b"\n"), portion.first_line):
+                    if is_it(line):
+                        return f"line {number:,}"
+        return None
+
+
+def _is_no_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _first_line_of(text: str) -> bytes:
+    return text.encode().split(b"\n")[0].rstrip(b"\r")
+
+
+def _all_match(column: pa.ChunkedArray, pattern: str) -> bool:
+    return pc.all(pc.match_substring_regex(column, pattern)).as_py() is not False

@@ -1,0 +1,150 @@
+"""JSON lines: an object a line. Types are found portion by portion, so that a late change of type is no surprise."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.json as pj
+
+from penstock_server.importing.columns import ColumnsDiffer, merge, normal_schema, wide_columns
+from penstock_server.importing.source import ImportRefused, Report, Survey
+from penstock_server.importing.stream import Portion, opened, portions
+
+_PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
+_NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
+_COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
+
+
+class JsonLines:
+    """A file of JSON lines, of which `columns` are imported, or all."""
+
+    def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
+        self.path = path
+        self._columns = columns
+
+    def survey(self, report: Report) -> Survey:
+        """The columns and types of all lines. A text is string, also where it looks like a date.
+
+        Raises ImportRefused: a line is no JSON object, or has a type that does not go with the lines before it.
+        """
+        self._check_start()
+        schema, names, wide = pa.schema([]), dict[str, None](), frozenset[str]()
+        for portion in self._portions(report):
+            if not names and self._columns is not None:
+                names |= _first_keys(portion.data)
+            table = self._parsed(portion, partial(self._infer, known=schema))
+            schema = merge(schema, normal_schema(table.schema, None, dates=False))
+            names |= dict.fromkeys(schema.names)
+            wide |= wide_columns(table)
+        return Survey(names=tuple(names), schema=schema, wide=wide)
+
+    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+        """The lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""
+        for portion in self._portions(report):
+            yield self._parsed(portion, partial(_parse, schema=survey.schema))
+
+    def _portions(self, report: Report) -> Iterator[Portion]:
+        with opened(self.path) as stream:
+            for portion in portions(self.path, stream):
+                yield portion
+                report(stream.position)
+
+    def _infer(self, data: bytes, known: pa.Schema) -> pa.Table:
+        # What is not imported must not be able to fail, so it is taken out before any type is looked for.
+        table = _parse(data if self._columns is None else _picked(data, self._columns))
+        merge(known, normal_schema(table.schema, None, dates=False))
+        return table
+
+    def _check_start(self) -> None:
+        with opened(self.path) as stream:
+            if stream.bytes.read(1 << 10).lstrip()[:1] == b"[":
+                raise ImportRefused(
+                    f"{self.path} is one JSON array, and penstock reads an object a line. Make it lines: "
+                    f"jq -c '.[]' FILE > NEW_FILE.jsonl"
+                )
+
+    def _parsed(self, portion: Portion, parse: Callable[[bytes], pa.Table]) -> pa.Table:
+        try:
+            return parse(portion.data)
+        except ValueError as error:  # pyarrow's errors and those of decoding are of this kind
+            line, cause = _first_failure(portion, parse, error)
+            raise ImportRefused(f"{self.path}, line {line:,}: {_reason(cause)}") from error
+
+
+def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
+    """The lines as rows, with the columns of `schema`, or all that there are. Raises ValueError: a line is no object."""
+    data.decode()  # pyarrow lets pass what is not UTF-8; and it takes null for a row, or crashes on it
+    begin = data.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if begin not in (b"", b"{") or _NO_OBJECT.search(data):
+        raise ValueError("it is not an object")
+    if not begin:
+        return (schema or pa.schema([])).empty_table()
+    table = pj.read_json(
+        pa.BufferReader(data),
+        read_options=pj.ReadOptions(use_threads=False, block_size=len(data)),
+        parse_options=pj.ParseOptions(
+            explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
+        ),
+    )
+    # An object over several lines would be torn where a portion ends.
+    num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
+    if table.num_rows != num_lines and table.num_rows != sum(1 for line in data.split(b"\n") if line.strip()):
+        raise ValueError("it is not exactly one object")
+    return table
+
+
+def _picked(data: bytes, columns: Sequence[str]) -> bytes:
+    """The lines with these keys alone. Raises ValueError: a line is no JSON."""
+
+    def pick(line: bytes) -> bytes:
+        row = json.loads(line)
+        return json.dumps({key: row[key] for key in columns if key in row}).encode() if isinstance(row, dict) else line
+
+    return b"\n".join(pick(line) if line.strip() else b"" for line in data.split(b"\n"))
+
+
+def _first_keys(data: bytes) -> dict[str, None]:
+    try:
+        row = json.loads(next((line for line in data.split(b"\n") if line.strip()), b"{}"))
+    except ValueError:
+        return {}  # it is refused when it is parsed
+    return dict.fromkeys(row) if isinstance(row, dict) else {}
+
+
+def _first_failure(portion: Portion, parse: Callable[[bytes], pa.Table], error: ValueError) -> tuple[int, ValueError]:
+    """The number of the first line that a portion cannot be parsed with, and the error that it makes."""
+    lines = portion.data.split(b"\n")
+
+    def failure(data: bytes) -> ValueError | None:
+        try:
+            parse(data)
+        except ValueError as error:
+            return error
+        return None
+
+    def upto(count: int) -> bytes:
+        return b"\n".join(lines[:count])
+
+    count = 1 + bisect_left(range(1, len(lines)), True, key=lambda count: failure(upto(count)) is not None)
+    return portion.first_line + count - 1, failure(lines[count - 1]) or failure(upto(count)) or error
+
+
+def _reason(error: ValueError) -> str:
+    """What is wrong, what follows and what to do."""
+    what, columns = str(error), isinstance(error, ColumnsDiffer)
+    if isinstance(error, UnicodeDecodeError):
+        what = f"byte {error.start + 1:,} is not UTF-8"
+    elif found := _PARSE_ERROR.search(what):
+        what = found[1][:1].lower() + found[1][1:]
+        if column := _COLUMN.search(found[1]):
+            path, before, here = column.groups()
+            name, columns = path.replace("/[]", "[]").replace("/", "."), bool(here)
+            what = f"column {name!r} is {here}, and {before} before" if here else f"column {name!r}{found[1][column.end() :]}"
+    advice = "Mend the column, or leave it out with --columns" if columns else "Each line must be one JSON object: mend it"
+    return f"{what}. Nothing was written. {advice}."

@@ -1,0 +1,121 @@
+"""An import from end to end: a pass that surveys all files, one schema, a pass that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import pyarrow as pa
+from tqdm import tqdm
+
+from penstock_server.importing.columnar import ArrowFile, ParquetFile
+from penstock_server.importing.columns import check_names, conform, one_schema
+from penstock_server.importing.delimited import Delimited
+from penstock_server.importing.jsonl import JsonLines
+from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
+from penstock_server.importing.source import ImportRefused, Report, Source, Survey
+from penstock_server.importing.stream import CODECS
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_JSON = (".jsonl", ".ndjson", ".json")
+_ARROW = (".arrow", ".feather", ".ipc")
+_PARQUET = (".parquet",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Import:
+    """What to import. `columns` are all if None; those in `text` are text in CSV whatever they look like."""
+
+    files: Sequence[Path]
+    out_dir: Path
+    columns: Sequence[str] | None = None
+    text: Sequence[str] = ()
+    shape: Shape = field(default_factory=Shape)
+    overwrite: bool = False
+
+    def run(self) -> Imported:
+        """Writes the shards. Shows how far it is on stderr, if that is a terminal.
+
+        Raises ImportRefused: the message says why. Nothing in `out_dir` has changed then.
+        """
+        old_shards(self.out_dir, overwrite=self.overwrite)
+        sources = self._sources()
+        with _progress("1/2 survey", sources) as reports:
+            surveys = [source.survey(report) for source, report in zip(sources, reports, strict=True)]
+        found = list(zip(self.files, surveys, strict=True))
+        check_names("--text", self.text, found)
+        schema, left_out = one_schema(found, self.columns)
+        with staged(self.out_dir, overwrite=self.overwrite) as folder, _progress("2/2 shards", sources) as reports:
+            tables = (
+                table
+                for source, survey, report in zip(sources, surveys, reports, strict=True)
+                for table in _tables(source, survey, schema, report)
+            )
+            written = write_shards(row_groups(tables, self.shape), folder, schema, self.shape)
+            if not written.num_rows:
+                raise ImportRefused(f"{', '.join(map(str, self.files))}: there is not one row to import.")
+        return Imported(schema=schema, left_out=left_out, written=written)
+
+    def _sources(self) -> list[Source]:
+        found = [self._source(path) for path in self.files]
+        if problems := [source for source in found if isinstance(source, str)]:
+            raise ImportRefused("\n".join(problems))
+        return [source for source in found if not isinstance(source, str)]
+
+    def _source(self, path: Path) -> Source | str:
+        """The source that reads a file by its ending, or why there is none."""
+        if not path.is_file():
+            if path.is_dir():
+                return f"{path} is a folder. Name its files, such as {path}/*.jsonl."
+            return f"{path} is no regular file, and files are read twice." if path.exists() else f"{path} does not exist."
+        ending, compressed = path.suffix.lower(), path.suffix.lower() in CODECS
+        if compressed:
+            ending = Path(path.stem).suffix.lower()
+        if ending in _JSON:
+            return JsonLines(path, self.columns)
+        if ending in _DELIMITERS:
+            return Delimited(path, self.columns, _DELIMITERS[ending], self.text)
+        if ending in _ARROW and not compressed:
+            return ArrowFile(path, self.columns)
+        if ending in _PARQUET and not compressed:
+            return ParquetFile(path, self.columns)
+        return (
+            f"{path}: its ending is none that is known: {', '.join([*_DELIMITERS, *_JSON])} (also with "
+            f"{' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET)}. Rename the file after what it holds."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """What an import did; `left_out` are columns of objects without fields, which Parquet cannot hold."""
+
+    schema: pa.Schema
+    left_out: Sequence[str]
+    written: Written
+
+
+def _tables(source: Source, survey: Survey, schema: pa.Schema, report: Report) -> Iterator[pa.Table]:
+    for table in source.tables(survey, report):
+        try:
+            yield conform(table, schema)
+        except ValueError as error:
+            raise ImportRefused(
+                f"{source.path}: {error}. Nothing was written. Mend the file, or leave the column out with --columns."
+            ) from error
+
+
+@contextmanager
+def _progress(doing: str, sources: Sequence[Source]) -> Iterator[list[Report]]:
+    """What each source tells its bytes to."""
+    sizes = [source.path.stat().st_size for source in sources]
+    with tqdm(total=sum(sizes), desc=doing, unit="B", unit_scale=True, disable=None) as bar:
+
+        def report(start: int, position: int) -> None:
+            bar.update(start + position - bar.n)
+
+        yield [partial(report, end - size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        bar.update(sum(sizes) - bar.n)

@@ -1,0 +1,176 @@
+"""Writing shards: row groups and files of bounded size, in a hidden folder until the last row is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+from secrets import token_hex
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock_server.folders import list_folder
+from penstock_server.importing.source import ImportRefused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Bounds of what is written; only a single row may be larger.
+
+    shard_bytes  data of a shard, neither encoded nor compressed
+    group_bytes  data of a row group, which is not larger than a shard; encoded, the default stays below the 8 MiB of
+                 which the server makes one block
+    group_rows   rows of a row group
+    """
+
+    shard_bytes: int = 256 * 10**6
+    group_bytes: int = 15 << 19
+    group_rows: int = 65_536
+
+    def holds(self, table: pa.Table) -> bool:
+        """Whether a table is no more than a row group."""
+        return bool(table.num_rows <= self.group_rows and table.nbytes <= min(self.group_bytes, self.shard_bytes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What was written; `data_bytes` are those of the rows, `file_bytes` those of the shards."""
+
+    num_rows: int
+    num_groups: int
+    num_shards: int
+    data_bytes: int
+    file_bytes: int
+
+
+def row_groups(tables: Iterable[pa.Table], shape: Shape) -> Iterator[pa.Table]:
+    """The rows of tables of one schema, in their order, a row group at a time; none is empty."""
+    held: list[pa.Table] = []
+    num_rows = nbytes = 0
+    for table in tables:
+        held.append(table)
+        num_rows, nbytes = num_rows + table.num_rows, nbytes + table.nbytes
+        if num_rows > shape.group_rows or nbytes > min(shape.group_bytes, shape.shard_bytes):
+            rest = pa.concat_tables(held).combine_chunks()
+            while rest.num_rows > 1 and not shape.holds(rest):
+                count = _rows_within(rest, shape)
+                yield rest.slice(0, count)
+                rest = rest.slice(count)
+            held, num_rows, nbytes = [rest], rest.num_rows, rest.nbytes
+    if num_rows:
+        yield pa.concat_tables(held)
+
+
+def _rows_within(table: pa.Table, shape: Shape) -> int:
+    too_many = bisect_left(range(1, table.num_rows + 1), True, key=lambda count: not shape.holds(table.slice(0, count)))
+    return max(1, too_many)
+
+
+def shard_name(number: int, count: int) -> str:
+    """The name of shard `number` of `count`; names sort as numbers do."""
+    return f"part-{number:0{max(5, len(str(count - 1)))}}.parquet"
+
+
+def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, shape: Shape) -> Written:
+    """Writes row groups as part-00000.parquet and so on.
+
+    Raises OSError: the disk is full, or the folder cannot be written to.
+    """
+    num_rows = num_groups = data_bytes = shard_bytes = 0
+    writer, paths = None, list[Path]()
+    try:
+        for group in groups:
+            if writer is None or shard_bytes + group.nbytes > shape.shard_bytes:
+                if writer is not None:
+                    writer.close()
+                paths.append(folder / f"{len(paths)}.parquet")
+                writer, shard_bytes = pq.ParquetWriter(paths[-1], schema, compression="zstd"), 0
+            writer.write_table(group, row_group_size=group.num_rows)
+            num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
+            shard_bytes, data_bytes = shard_bytes + group.nbytes, data_bytes + group.nbytes
+        if writer is not None:
+            writer.close()
+    except BaseException:
+        with suppress(OSError):  # the footer of a file that is thrown away
+            if writer is not None:
+                writer.close()
+        raise
+    paths = [path.rename(folder / shard_name(number, len(paths))) for number, path in enumerate(paths)]
+    return Written(
+        num_rows=num_rows,
+        num_groups=num_groups,
+        num_shards=len(paths),
+        data_bytes=data_bytes,
+        file_bytes=sum(path.stat().st_size for path in paths),
+    )
+
+
+def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
+    """The shards in a folder that new ones are to replace; there need be no such folder.
+
+    Raises ImportRefused: there are some and they may not be replaced, or it is no folder.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.")
+    try:
+        old = [out_dir / name for name in list_folder(out_dir).shards] if out_dir.exists() else []
+    except OSError as error:
+        raise _unwritable(out_dir, error) from error
+    if old and not overwrite:
+        raise ImportRefused(
+            f"{out_dir} holds Parquet files already, such as {old[0].name}. Name another folder, or replace them: --overwrite."
+        )
+    return old
+
+
+@contextmanager
+def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A hidden folder, whose files are moved to `out_dir` when the block ends, in place of the shards there.
+
+    Whatever else ends the block leaves all as it was.
+    Raises ImportRefused: as `old_shards`, or the disk is full or cannot be written to.
+    """
+    try:
+        home = out_dir if out_dir.exists() else out_dir.parent
+        home.mkdir(parents=True, exist_ok=True)
+        staging = home / f".import-{token_hex(4)}"  # the server takes no hidden folder for data
+        staging.mkdir()
+        try:
+            yield staging
+            if home is out_dir:
+                _exchange(old_shards(out_dir, overwrite=overwrite), staging, out_dir)
+            else:
+                staging.rename(out_dir)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise _unwritable(out_dir, error) from error
+
+
+def _unwritable(out_dir: Path, error: OSError) -> ImportRefused:
+    full = error.errno in (ENOSPC, EDQUOT)
+    advice = "Free some space, or name a folder on another disk" if full else "Check the folder, or name another"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return ImportRefused(f"{out_dir} cannot be written: {reason}. Nothing was changed there. {advice}.")
+
+
+def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
+    new = sorted(staging.iterdir())
+    for path in new:
+        path.touch()  # a server that watches the folder waits until nothing in it is as new as this
+    (staging / "old").mkdir()
+    moves = [(path, staging / "old" / path.name) for path in old] + [(path, out_dir / path.name) for path in new]
+    try:
+        for source, target in moves:
+            source.rename(target)
+    except BaseException:
+        for source, target in reversed(moves):
+            if not os.path.lexists(source):
+                target.rename(source)
+        raise

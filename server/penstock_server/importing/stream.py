@@ -1,0 +1,90 @@
+"""The bytes of a text file: decompressed, counted, and cut at the ends of lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from penstock_server.importing.source import TABLE_BYTES, ImportRefused
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+_LARGEST_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
+_FIRST_PORTION_BYTES = 64 << 10
+
+
+class Stream:
+    """The bytes of a text file, decompressed where its name ends in .gz or .zst. Raises OSError: it cannot be read.
+
+    Both files are pyarrow's own: a thread of pyarrow's that still reads one of Python's when Python ends would abort it.
+    Nor are they closed while such a thread may read; they close when nobody holds them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = pa.OSFile(str(path))
+        codec = CODECS.get(path.suffix.lower())
+        self.bytes: pa.NativeFile = pa.CompressedInputStream(self._file, codec) if codec else self._file
+
+    @property
+    def position(self) -> int:
+        """Bytes read of the file itself, compressed as it is."""
+        position: int = self._file.tell()
+        return position
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Stream]:
+    """The stream of a file.
+
+    Raises ImportRefused: it cannot be read, or not be decompressed, or its text is UTF-16.
+    """
+    try:
+        if Stream(path).bytes.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+            raise ImportRefused(
+                f"{path} is UTF-16, and penstock reads UTF-8. Convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
+            )
+        yield Stream(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> ImportRefused:
+    """The refusal of a file that cannot be read, or not be decompressed."""
+    if error.errno:
+        return ImportRefused(f"{path} cannot be read: {os.strerror(error.errno)}. Check the path and its permissions.")
+    return ImportRefused(f"{path} cannot be read: {error}. It is damaged, or not what its ending says: copy or write it again.")
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Whole lines of a text file, the first of which has this number, counted from 1."""
+
+    first_line: int
+    data: bytes
+
+
+def portions(path: Path, stream: Stream) -> Iterator[Portion]:
+    """A text file some MiB at a time. Raises ImportRefused: a line is too long to be held in memory."""
+    # Small at first: objects whose keys are data are noticed before there are ten thousand columns in memory.
+    line, size, rest = 1, _FIRST_PORTION_BYTES, b""
+    while block := stream.bytes.read(size):
+        size = min(2 * size, TABLE_BYTES)
+        first, cut = block.find(b"\n"), block.rfind(b"\n") + 1
+        if len(rest) + (first if cut else len(block)) > _LARGEST_LINE_BYTES:
+            raise ImportRefused(
+                f"{path}, line {line:,}: the line is longer than {_LARGEST_LINE_BYTES >> 20} MiB, the most that is read at a "
+                f"time. Nothing was written. Split the row, or leave it out."
+            )
+        if cut:
+            portion = Portion(line, rest + block[:cut])
+            line += portion.data.count(b"\n")
+            rest = block[cut:]
+            yield portion
+        else:
+            rest += block
+    if rest:
+        yield Portion(line, rest)

@@ -1,0 +1,181 @@
+"""`penstock import` as a person uses it: then served, trained on, stopped half-way, in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import resource
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from corpora import write_tokenizer
+from importing import read_back, shards_in
+from penstock import RemoteDataset
+from serving import Server
+
+MIB = 1 << 20
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "penstock.cli", "import", *map(str, arguments)]
+
+
+def run(*arguments: str | Path, limit: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit)
+
+
+def stories(path: Path, num_rows: int, words: int = 20) -> Path:
+    """Lines with a text that begins with the row's number, and with chat messages."""
+    filler = "the quick brown fox jumps over the lazy dog " * (words // 9 + 1)
+    with path.open("w") as file:
+        for row in range(num_rows):
+            messages = [{"role": "user", "content": f"{row}?"}, {"role": "assistant", "content": filler[: row % 40]}]
+            file.write(json.dumps({"text": f"{row} {filler}", "messages": messages, "score": row / 2}) + "\n")
+    return path
+
+
+def anything_hidden(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob(".*")]
+
+
+def test_what_is_imported_can_be_served_and_trained_on(serve: Callable[..., Server], tmp_path: Path) -> None:
+    done = run(stories(tmp_path / "x.jsonl", 5_000, 90), tmp_path / "data" / "stories", "--shard-bytes", "1MB")
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = done.stdout.splitlines()
+    assert summary[0].startswith(f"{tmp_path / 'data' / 'stories'}: 5,000 rows in 3 shards, 3 row groups; 2.")
+    assert summary[1:] == [
+        "  text: string",
+        "  messages: list<item: struct<role: string, content: string>>",
+        "  score: double",
+    ]
+    assert read_back(tmp_path / "data" / "stories").column("messages")[41].as_py()[0] == {"role": "user", "content": "41?"}
+    server = serve(tmp_path / "data", "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json")))
+    assert server.json("/v1/datasets/stories")["rows"] == 5_000
+    query: dict[str, str | int] = {"format": "json", "batch_size": 1, "seq_len": 8, "shuffle": "none"}
+    assert "4321 the quick" in server.get("/v1/datasets/stories/epochs/0/ranks/0/batches/4321", **query).text
+    batch = next(iter(RemoteDataset(server.url, "stories", batch_size=4, seq_len=32)))
+    assert batch["input_ids"].shape == (4, 32)
+
+
+def test_a_server_that_watches_sees_the_old_shards_or_the_new_ones_never_a_part(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    data, tokenizer = tmp_path / "data", write_tokenizer(tmp_path / "tokenizer.json")
+    assert run(stories(tmp_path / "old.jsonl", 7), data / "stories").returncode == 0
+    server = serve(data, "--tokenizer", str(tokenizer), "--poll-seconds", "0.1")
+    new = stories(tmp_path / "new.jsonl", 10_000, 300)
+    with subprocess.Popen(command(new, data / "stories", "--overwrite", "--shard-bytes", "1MB"), stdout=subprocess.DEVNULL):
+        seen, deadline = {7}, time.monotonic() + 60
+        while 10_000 not in seen and time.monotonic() < deadline:
+            seen.add(server.json("/v1/datasets/stories")["rows"])
+            time.sleep(0.01)
+    assert len(shards_in(data / "stories")) > 10
+    assert seen == {7, 10_000}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
+    """300 MB of JSON lines and, since pyarrow reads ahead in them, of CSV: the most that is used stays below 300 MiB."""
+    rows = [json.dumps({"text": f"{row} " + "word and word " * 140}) for row in range(1_000)]
+    rows = rows if kind == "jsonl" else [f'{row},"{json.loads(line)["text"]}"' for row, line in enumerate(rows)]
+    path = tmp_path / f"x.{kind}"
+    with path.open("w") as file:
+        file.write("" if kind == "jsonl" else "id,text\n")
+        for _ in range(150):
+            file.write("\n".join(rows) + "\n")
+    assert path.stat().st_size > 290e6
+    with subprocess.Popen(command(path, tmp_path / "out"), stdout=subprocess.PIPE, text=True) as process:
+        peak = max(anonymous_bytes(process))
+    assert process.returncode == 0
+    assert sum(1 for _ in shards_in(tmp_path / "out")) == 2
+    assert peak < 300 * MIB
+
+
+def anonymous_bytes(process: subprocess.Popen[str]) -> Iterator[int]:
+    """The anonymous memory of a process, time and again while it runs."""
+    while process.poll() is None:
+        if found := re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text()):
+            yield int(found[1]) * 1024
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_import_that_is_stopped_leaves_nothing_behind(tmp_path: Path, how: signal.Signals, overwrite: bool) -> None:
+    out_dir = tmp_path / "out"
+    if overwrite:
+        assert run(stories(tmp_path / "old.jsonl", 10), out_dir).returncode == 0
+    path = stories(tmp_path / "x.jsonl", 60_000, 200)
+    flags = ["--overwrite"] * overwrite
+    process = subprocess.Popen(command(path, out_dir, *flags), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not any(tmp_path.rglob(".import-*/*.parquet")):  # it is writing
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+    process.send_signal(how)
+    assert process.communicate(timeout=30)[1] == "penstock: stopped\n"
+    assert process.returncode == 130
+    assert anything_hidden(tmp_path) == []
+    assert out_dir.exists() == overwrite
+    if overwrite:
+        assert read_back(out_dir).num_rows == 10
+
+
+def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
+
+    done = run(stories(tmp_path / "x.jsonl", 20_000), tmp_path / "out", limit=limit)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"penstock import: {tmp_path / 'out'} cannot be written: File too large. Nothing was changed")
+    assert done.stderr.count("\n") == 1
+    assert (anything_hidden(tmp_path), (tmp_path / "out").exists()) == ([], False)
+
+
+def test_progress_is_shown_on_a_terminal_in_bytes(tmp_path: Path) -> None:
+    path = stories(tmp_path / "x.jsonl", 2_000)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    try:
+        done = subprocess.run(command(path, tmp_path / "out"), stdout=subprocess.PIPE, stderr=theirs, check=True, timeout=60)
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert b"2,000 rows in 1 shard" in done.stdout
+    assert re.search(r"1/2 survey: 100%.*\d+k/\d+k .*B/s", shown)
+    assert re.search(r"2/2 shards: 100%", shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/none.csv", "{tmp}/out"], "{tmp}/none.csv does not exist."),
+        (["{tmp}/bad.jsonl", "{tmp}/out"], "{tmp}/bad.jsonl, line 2: "),
+        (["{tmp}/good.csv", "{tmp}/full"], "{tmp}/full holds Parquet files already"),
+        (["{tmp}/good.csv", "{tmp}/good.csv"], "{tmp}/good.csv is a file, not a folder"),
+        (["{tmp}/good.csv", "{tmp}/out", "--columns", "b, c"], "--columns: no file has a column 'b'"),
+        (["{tmp}/good.csv", "{tmp}/out", "--text", "A"], "--text: no file has a column 'A'. There are: a."),
+        (["{tmp}/good.csv", "{tmp}/out", "--shard-bytes", "9KB"], "--shard-bytes must be at least 1MB, not 9KB"),
+        (["{tmp}/good.csv", "{tmp}/out", "--shard-bytes", "much"], "--shard-bytes must be at least 1MB, not much"),
+        (["{tmp}/good.csv", "/dev/null/out"], "/dev/null/out cannot be written"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_in_a_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"a": 1}\noops\n')
+    (tmp_path / "good.csv").write_text("a\n1\n")
+    assert run(tmp_path / "good.csv", tmp_path / "full", "--columns", "a").returncode == 0
+    before = sorted(tmp_path.rglob("*"))
+    done = run(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"penstock import: {message.format(tmp=tmp_path)}")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,264 @@
+"""Arrow and Parquet files: types made plain, rows of any size and shape, files that are damaged or mixed."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.feather as pf
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from importing import Rows, imported, read_back, shards_in, types_of
+from penstock_server.importing import columnar
+from penstock_server.importing.run import Import
+from penstock_server.importing.shards import Shape
+from penstock_server.importing.source import ImportRefused
+
+FORMATS = ["file.arrow", "stream.arrow", "lz4.feather", "x.parquet", "x.ipc"]
+TEXT = pa.string()
+TYPES = [
+    (pa.int8(), "int8"),
+    (pa.uint64(), "uint64"),
+    (pa.float32(), "float"),
+    (pa.bool_(), "bool"),
+    (pa.timestamp("us"), "timestamp[us]"),
+    (pa.decimal128(9, 2), "decimal128(9, 2)"),
+    (pa.binary(4), "fixed_size_binary[4]"),
+    (TEXT, "string"),
+    (pa.large_string(), "string"),
+    (pa.dictionary(pa.int16(), TEXT), "string"),
+    (pa.large_binary(), "binary"),
+    (pa.list_(pa.uint16()), "list<item: int32>"),
+    (pa.large_list(pa.int64()), "list<item: int32>"),
+    (pa.list_(pa.int32(), 2), "list<item: int32>"),
+    (pa.list_(pa.list_(pa.int64())), "list<item: list<item: int64>>"),
+    (pa.map_(TEXT, pa.int64()), "map<string, int64>"),
+    (pa.struct([("role", pa.large_string()), ("n", pa.int64())]), "struct<role: string, n: int64>"),
+    (pa.null(), "string"),
+]
+
+
+def write(path: Path, table: pa.Table, rows: int = 1 << 16) -> Path:
+    """The table in the format that the name says, in record batches or row groups of some rows."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows)
+    elif path.suffix == ".feather":
+        pf.write_feather(table, str(path), compression="lz4", chunksize=rows)
+    else:
+        kind = pa.ipc.new_stream if path.name.startswith("stream") else pa.ipc.new_file
+        with kind(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    return path
+
+
+def value_of(type_: pa.DataType, number: int) -> object:
+    """A value of a type, another for each number."""
+    types = pa.types
+    if types.is_dictionary(type_) or types.is_string(type_) or types.is_large_string(type_):
+        return f"text {number % 7}"
+    if types.is_map(type_):
+        return [("key", number)]
+    if types.is_struct(type_):
+        return {field.name: value_of(field.type, number) for field in type_}
+    if types.is_fixed_size_list(type_):
+        return [number, number + 1]
+    if types.is_list(type_) or types.is_large_list(type_):
+        return [value_of(type_.value_type, number)] * (number % 3)
+    if types.is_binary(type_) or types.is_large_binary(type_) or types.is_fixed_size_binary(type_):
+        return b"%04d" % number
+    if types.is_null(type_):
+        return None
+    if types.is_decimal(type_):
+        return Decimal(number) / 4
+    if types.is_boolean(type_):
+        return number % 2 == 0
+    return pa.scalar(number).cast(type_).as_py()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_type_comes_back_plain_with_its_values(tmp_path: Path, name: str) -> None:
+    columns = [
+        pa.array([None if number % 5 == 4 else value_of(type_, number) for number in range(100)], type_) for type_, _ in TYPES
+    ]
+    table = pa.table(columns, [f"c{number}" for number in range(len(TYPES))])
+    read = imported(tmp_path / "out", write(tmp_path / name, table, 30))
+    assert list(types_of(read).values()) == [plain for _, plain in TYPES]
+    assert read.to_pylist() == table.to_pylist()
+
+
+@given(
+    lengths=st.lists(st.none() | st.integers(0, 50), min_size=1, max_size=60),
+    rows=st.integers(1, 60),
+    start=st.integers(0, 5),
+    name=st.sampled_from(FORMATS),
+    castable_bytes=st.sampled_from([100, 1 << 30]),  # above it, batches are copied: their offsets may need 64 bits
+)
+def test_rows_come_back_in_order_from_batches_and_slices_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int | None], rows: int, start: int, name: str, castable_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("columnar")
+    tokens = [None if length is None else list(range(number, number + length)) for number, length in enumerate(lengths)]
+    texts = [None if length is None else "é" * length for length in lengths]
+    table = pa.table({"tokens": pa.array(tokens, pa.list_(pa.int64())), "text": texts, "n": range(len(lengths))}).slice(start)
+    if not table.num_rows:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columnar, "_CASTABLE_BYTES", castable_bytes)
+        patch.setattr(columnar, "TABLE_BYTES", 300)
+        shape = Shape(group_bytes=500, shard_bytes=900, group_rows=7)
+        read = imported(folder / "out", write(folder / name, table, rows), shape=shape)
+    assert read.to_pylist() == table.to_pylist()
+
+
+@pytest.mark.parametrize("name", ["file.arrow", "x.parquet"])
+@pytest.mark.parametrize(
+    ("kind", "largest", "type_"),
+    [
+        (pa.int64(), 2**31 - 1, "list<item: int32>"),
+        (pa.int64(), 2**31, "list<item: int64>"),
+        (pa.int64(), -(2**31) - 1, "list<item: int64>"),
+        (pa.uint32(), 2**32 - 1, "list<item: int64>"),
+        (pa.uint64(), 5, "list<item: int32>"),
+    ],
+)
+def test_token_lists_take_the_narrowest_type_that_holds_every_id(
+    tmp_path: Path, name: str, kind: pa.DataType, largest: int, type_: str
+) -> None:
+    rows: list[list[int] | None] = [[1], None, [], *([[2, 3]] * 70_000), [4, largest]]
+    table = pa.table({"tokens": pa.array(rows, pa.list_(kind)), "other": pa.nulls(len(rows), pa.list_(kind))})
+    read = imported(tmp_path / "out", write(tmp_path / name, table))
+    assert types_of(read) == {"tokens": type_, "other": "list<item: int32>"}
+    assert read.column("tokens").to_pylist() == rows
+
+
+def test_columns_are_picked_in_the_order_given_also_where_their_names_have_dots(tmp_path: Path) -> None:
+    for name in FORMATS:
+        table = pa.table({"a": [1], "a.b": [2], "c": [{"d": 3}]})
+        read = imported(tmp_path / name / "out", write(mkdir(tmp_path / name) / name, table), columns=["c", "a.b"])
+        assert [list(row.items()) for row in read.to_pylist()] == [[("c", {"d": 3}), ("a.b", 2)]]
+
+
+def mkdir(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, pa.table({"n": np.arange(100_000), "text": ["x"] * 100_000}), 10_000)
+    whole = path.read_bytes()
+    for content in (b"", whole[:20], whole[: len(whole) // 2], b"no such thing" * 40):
+        path.write_bytes(content)
+        with pytest.raises(ImportRefused, match=f"{path} cannot be (read|imported): "):
+            imported(tmp_path / "out", path)
+        assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["file.arrow", "x.parquet"])
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path, name: str) -> None:
+    broken = pa.Array.from_buffers(TEXT, 2, [None, pa.array([0, 1, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")])
+    with pytest.raises(ImportRefused, match=f"{name} cannot be imported: .*UTF8.*Nothing was written"):
+        imported(tmp_path / "out", write(tmp_path / name, pa.table({"text": broken})))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (pa.table([[1], [2]], names=["a", "a"]), "2 columns are called 'a'"),
+        (pa.table({"a": pa.array([[1]], pa.list_view(pa.int64()))}), "column 'a': list_view.* cannot be turned into list"),
+        (
+            pa.table({"a": pa.array([[[1]]], pa.list_(pa.list_view(pa.int64())))}),
+            "column 'a': list_view.* cannot be turned into list",
+        ),
+        (pa.table({"a": pc.run_end_encode(pa.array([1, 1]))}), "column 'a': Parquet does not hold run_end"),
+        (pa.table({"a": [1]}).slice(1), "there is not one row to import"),
+        (pa.table({"a": [{}]}), "there is no column to import"),
+        (pa.table({"a": pa.array([[2**63]], pa.list_(pa.uint64()))}), "column 'a' does not fit list<item: int64>"),
+        (pa.table({"a": pa.array([None], pa.month_day_nano_interval())}), "column 'a': Parquet does not hold month_day"),
+    ],
+)
+def test_what_parquet_or_the_server_cannot_hold_is_refused(tmp_path: Path, table: pa.Table, message: str) -> None:
+    path = write(tmp_path / "file.arrow", table)
+    with pytest.raises(ImportRefused, match=message):
+        imported(tmp_path / "out", path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_object_without_fields_is_left_out_and_named(tmp_path: Path) -> None:
+    table = pa.table({"a": [1], "b": [{}], "c": [[{"d": {}, "e": 1}]]})
+    task = Import(files=[write(tmp_path / "file.arrow", table)], out_dir=tmp_path / "out")
+    assert task.run().left_out == ["b", "c[].d"]
+    assert read_back(tmp_path / "out").to_pylist() == [{"a": 1, "c": [{"e": 1}]}]
+
+
+def test_files_of_all_formats_make_one_dataset_in_the_order_given(tmp_path: Path) -> None:
+    rows: list[Rows] = [[{"text": f"{part}-{row}", "n": row} for row in range(50)] for part in range(4)]
+    lines = tmp_path / "b.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows[0]))
+    commas = tmp_path / "c.csv"
+    commas.write_text("n,text\n" + "".join(f"{row['n']},{row['text']}\n" for row in rows[1]))
+    arrow = write(tmp_path / "d.arrow", pa.Table.from_pylist(rows[2]), 7)
+    parquet = write(
+        tmp_path / "a.parquet", pa.table({"text": pa.array([row["text"] for row in rows[3]]).dictionary_encode()}), 9
+    )
+    read = imported(tmp_path / "out", lines, commas, arrow, parquet)
+    assert read.to_pylist() == [*rows[0], *rows[1], *rows[2], *({"text": row["text"], "n": None} for row in rows[3])]
+    assert types_of(read) == {"text": "string", "n": "int64"}
+
+
+def test_objects_of_files_that_have_other_fields_get_all_of_them(tmp_path: Path) -> None:
+    one = write(tmp_path / "a.parquet", pa.table({"m": [[{"role": "x", "n": 1}]]}))
+    two = write(tmp_path / "b.arrow", pa.table({"m": [[{"n": 0.5, "more": {"k": True}}], None]}))
+    assert imported(tmp_path / "out", one, two).column("m").to_pylist() == [
+        [{"role": "x", "n": 1.0, "more": None}],
+        [{"role": None, "n": 0.5, "more": {"k": True}}],
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (None, "b.parquet: column 'n' is string, and int64 before. All shards have one schema.*--columns"),
+        (["texd"], "no file has a column 'texd'. Did you mean 'text'\\? There are: text, n, other"),
+        (["other"], "a.parquet has none of the columns other; its columns are text, n"),
+    ],
+)
+def test_files_that_do_not_go_together_are_refused(tmp_path: Path, columns: list[str] | None, message: str) -> None:
+    one = write(tmp_path / "a.parquet", pa.table({"text": ["x"], "n": [1]}))
+    two = write(tmp_path / "b.parquet", pa.table({"text": ["y"], "n": ["1"], "other": [2]}))
+    with pytest.raises(ImportRefused, match=message):
+        imported(tmp_path / "out", one, two, columns=columns)
+    assert imported(tmp_path / "out", one, two, columns=["text"]).column("text").to_pylist() == ["x", "y"]
+
+
+def test_a_dataset_can_be_given_another_shape_in_its_own_place(tmp_path: Path) -> None:
+    table = pa.table({"text": [str(row) for row in range(1_000)]})
+    path = write(tmp_path / "one.parquet", table, 1_000)
+    read = imported(tmp_path, path, shape=Shape(shard_bytes=2_000, group_bytes=500), overwrite=True)
+    assert read.to_pylist() == table.to_pylist()
+    assert not path.exists()
+    assert len(shards_in(tmp_path)) > 3
+
+
+def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").touch()
+    (tmp_path / "x.parquet.gz").touch()
+    (tmp_path / "folder.csv").mkdir()
+    files = [tmp_path / name for name in ("none.csv", "x.txt", "x.parquet.gz", "folder.csv")]
+    with pytest.raises(ImportRefused) as refused:
+        imported(tmp_path / "out", *files, Path("/dev/null"))
+    for line, message in zip(
+        str(refused.value).splitlines(),
+        ["does not exist", "its ending is none that is known: .csv", "none that is known", "is a folder", "no regular file"],
+        strict=True,
+    ):
+        assert message in line

@@ -1,0 +1,175 @@
+"""CSV and TSV: what comes back, what is a number, and rows that are wrong."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from importing import imported, types_of
+from penstock_server.importing import delimited
+from penstock_server.importing.source import ImportRefused
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(
+    [
+        "NA",
+        "null",
+        "nan",
+        "true",
+        "2024-02-29",
+        "007",
+        "-0",
+        "+1",
+        " 1",
+        "1e999",
+        "0x10",
+        "12345678901234567890",
+        'a "b"',
+        "a,b\n",
+    ]
+)
+WHOLE = st.integers(-(10**18) + 1, 10**18 - 1)
+DECIMAL = st.floats(-1e290, 1e290, allow_subnormal=False).filter(lambda x: x == 0 or abs(x) > 1e-290)
+
+
+def write(path: Path, header: Sequence[str], rows: Sequence[Iterable[object]], delimiter: str = ",") -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+    return path
+
+
+@given(
+    rows=st.lists(st.tuples(TEXTS, TEXTS, WHOLE | st.just(""), DECIMAL | st.integers(-(10**15) + 1, 10**15 - 1)), min_size=1),
+    tabs=st.booleans(),
+)
+@pytest.mark.parametrize("block_bytes", [256, 1 << 20])
+def test_every_row_comes_back_with_empty_fields_null(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str, int | str, float]], tabs: bool, block_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    header = ["text", "words", "whole", "decimal"]
+    path = write(folder / ("x.tsv" if tabs else "x.csv"), header, rows, "\t" if tabs else ",")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delimited, "_FIRST_BLOCK_BYTES", block_bytes)
+        table = imported(folder / "out", path, text=["words"])
+    expected = [tuple(None if value == "" else value for value in row) for row in rows]
+    assert [tuple(row.values()) for row in table.to_pylist()] == expected
+    types = types_of(table)
+    assert (types["text"], types["words"]) == ("string", "string")
+    assert types["whole"] == ("int64" if any(row[2] != "" for row in rows) else "string")
+    assert types["decimal"] == ("int64" if all(isinstance(row[3], int) for row in rows) else "double")
+
+
+@pytest.mark.parametrize(
+    ("fields", "type_"),
+    [
+        (["1", "-20", "0"], "int64"),
+        (["1", "", "3"], "int64"),
+        (["1", "2.5"], "double"),
+        (["1e3", "-0.5E-7"], "double"),
+        (["3.14159265358979323846"], "double"),
+        (["1", "x"], "string"),
+        (["1", "007"], "string"),
+        (["12345678901234567890"], "string"),
+        (["123456789012345678", "0.5"], "string"),
+        (["1.5", "1e999"], "string"),
+        (["1", "NA"], "string"),
+        (["true", "false"], "string"),
+        (["2024-01-01"], "string"),
+        (["", ""], "string"),
+    ],
+)
+def test_a_column_is_of_numbers_only_if_nothing_is_lost_by_it(tmp_path: Path, fields: list[str], type_: str) -> None:
+    table = imported(tmp_path / "out", write(tmp_path / "x.csv", ["id", "a"], [("x", field) for field in fields]))
+    assert types_of(table)["a"] == type_
+    read = [field if field is None or type_ == "string" else float(field) for field in (f or None for f in fields)]
+    assert table.column("a").to_pylist() == read
+
+
+def test_a_number_column_that_turns_to_text_late_is_text_from_its_first_row(tmp_path: Path) -> None:
+    rows = [(number, "x" * 90) for number in range(30_000)] + [("none", "y")]
+    table = imported(tmp_path / "out", write(tmp_path / "x.csv", ["id", "text"], rows))
+    assert table.column("id").to_pylist() == [str(number) for number, _ in rows]
+
+
+def test_what_the_server_reads_as_text_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.csv", ["prompt", "response", "text", "chosen", "answer", "n"], [range(6)])
+    table = imported(tmp_path / "out", path, text=["answer"])
+    assert table.to_pylist() == [{"prompt": "0", "response": "1", "text": "2", "chosen": "3", "answer": "4", "n": 5}]
+
+
+def test_columns_are_picked_in_the_order_given(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.csv", ["a", "b", "c"], [(1, 2, "x,y\nz")])
+    assert list(imported(tmp_path / "out", path, columns=["c", "a"]).to_pylist()[0].items()) == [("c", "x,y\nz"), ("a", 1)]
+    assert imported(tmp_path / "more", path, columns=["b"]).to_pylist() == [{"b": 2}]
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_compressed_files_byte_order_marks_and_blank_lines_do_not_matter(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"x.csv.{ending}"
+    with pa.CompressedOutputStream(str(path), {"gz": "gzip", "zst": "zstd"}[ending]) as file:
+        file.write(b"\xef\xbb\xbfa,b\r\n\r\n1,x\r\n\r\n" + b"2,y\r\n" * 200_000 + b"\r\n\r\n")
+    table = imported(tmp_path / "out", path)
+    assert table.column_names == ["a", "b"]
+    assert table.column("a").to_pylist() == [1] + [2] * 200_000
+
+
+def test_rows_larger_than_the_first_blocks_are_read_and_larger_ones_refused(tmp_path: Path) -> None:
+    rows = [("a" * 100,)] * 20_000 + [("b" * 3_900_000,), ("c",)]
+    table = imported(tmp_path / "out", write(tmp_path / "x.csv", ["text"], rows))
+    assert table.column("text").to_pylist() == [text for (text,) in rows]
+    path = write(tmp_path / "y.csv", ["text"], [*rows, ("d" * 9_000_000,), ("e",)])
+    with pytest.raises(
+        ImportRefused, match=r"y.csv, after row 20,003: a row is longer than 4 MiB.*quote in it is never closed"
+    ):
+        imported(tmp_path / "more", path)
+
+
+@pytest.mark.parametrize("columns", [None, ["a"]])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"1,x\n3,NA,9\n", "line {2}: the header has 2 fields and this row 3: '3,NA,9'.*stands in quotes; mend the row"),
+        (b"1,x\n3\n4,y\n", "line {2}: the header has 2 fields and this row 1: '3'"),
+        (b'"x\ny",z\n\n"p\nq"\n', "line {4}: the header has 2 fields and this row 1"),
+        (b"x" * 500 + b"\n", "line {1}: the header has 2 fields and this row 1: 'x{80}'"),
+        (("é" * 90 + "\n").encode(), "line {1}: the header has 2 fields and this row 1: 'é"),
+        (b'1,"x\n2,y\n3,z\n', "line {1}: a quote is opened and never closed.*'x.n2,y.n3,z.n'"),
+        (b'1,"x\n2,y\n3,z', "line {1}: a quote is opened and never closed"),
+        (b"1,x\n2,y\xff\n", "line {2}: it is not UTF-8"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, content: bytes, message: str, columns: list[str] | None) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"a,b\n" + b"5,five\n" * 200_000 + content)
+    place, what = message.split(": ", 1)
+    line = int(place.removeprefix("line {").removesuffix("}")) + 200_001
+    with pytest.raises(ImportRefused, match=f"{path}, line {line:,}: {what}") as refused:
+        imported(tmp_path / "out", path, columns=columns)
+    assert "Nothing was written." in str(refused.value)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"", "there is no column to import"),
+        ("x.csv", b"a,b\n", "there is not one row to import"),
+        ("x.csv", b"a,a\n1,2\n", "header: 2 columns are called 'a'.*Rename all but one"),
+        ("x.csv", b"a,\xff\n1,2\n", "line 1: it is not UTF-8"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16"), "is UTF-16.*iconv"),
+        ("x.csv.gz", b"a,b\n1,2\n", "cannot be read: .*not what its ending says"),
+        ("x.csv.gz", gzip.compress(b"a,b\n1,2\n" * 90_000)[:-20], "cannot be read: Truncated"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ImportRefused, match=message):
+        imported(tmp_path / "out", tmp_path / name)
+    assert not (tmp_path / "out").exists()

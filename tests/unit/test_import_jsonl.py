@@ -1,0 +1,189 @@
+"""JSON lines: what comes back, types that change on the way, and lines that are wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from importing import Rows, imported, types_of
+from penstock_server.importing import stream
+from penstock_server.importing.source import ImportRefused
+
+TEXTS = st.text(max_size=20) | st.sampled_from(["2024-02-29", "2024-02-29T12:00:00Z", "12", "null", "\u2028", "\r\n", "\0"])
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+MESSAGES = st.lists(st.fixed_dictionaries({}, optional={"role": TEXTS, "content": TEXTS | st.none(), "n": st.integers(0, 9)}))
+VALUES = {
+    "text": TEXTS,
+    "whole": INTEGERS,
+    "decimal": st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53),
+    "flag": st.booleans(),
+    "ids": st.lists(INTEGERS, max_size=5),
+    "messages": MESSAGES,
+    "nested": st.fixed_dictionaries({"a": st.lists(st.lists(TEXTS, max_size=2), max_size=2)}, optional={"b": TEXTS}),
+}
+ROWS = st.lists(st.fixed_dictionaries({}, optional={name: value | st.none() for name, value in VALUES.items()}), max_size=30)
+
+
+@pytest.fixture(params=[16, 1 << 16], ids=["portions of a line or two", "one portion"])
+def portion_bytes(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Small portions bring every change of type between two of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "_FIRST_PORTION_BYTES", request.param)
+        patch.setattr(stream, "TABLE_BYTES", request.param)
+        yield request.param
+
+
+def write(path: Path, rows: Rows, *, ascii_only: bool = False) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows), encoding="utf-8", newline="")
+    return path
+
+
+def filled(value: Any, type_: pa.DataType) -> Any:
+    """The value with null for whatever fields its type has besides."""
+    if value is None:
+        return None
+    if pa.types.is_list(type_):
+        return [filled(item, type_.value_type) for item in value]
+    if pa.types.is_struct(type_):
+        return {field.name: filled(value.get(field.name), field.type) for field in type_}
+    return value
+
+
+@given(rows=ROWS, ascii_only=st.booleans())
+@pytest.mark.usefixtures("portion_bytes")
+def test_every_row_comes_back_whatever_is_missing_null_or_nested(
+    tmp_path_factory: pytest.TempPathFactory, rows: Rows, ascii_only: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("jsonl")
+    rows = [{"id": number, **row} for number, row in enumerate(rows)] or [{"id": 0}]
+    table = imported(folder / "out", write(folder / "x.jsonl", rows, ascii_only=ascii_only))
+    types = {field.name: field.type for field in table.schema}
+    expected = [{name: filled(row.get(name), type_) for name, type_ in types.items()} for row in rows]
+    assert table.to_pylist() == expected
+    for name in {name for row in rows for name in row} - set(types):
+        assert all(row.get(name) in (None, {}) or not any(row[name]) for row in rows)  # nothing was in what is left out
+    if ids := [item for row in rows for item in row.get("ids") or ()]:
+        narrow = all(-(2**31) <= item < 2**31 for item in ids)
+        assert types["ids"] == pa.list_(pa.int32() if narrow else pa.int64())
+
+
+@pytest.mark.parametrize(
+    ("rows", "type_"),
+    [
+        ([{"a": None}, {"a": 1}], "int64"),
+        ([{"a": 1}, {"a": 2.5}], "double"),
+        ([{}, {"a": "x"}, {}], "string"),
+        ([{"a": None}, {"a": None}], "string"),
+        ([{"a": "2024-01-01"}, {"a": "not a date"}], "string"),
+        ([{"a": []}, {"a": [{"b": None}]}, {"a": [{"b": 1, "c": "x"}]}], "list<item: struct<b: int64, c: string>>"),
+        ([{"a": {"b": 1}}, {"a": {"c": {}}}, {"a": {"b": 0.5}}], "struct<b: double>"),
+        ([{"a": [1, 2]}, {"a": [70_000]}], "list<item: int32>"),
+        ([{"a": [1, 2]}, {"a": [2**31]}], "list<item: int64>"),
+        ([{"a": [1, 2]}, {"a": [0.5]}], "list<item: double>"),
+    ],
+)
+@pytest.mark.usefixtures("portion_bytes")
+def test_a_column_whose_type_changes_gets_one_that_holds_all(tmp_path: Path, rows: Rows, type_: str) -> None:
+    table = imported(tmp_path / "out", write(tmp_path / "x.jsonl", [{"id": 1, **row} for row in rows]))
+    assert types_of(table)["a"] == type_
+    if "c: {}" not in str(rows):
+        kind = table.schema.field("a").type
+        assert table.column("a").to_pylist() == [filled(row.get("a"), kind) for row in rows]
+
+
+def test_a_late_column_is_found_and_columns_stand_in_the_order_of_their_first_row(tmp_path: Path) -> None:
+    rows = [{"b": 1, "a": "x" * 100}] * 60_000 + [{"c": True, "a": "y"}]
+    table = imported(tmp_path / "out", write(tmp_path / "x.jsonl", rows))
+    assert types_of(table) == {"b": "int64", "a": "string", "c": "bool"}
+    assert table.slice(59_999).to_pylist() == [{"b": 1, "a": "x" * 100, "c": None}, {"b": None, "a": "y", "c": True}]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.json", "X.JSONL"])
+def test_endings_and_ends_of_lines_do_not_matter(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \n{"a": 2}\n\n {"a": 3} ')
+    assert imported(tmp_path / "out", tmp_path / name).column("a").to_pylist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_compressed_lines_are_read(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / "x.jsonl", [{"a": number} for number in range(50_000)])
+    packed = tmp_path / f"x.jsonl.{ending}"
+    with pa.CompressedOutputStream(str(packed), {"gz": "gzip", "zst": "zstd"}[ending]) as file:
+        file.write(path.read_bytes())
+    assert imported(tmp_path / "out", packed).column("a").to_pylist() == list(range(50_000))
+
+
+def test_what_is_not_among_the_columns_may_be_of_any_type_or_number(tmp_path: Path) -> None:
+    rows: Rows = [{"id": number, "by_key": {str(number): number}, "b": "x", "a": number} for number in range(3_000)]
+    rows += [{"id": "seven", "by_key": [], "a": 0.5}]
+    path = write(tmp_path / "x.jsonl", rows)
+    table = imported(tmp_path / "out", path, columns=["a", "b"])
+    assert types_of(table) == {"a": "double", "b": "string"}
+    assert table.to_pylist() == [{"a": row["a"], "b": row.get("b")} for row in rows]
+
+
+BAD = {
+    b'{"a": 1}\n\n{"a": oops}\n{"a": 2}\n': "line 3: invalid value",
+    b'{"a": 1}\n{"a": 2': "line 2: missing a comma",
+    b'{"a": 1}\n{"a": "x"}\n': "line 2: column 'a' is string, and (number|int64) before.*leave it out with --columns",
+    b'{"a": [{"b": 1}]}\n{"a": [{"b": true}]}\n': "line 2: column 'a.*' is .*bool.*, and .* before",
+    b'{"a": 1}\n7\n': "line 2: it is not an object.*Each line must be one JSON object",
+    b'{"a": 1}\n null\n': "line 2: it is not an object",
+    b'{"a": 1}\n{"a": 1} {"a": 2}\n': "line 2: it is not exactly one object",
+    b'{"a": 1}\n{\n"a": 1\n}\n': "line 2: missing a name",
+    b'{"a": 1}\n{"a": 1, "a": 2}\n': "line 2: column 'a' was specified twice",
+    b'{"a": "x"}\n{"a": "\xff"}\n': "line 2: byte 8 is not UTF-8",
+    b'{"a": "x"}\n{"a": "\\ud800"}\n': "line 2: the surrogate pair",
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.items())
+@pytest.mark.parametrize("columns", [None, ["a"]])
+@pytest.mark.usefixtures("portion_bytes")
+def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, message: str, columns: list[str] | None) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": null}\n' * 40 + content)
+    number = int(message.split(":")[0].removeprefix("line ")) + 40
+    with pytest.raises(ImportRefused, match=f"{path}, line {number}: .*Nothing was written") as refused:
+        imported(tmp_path / "out", path, columns=columns)
+    if columns is None:
+        assert re.search(message.split(": ", 1)[1], str(refused.value))
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.json", b' [{"a": 1},\n{"a": 2}]', "is one JSON array.*jq -c '.\\[\\]'"),
+        ("x.jsonl", '{"a": 1}\n'.encode("utf-16"), "is UTF-16.*iconv"),
+        ("x.jsonl", b"null", "line 1: it is not an object"),
+        ("x.jsonl", b"\xef\xbb\xbf null", "line 1: it is not an object"),
+        ("x.jsonl", b"", "there is no column to import"),
+        ("x.jsonl", b"{}\n{}\n", "there is no column to import"),
+        ("x.jsonl", b"".join(b'{"a": {"%d": 1}}\n' % n for n in range(2_000)), "line 1,001: .*1,001 columns.*most are in 'a'"),
+        ("x.jsonl", b'{"a": "%s"}\n' % (b"x" * (17 << 20)), "line 1: the line is longer than 16 MiB.*Split the row"),
+        ("x.jsonl.gz", b'{"a": 1}\n', "x.jsonl.gz cannot be read: .*not what its ending says"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 90_000)[:-20], "x.jsonl.gz cannot be read: Truncated"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_is_no_json_lines_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ImportRefused, match=message):
+        imported(tmp_path / "out", tmp_path / name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_line_that_is_large_but_not_too_large_is_read(tmp_path: Path) -> None:
+    texts = ["a", "x" * (15 << 20), "b"]
+    table = imported(tmp_path / "out", write(tmp_path / "x.jsonl", [{"text": text} for text in texts]))
+    assert table.column("text").to_pylist() == texts

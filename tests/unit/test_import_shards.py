@@ -1,0 +1,201 @@
+"""The shape of shards and row groups, and how they come to where they are served from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corpora import write_tokenizer
+from importing import read_back, shards_in
+from penstock_server.importing.shards import Shape, old_shards, row_groups, shard_name, staged, write_shards
+from penstock_server.importing.source import ImportRefused
+from penstock_server.snapshot import open_snapshot
+
+SCHEMA = pa.schema([("text", pa.string())])
+
+
+def table_of(texts: list[str]) -> pa.Table:
+    return pa.table({"text": pa.array(texts, pa.string())})
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 300), max_size=40), max_size=12),
+    bounds=st.tuples(st.integers(1, 1_500), st.integers(1, 1_500)),
+    group_rows=st.integers(1, 30),
+)
+def test_row_groups_hold_all_rows_in_order_within_both_bounds_and_none_could_take_one_more(
+    lengths: list[list[int]], bounds: tuple[int, int], group_rows: int
+) -> None:
+    texts = [[f"{a}-{b}-" + "x" * length for b, length in enumerate(table)] for a, table in enumerate(lengths)]
+    shape = Shape(group_bytes=bounds[0], shard_bytes=bounds[1], group_rows=group_rows)
+    groups = list(row_groups(map(table_of, texts), shape))
+    rows = [text for group in groups for text in group.column("text").to_pylist()]
+    assert rows == [text for table in texts for text in table]
+    for group in groups:
+        assert group.num_rows == 1 or (group.nbytes <= min(bounds) and 1 < group.num_rows <= group_rows)
+    for group, after in pairwise(groups):
+        larger = pa.concat_tables([group, after.slice(0, 1)]).combine_chunks()
+        assert larger.num_rows > group_rows or larger.nbytes > min(bounds)
+
+
+@given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=60), shard_bytes=st.integers(1, 2_000))
+def test_shards_are_full_up_to_their_bound(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shard_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    groups = [table_of(["x" * size]) for size in sizes]
+    written = write_shards(groups, folder, SCHEMA, Shape(shard_bytes=shard_bytes))
+    assert [len(text) for text in read_back(folder).column("text").to_pylist()] == sizes
+    held = [pq.read_table(path).nbytes for path in shards_in(folder)]
+    groups_in = [pq.ParquetFile(path).num_row_groups for path in shards_in(folder)]
+    assert (written.num_rows, written.num_groups, written.num_shards) == (len(sizes), sum(groups_in), len(held))
+    assert written.file_bytes == sum(path.stat().st_size for path in shards_in(folder))
+    for nbytes, count in zip(held, groups_in, strict=True):
+        assert nbytes <= shard_bytes + 4 * count or count == 1
+
+
+@pytest.mark.parametrize("count", [1, 99_999, 100_000, 100_001])
+def test_names_sort_as_the_shards_do(count: int) -> None:
+    numbers = [*range(min(count, 1_200)), *range(max(count - 1_200, 0), count)]
+    names = [shard_name(number, count) for number in sorted(set(numbers))]
+    assert names == sorted(names)
+    assert shard_name(0, 3) == "part-00000.parquet"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["some words that are all alike " * 9] * 200_000),
+        pa.array([os.urandom(40).hex() for _ in range(150_000)]),
+        pa.array([list(range(row % 900)) for row in range(12_000)], pa.list_(pa.int32())),
+        pa.array([[row % 50_000] for row in range(1_000_000)], pa.list_(pa.int32())),
+    ],
+    ids=["equal texts", "unequal texts", "token lists", "short token lists"],
+)
+def test_every_row_group_is_one_block_of_the_server(tmp_path: Path, column: pa.Array) -> None:
+    tokens = pa.types.is_list(column.type)
+    table = pa.table({"tokens" if tokens else "text": column})
+    write_shards(row_groups([table], Shape()), tmp_path, table.schema, Shape())
+    snapshot = open_snapshot(tmp_path, None if tokens else write_tokenizer(tmp_path / "tokenizer.json"))
+    assert snapshot.num_rows == len(column)
+    assert snapshot.blocks_per_group.tolist() == [1] * len(snapshot.blocks_per_group)
+    assert len(snapshot.blocks_per_group) <= 2 + max(table.nbytes // (7 << 20), len(column) // 60_000)
+
+
+def test_what_the_server_reads_in_footers_is_there(tmp_path: Path) -> None:
+    table = pa.table({"tokens": pa.array([[3, 70_000], [1]], pa.list_(pa.int32())), "text": ["a", None]})
+    write_shards([table], tmp_path, table.schema, Shape())
+    group = pq.read_metadata(tmp_path / "part-00000.parquet").row_group(0)
+    tokens, text = group.column(0), group.column(1)
+    assert (tokens.statistics.min, tokens.statistics.max, text.statistics.null_count) == (1, 70_000, 1)
+    assert {tokens.compression, text.compression} == {"ZSTD"}
+
+
+def put(folder: Path, *texts: str) -> None:
+    write_shards([table_of(list(texts))], folder, SCHEMA, Shape())
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+def test_a_new_folder_appears_with_all_shards_at_once(tmp_path: Path) -> None:
+    out_dir = tmp_path / "a" / "b"
+    with staged(out_dir, overwrite=False) as folder:
+        put(folder, "x")
+        assert not out_dir.exists()
+        assert folder.name.startswith(".")
+    assert names_in(tmp_path / "a") == ["b", "part-00000.parquet"]
+    (tmp_path / "plain").mkdir()
+    assert out_dir.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_other_files_of_a_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "penstock.toml").write_text("")
+    with staged(tmp_path, overwrite=False) as folder:
+        put(folder, "x")
+    assert names_in(tmp_path) == ["part-00000.parquet", "penstock.toml"]
+
+
+def test_old_shards_are_there_until_the_new_ones_are_complete_and_then_gone(tmp_path: Path) -> None:
+    put(tmp_path, "old")
+    (tmp_path / "part-00000.parquet").rename(tmp_path / "other.parquet")
+    put(tmp_path, "old")
+    with staged(tmp_path, overwrite=True) as folder:
+        put(folder, "new")
+        assert read_back(tmp_path).column("text").to_pylist() == ["old", "old"]
+    assert names_in(tmp_path) == ["part-00000.parquet"]
+    assert read_back(tmp_path).column("text").to_pylist() == ["new"]
+
+
+def stage(out_dir: Path, write: Callable[[Path], object], *, overwrite: bool = False) -> None:
+    with staged(out_dir, overwrite=overwrite) as folder:
+        write(folder)
+
+
+def test_shards_that_may_not_be_replaced_stop_an_import_also_when_they_come_later(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        put(folder, "new")
+        put(tmp_path, "old")
+
+    with pytest.raises(ImportRefused, match="holds Parquet files already, such as part-00000.parquet"):
+        stage(tmp_path, write)
+    assert names_in(tmp_path) == ["part-00000.parquet"]
+    assert read_back(tmp_path).column("text").to_pylist() == ["old"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ImportRefused, ZeroDivisionError])
+@pytest.mark.parametrize("new", [True, False])
+def test_whatever_stops_an_import_leaves_all_as_it_was(tmp_path: Path, error: type[BaseException], new: bool) -> None:
+    def write(folder: Path) -> None:
+        put(folder, "x")
+        raise error
+
+    with pytest.raises(error):
+        stage(tmp_path / "out" if new else tmp_path, write)
+    assert names_in(tmp_path) == []
+
+
+def test_an_exchange_that_fails_half_way_is_taken_back(tmp_path: Path) -> None:
+    put(tmp_path, "old")
+    (tmp_path / "part-00001.parquet").mkdir()  # a folder is no shard, and in the way of one
+    (tmp_path / "part-00001.parquet" / "x").touch()
+    before = names_in(tmp_path)
+
+    def write(folder: Path) -> None:
+        write_shards([table_of(["a"]), table_of(["b"])], folder, SCHEMA, Shape(shard_bytes=1))
+
+    with pytest.raises(ImportRefused, match="cannot be written: .*Nothing was changed there. Check the folder"):
+        stage(tmp_path, write, overwrite=True)
+    assert names_in(tmp_path) == before
+    assert pq.read_table(tmp_path / "part-00000.parquet").column("text").to_pylist() == ["old"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    put(tmp_path, "old")
+
+    def write(folder: Path) -> None:
+        (folder / "1.parquet").symlink_to("/dev/full")
+        write_shards([table_of(["a"]), table_of([os.urandom(9_000).hex()])], folder, SCHEMA, Shape(shard_bytes=1))
+
+    with pytest.raises(ImportRefused, match=r"No space left on device. Nothing was changed there. Free some space"):
+        stage(tmp_path, write, overwrite=True)
+    assert names_in(tmp_path) == ["part-00000.parquet"]
+    assert read_back(tmp_path).column("text").to_pylist() == ["old"]
+
+
+def test_a_file_is_no_folder_to_write_to(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").touch()
+    with pytest.raises(ImportRefused, match="is a file, not a folder. The last name"):
+        old_shards(tmp_path / "x.jsonl", overwrite=True)
+    with pytest.raises(ImportRefused, match="cannot be written"):
+        stage(tmp_path / "x.jsonl" / "y", put)
