@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docker-test clean
+.PHONY: help install demo test lint check format docker-test memory-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ format: install  ## let ruff mend what it can
 
 docker-test: install  ## build the images and run docker compose for real; needs a Docker engine
 	$(BIN)/python -m pytest tests/docker -rs
+
+memory-test: install  ## serve 10 GB from a container of 512 MB, every block of it; about ten minutes, needs a Docker engine
+	PENSTOCK_TEST_GIGABYTES=10 $(BIN)/python -m pytest tests/docker/test_memory_limit.py -rs -s
 
 clean:  ## remove what make made
 	rm -rf $(VENV) demo-out sample-data .pytest_cache .mypy_cache .ruff_cache .hypothesis
