@@ -34,7 +34,7 @@ log = logging.getLogger("penstock.blocks")
 
 EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
-_FORMAT = 2  # of the stored blocks: a change here rebuilds them
+_FORMAT = 3  # of the stored blocks: a change here rebuilds them
 
 
 class Blocks:

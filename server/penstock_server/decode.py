@@ -65,6 +65,8 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
         for at in addresses:
             yield at, split_hashes(nothing, recipe, _place(at), np.arange(at.num_rows))
         return
+    if not addresses:  # a shard without row groups
+        return
     with reading(snapshot, addresses[0]):
         groups = set(recipe.filter.groups_that_may_match(addresses[0].shard.path)) if recipe.filter else None
     for first in (at for at in addresses if at.number == 0 and (groups is None or at.row_group in groups)):

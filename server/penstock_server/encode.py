@@ -13,16 +13,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from penstock_server.column_types import is_text
 from penstock_server.order import permute
 from penstock_server.recipe import Recipe
-from penstock_server.rows import Lists, Reasons, checked_ids, travelling
-from penstock_server.texts import chats, joined, preference, tokenized, with_turns
+from penstock_server.rows import Lists, Reasons, checked_ids, raw_texts, travelling
+from penstock_server.texts import chats, joined, messages, preference, tokenized, with_turns
 
 REASON = "bad"  # why a row cannot be used, null where it can
 ROW = "row"  # which row of the block it is; the filter leaves some out
 SPLIT = "split"  # its hash, by which it is of one split or the other; see split_hashes
 TURNS = "_turns"  # behind a feature's name: the lengths of a row's prompt, response, prompt, ...
 COLUMN = "column:"  # before the name of a column that travels
+
+LONGEST_ROW = (1 << 31) - 1  # tokens: lengths are kept in 31 bits
 
 _HASHES = 1 << 32
 
@@ -41,7 +44,7 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
     Text is encoded without the tokenizer's special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in
     [0, token_bound).
 
-    Raises ValueError: the tokenizer or the transform fails.
+    Raises ValueError: the tokenizer or the transform fails, or what it returns is not what the recipe reads.
     """
     kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
     if recipe.filter:
@@ -49,8 +52,12 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
     hashes = split_hashes(rows, recipe, place, kept)
     if recipe.transform:
         rows = recipe.transform(rows)
+        recipe.check_made(rows.schema)
     reasons = Reasons([None] * rows.num_rows)
     features = _features(rows, recipe, token_bound, reasons)
+    for lists in features.values():
+        for row in np.flatnonzero(lists.lengths > LONGEST_ROW).tolist():
+            reasons.add(row, f"has {lists.lengths[row]:,} tokens, more than {LONGEST_ROW:,}")
     columns = {COLUMN + column.name: travelling(column.field.array(rows), column.name, reasons) for column in recipe.columns}
     bad = np.array([reason is not None for reason in reasons], bool)
     arrays: dict[str, pa.Array] = {}
@@ -74,8 +81,11 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
         key = xxhash.xxh3_64_intdigest(place.shard.encode())
         hashes = permute((place.first_row + kept) % _HASHES, _HASHES, key) if len(kept) else kept
         return hashes.astype(np.uint32)
-    values = recipe.split_by.array(rows).to_pylist()
-    return np.array([xxhash.xxh3_64_intdigest(str(value).encode()) >> 32 for value in values], np.uint32)
+    found = recipe.split_by.array(rows)
+    # Text as its bytes: those that are no UTF-8 have a split, too.
+    values = (raw_texts(found) if is_text(found.type) else found).to_pylist()
+    contents = (value if value is not None and is_text(found.type) else str(value).encode() for value in values)
+    return np.array([xxhash.xxh3_64_intdigest(content) >> 32 for content in contents], np.uint32)
 
 
 def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:
@@ -93,7 +103,7 @@ def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons
         prompts = tokenized(rows, "prompt", recipe, reasons, opens=True)
         return {"tokens": with_turns([prompts, tokenized(rows, "response", recipe, reasons, closes=True)])}
     if recipe.kind == "messages":
-        return {"tokens": chats(fields["messages"].array(rows).to_pylist(), None, recipe, "messages", reasons)}
+        return {"tokens": chats(messages(rows, "messages", recipe, reasons), None, recipe, "messages", reasons)}
     return {side: preference(rows, side, recipe, reasons) for side in recipe.features}
 
 

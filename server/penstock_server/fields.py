@@ -46,6 +46,8 @@ class Field:
             if spec or conversion:
                 raise FieldError(f"the template {text!r} formats {{{name}}}; a column's name alone may stand in braces")
             parts.append((literal, None if name is None else _resolve(name, schema)))
+        if all(path is None for _, path in parts):
+            raise FieldError(f"the template {text!r} reads no column, so all rows would be alike")
         return cls(text, tuple(parts))
 
     @property
@@ -68,7 +70,10 @@ class Field:
         return pa.string()
 
     def array(self, rows: pa.RecordBatch) -> pa.Array:
-        """Its values, shape [num_rows]; a template's are null where one of its columns is."""
+        """Its values, shape [num_rows]; a template's are null where one of its columns is.
+
+        Raises FieldError: the rows have no such column.
+        """
         if not self.is_template:
             [(_, path)] = self.parts
             assert path
@@ -112,6 +117,7 @@ def _type(path: _Path, schema: pa.Schema) -> pa.DataType:
 
 
 def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
+    _type(path, rows.schema)
     column = rows.column(path[0])
     return pc.struct_field(column, list(path[1:])) if path[1:] else column
 

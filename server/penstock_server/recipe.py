@@ -120,7 +120,15 @@ class Recipe:
         return mine == theirs
 
     def check(self, schema: pa.Schema) -> None:
-        """Whether data of this schema has all that is read. Raises FieldError: it has not."""
+        """Whether a shard of this schema has all that is read. Raises FieldError: it has not."""
+        stored = [*(self.filter.columns if self.filter else ()), *(self.split_by.columns if self.split_by else ())]
+        for name in stored:
+            Field.parse(name, schema)
+        if not self.transform:  # what it makes of the columns is seen when a block is made
+            self.check_made(schema)
+
+    def check_made(self, schema: pa.Schema) -> None:
+        """Whether rows of this schema, transformed, have all that tokens are made of. Raises FieldError: they have not."""
         for role, source in self.fields:
             check_field(self.kind, role, source, schema)
         for column in self.columns:

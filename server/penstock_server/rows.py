@@ -47,10 +47,16 @@ def travelling(array: pa.Array, name: str, reasons: Reasons) -> pa.Array:
         for row in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)).tolist():
             reasons.add(row, f"{name} is null")
         return pc.fill_null(array, False if pa.types.is_boolean(array.type) else 0)
-    raw = pc.fill_null(pc.cast(array, pa.large_binary()), b"")
+    raw = pc.fill_null(raw_texts(array), b"")
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         return raw
     return _texts(raw, name, reasons)
+
+
+def raw_texts(array: pa.Array) -> pa.Array:
+    """A column of text or bytes as large_binary: not every text is UTF-8."""
+    flat = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    return pc.cast(flat, pa.large_binary())
 
 
 def _vectors(array: pa.Array, name: str, reasons: Reasons) -> pa.Array:
@@ -121,7 +127,8 @@ def _opened(lists: Lists, token: int | None) -> Lists:
     if token is None or not len(values):
         return lists
     bare = (lengths > 0) & (values[np.minimum(starts, len(values) - 1)] != token)
-    return Lists(np.insert(values, starts[bare], token), lengths + bare)
+    # Lists of bytes may be closed by an id that is none.
+    return Lists(np.insert(values.astype(np.int64, copy=False), starts[bare], token), lengths + bare)
 
 
 def _closed(lists: Lists, token: int | None) -> Lists:
@@ -131,4 +138,4 @@ def _closed(lists: Lists, token: int | None) -> Lists:
     if token is None or not len(values):
         return lists
     bare = (lengths > 0) & (values[np.maximum(ends - 1, 0)] != token)
-    return Lists(np.insert(values, ends[bare], token), lengths + bare)
+    return Lists(np.insert(values.astype(np.int64, copy=False), ends[bare], token), lengths + bare)

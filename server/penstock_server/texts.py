@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock_server.chat import ChatError
 from penstock_server.fields import Field
 from penstock_server.recipe import Recipe
-from penstock_server.rows import Lists, Reasons
+from penstock_server.rows import Lists, Reasons, raw_texts
 from penstock_server.tokenizer import Ids
 
 _Chat = list[Any] | None
@@ -23,12 +22,34 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
     """One of a preference pair, behind the prompt that both have; without one, behind the messages that both begin with."""
     fields = dict(recipe.fields)
     if recipe.chat:
-        answers, prompts = _parted({role: source.array(rows).to_pylist() for role, source in fields.items()}, side)
+        answers, prompts = _parted({role: messages(rows, role, recipe, reasons) for role in fields}, side)
         return chats(answers, prompts, recipe, side, reasons)
     texts = tokenized(rows, side, recipe, reasons, opens="prompt" not in fields, closes=True)
     if "prompt" not in fields:
         return with_turns([[text[:0] for text in texts], texts])
     return with_turns([tokenized(rows, "prompt", recipe, reasons, opens=True), texts])
+
+
+def messages(rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons) -> list[_Chat]:
+    """The chats of a field, None for a bad one."""
+    array = dict(recipe.fields)[role].array(rows)
+    try:
+        found: list[_Chat] = array.to_pylist()
+    except UnicodeDecodeError:
+        found = [_chat(array[row], row, role, reasons) for row in range(len(array))]
+    for row, chat in enumerate(found):
+        if chat is None:
+            reasons.add(row, f"{role} is null")
+    return found
+
+
+def _chat(chat: pa.Scalar, row: int, role: str, reasons: Reasons) -> _Chat:
+    try:
+        found: _Chat = chat.as_py()
+        return found
+    except UnicodeDecodeError:
+        reasons.add(row, f"{role} is not valid UTF-8")
+        return None
 
 
 def _parted(values: dict[str, list[_Chat]], side: str) -> tuple[list[_Chat], list[_Chat]]:
@@ -77,7 +98,9 @@ def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tupl
         raise ChatError("is null")
     before, messages = [*map(_message, prompt)], [*map(_message, chat)]
     rendered = recipe.chat.render(before + messages)
-    return rendered.text, rendered.spans[sum(message.get("role") == "assistant" for message in before) :]
+    # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
+    answered = any(message.get("role") == "assistant" for message in before)
+    return rendered.text, rendered.spans[len(recipe.chat.render(before).spans) if answered else 0 :]
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -108,7 +131,7 @@ def _special(token: int | None) -> Ids:
 def _texts(source: Field, rows: pa.RecordBatch, reasons: Reasons) -> list[str]:
     """The field's texts, "" for a bad one."""
     texts: list[str] = []
-    for row, raw in enumerate(pc.cast(source.array(rows), pa.large_binary()).to_pylist()):
+    for row, raw in enumerate(raw_texts(source.array(rows)).to_pylist()):
         text, reason = _text(raw)
         if reason:
             reasons.add(row, f"{source.text} {reason}")

@@ -1,0 +1,152 @@
+"""Rows that are odd, and recipes that are: what is bad is one row with a reason, what cannot be is said when it is opened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import EOS, write_tokenizer
+from penstock_server import encode as encode_module
+from penstock_server.block import Block
+from penstock_server.blocks import Blocks
+from penstock_server.cache import CacheFolder
+from penstock_server.index import Index
+from penstock_server.problems import DatasetRefused, ShardUnreadable
+from penstock_server.snapshot import open_snapshot
+from penstock_server.store import BlockStore
+
+IDS = pa.list_(pa.int32())
+CHATML = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def write(folder: Path, toml: str, *shards: dict[str, Any]) -> None:
+    for number, columns in enumerate(shards):
+        pq.write_table(pa.table(columns), folder / f"part-{number}.parquet")
+    (folder / "penstock.toml").write_text(toml)
+
+
+def open_blocks(folder: Path) -> Blocks:
+    return Blocks(open_snapshot(folder, folder / "../tokenizer.json"), BlockStore(CacheFolder(folder / "../cache")))
+
+
+def index_of(blocks: Blocks, folder: Path) -> Index:
+    return Index("data", open_snapshot(folder, folder / "../tokenizer.json"), blocks, (folder / "../cache").resolve())
+
+
+def rows_of(block: Block, feature: str = "tokens") -> list[list[int]]:
+    tokens = block.features[feature].tokens
+    spans = zip(tokens.starts.tolist(), tokens.lengths.tolist(), strict=True)
+    return [tokens.values[start : start + length].tolist() for start, length in spans]
+
+
+def broken_text(*texts: bytes) -> pa.Array:
+    """A column of text whose bytes nobody has checked."""
+    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())
+
+
+@pytest.mark.parametrize("type_", [pa.uint8(), pa.int16(), pa.uint64()])
+def test_lists_of_any_width_are_opened_and_closed_by_any_token(data: Path, type_: pa.DataType) -> None:
+    write(data, "bos = 70001\neos = 70000", {"tokens": pa.array([[1, 2], [3]], pa.list_(type_))})
+    [block] = open_blocks(data).get([0])
+    assert rows_of(block) == [[70001, 1, 2, 70000], [70001, 3, 70000]]
+
+
+@pytest.mark.parametrize("recipe", ["split_by = 'kind'", "filter = \"kind = 'a'\""])
+def test_a_shard_without_a_column_that_filter_or_split_need_is_refused(data: Path, recipe: str) -> None:
+    ids = pa.array([[1, 2], [3]], IDS)
+    write(data, recipe, {"tokens": ids, "kind": ["a", "b"]}, {"tokens": ids})
+    with pytest.raises(DatasetRefused, match=r"part-1\.parquet: there is no column 'kind'; there are: tokens"):
+        open_snapshot(data, None)
+
+
+def test_a_split_is_told_of_text_that_is_no_utf8(data: Path) -> None:
+    ids = pa.array([[1], [2], [3]], IDS)
+    write(data, "split_by = 'kind'\nvalidation = 0.5", {"tokens": ids, "kind": broken_text(b"\xff", b"\xff", b"fox")})
+    [block] = open_blocks(data).get([0])
+    assert block.splits[0] == block.splits[1] != block.splits[2]
+    assert not block.bad
+
+
+def test_a_template_without_a_column_is_refused(data: Path) -> None:
+    write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
+    with pytest.raises(DatasetRefused, match="reads no column"):
+        open_blocks(data)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("pa.record_batch({'other': rows['body']})", "there is no column 'body'; there are: other"),
+        ("pa.record_batch({'body': pa.array(range(rows.num_rows))})", "column 'body' is int64, but text must be text"),
+        ("pa.record_batch({'body': rows['body'], 'n': rows['body']})", "column 'n' is string, but int64 in the first shard"),
+    ],
+)
+def test_a_transform_that_changes_its_mind_is_named(data: Path, returned: str, message: str) -> None:
+    write(data, 'text = "body"\ntransform = "odd:odd"\ncolumns = ["n"]', {"body": ["fox"], "n": [1]})
+    source = f"import pyarrow as pa\n\ndef odd(rows):\n    return {returned} if rows.num_rows else rows\n"
+    (data / "odd.py").write_text(source)
+    with pytest.raises(ShardUnreadable, match=message):
+        open_blocks(data).get([0])
+
+
+def test_a_shard_without_row_groups_is_counted_as_nothing(data: Path) -> None:
+    write(data, "filter = \"kind = 'a'\"", {"tokens": pa.array([[1, 2], [3]], IDS), "kind": ["a", "b"]})
+    schema = pq.read_schema(data / "part-0.parquet")
+    pq.ParquetWriter(data / "part-1.parquet", schema).close()
+    assert pq.ParquetFile(data / "part-1.parquet").num_row_groups == 0
+    index = index_of(open_blocks(data), data)
+    assert index.rows_per_block("all").tolist() == [1]
+
+
+def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
+    roles = pa.array(["assistant"] * 3)
+    contents = broken_text(b"fox", b"\xff", b"dog")
+    turns = pa.StructArray.from_arrays([roles, contents], ["role", "content"])
+    answers = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
+    asked = [[{"role": "user", "content": "who"}], [{"role": "user", "content": "who"}], None]
+    write(data, "", {"prompt": asked, "chosen": answers, "rejected": answers})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "chosen is not valid UTF-8", 2: "prompt is null"}
+
+
+def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothing(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+                    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"})
+    )  # fmt: skip
+    asked = [{"role": "user", "content": "who"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "well"}]
+    answers = {side: [[{"role": "assistant", "content": side}]] for side in ("chosen", "rejected")}
+    write(data, "eos = false", {"prompt": [asked], **answers})
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
+    assert tokenizer
+    for side in ("chosen", "rejected"):
+        pieces = [p for p in block.features[side].pieces(0, 0, 1000) if p.learned]
+        learned = [token for p in pieces for token in p.source[p.start : p.start + p.length].tolist()]
+        assert tokenizer.decode(learned) == side
+
+
+def test_a_row_that_is_longer_than_lengths_can_tell_is_bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "LONGEST_ROW", 3)
+    write(data, "", {"tokens": pa.array([[1, 2, 3], [1, 2, 3, 4]], IDS)})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "has 4 tokens, more than 3"}
+    assert np.array_equal(block.row_lengths, [3, 0])
