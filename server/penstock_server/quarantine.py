@@ -39,8 +39,10 @@ class Quarantine:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._lock = threading.Lock()
-        self._num_bad: dict[int, int] = {}  # rows of each block that has some
-        self._rows: dict[int, list[BadRow]] = {}
+        # Every request asks: to add up ten thousand footers would take longer than a batch.
+        self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
+        self._num_met = 0
+        self._rows: dict[int, list[BadRow]] = {}  # of each block that has some
         self._num_listed = 0
         self._groups: dict[tuple[str, int], BadGroup] = {}
 
@@ -54,7 +56,7 @@ class Quarantine:
             group = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
             with self._lock:
                 self._groups[group.shard, group.row_group] = group
-        elif error is None and (block := loaded.result()).bad and index not in self._num_bad:
+        elif error is None and (block := loaded.result()).bad and index not in self._rows:
             at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
             place = [(int(block.rows[row]), reason) for row, reason in sorted(block.bad.items())]
             rows = [
@@ -68,15 +70,15 @@ class Quarantine:
                 for row, reason in place
             ]
             with self._lock:
-                self._num_bad[index] = len(rows)
-                self._rows[index] = rows[: max(0, _LISTED_ROWS - self._num_listed)]
-                self._num_listed += len(self._rows[index])
+                if index not in self._rows:
+                    self._num_met += len(rows)
+                    self._rows[index] = rows[: max(0, _LISTED_ROWS - self._num_listed)]
+                    self._num_listed += len(self._rows[index])
 
     @property
     def num_bad_rows(self) -> int:
         """Bad rows met so far, or as many as the footers tell."""
-        in_footers = sum(nulls for shard in self._snapshot.shards for nulls in shard.null_rows)
-        return max(in_footers, sum(list(self._num_bad.values())))
+        return max(self._num_in_footers, self._num_met)
 
     def rows(self) -> list[BadRow]:
         """The bad rows met so far, in the order of the dataset; the first 100,000 that were met."""
