@@ -6,19 +6,14 @@ is packed like a document. The bins are the same in every epoch; their order is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from penstock_server.order import IntArray, starts_of
-from penstock_server.packing import Spans
 
 POOL_ROWS = 1 << 16  # blocks are packed together until they have so many rows: fewer would leave more padding
-
-_REMEMBERED_POOLS = 64  # each some 40 bytes a document
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,48 +98,3 @@ def _close(starts: list[int], per_group: list[int], end: int) -> None:
     if end > starts[-1]:
         starts.append(end)
         per_group.append(1)
-
-
-class BestFit:
-    """The bins of every pool, one sequence each.
-
-    `row_lengths(block)` are the tokens of each of a block's rows, shape [rows of the block]; `pool_starts` see pools_of.
-    """
-
-    def __init__(
-        self, pool_starts: IntArray, bins_per_pool: IntArray, row_lengths: Callable[[int], IntArray], seq_len: int
-    ) -> None:
-        self._pool_starts, self.sequences_per_pool = pool_starts, bins_per_pool
-        self._row_lengths, self._seq_len = row_lengths, seq_len
-        self._packed = lru_cache(maxsize=_REMEMBERED_POOLS)(self._pack)
-
-    def blocks_of(self, pool: int) -> range:
-        """The blocks whose documents are packed together."""
-        return range(int(self._pool_starts[pool]), int(self._pool_starts[pool + 1]))
-
-    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
-        """A span a document."""
-        made = []
-        for sequence, (pool, index) in enumerate(zip(pools.tolist(), indices.tolist(), strict=True)):
-            bins, first_row = self._packed(pool)
-            inside = slice(int(bins.starts[index]), int(bins.starts[index + 1]))
-            rows = bins.rows[inside]
-            number = np.searchsorted(first_row, rows, side="right") - 1
-            blocks = self.blocks_of(pool).start + number
-            made.append(
-                (np.full(len(rows), sequence), blocks, rows - first_row[number], bins.firsts[inside], bins.lasts[inside])
-            )
-        return Spans(*(np.concatenate(values) for values in zip(*made, strict=True)))
-
-    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
-        """The bin of the document; several if it is too long for one."""
-        pool = int(np.searchsorted(self._pool_starts, block, side="right")) - 1
-        bins, first_row = self._packed(pool)
-        parts = np.flatnonzero(bins.rows == first_row[block - self.blocks_of(pool).start] + row)
-        found = np.searchsorted(bins.starts, parts, side="right") - 1
-        return np.full(len(found), pool), found
-
-    def _pack(self, pool: int) -> tuple[Bins, IntArray]:
-        """A pool's bins, and the number of each of its blocks' first row in it."""
-        lengths = [self._row_lengths(block) for block in self.blocks_of(pool)]
-        return pack(np.concatenate(lengths), self._seq_len), starts_of(np.array([len(block) for block in lengths], np.int64))

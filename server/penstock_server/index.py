@@ -2,20 +2,22 @@
 
 rows per block        from the footers; where a filter or a split leaves rows out, from the columns that these read
 row lengths           from the tokens of every block; for concat, best_fit, split rows and batches of similar length
-bins per pool         from the row lengths; for best_fit
+bins                  from the row lengths; for best_fit
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from penstock_server.best_fit import pack
+from penstock_server.best_fit import Bins, pack
+from penstock_server.bins import PackedPools, keep_bins
 from penstock_server.blocks import Blocks
 from penstock_server.counting import Counting
 from penstock_server.lengths import RowLengths, count_lengths, write_whole
@@ -23,7 +25,7 @@ from penstock_server.order import IntArray
 from penstock_server.packing import SplitRows
 from penstock_server.snapshot import Snapshot
 
-_FORMAT = 2
+_FORMAT = 3
 _DIGEST_BYTES = 8
 
 
@@ -38,8 +40,8 @@ class Index:
         num_blocks = snapshot.num_blocks
         self.lengths = Counting(f"the tokens of {name}", num_blocks, partial(count_lengths, snapshot, blocks, folder))
         self._rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows)
-        self._bins: dict[tuple[int, str], Counting[IntArray]] = {}
-        self._lock = threading.Lock()
+        self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
+        self._lock, self._packing = threading.Lock(), threading.Lock()
 
     def rows_per_block(self, split: str) -> IntArray:
         """Rows of a split in each block, after the filter and with the bad ones; shape [num_blocks]."""
@@ -69,13 +71,13 @@ class Index:
         """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
         return self._sound_lengths(split).sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
 
-    def bins_per_pool(self, split: str, seq_len: int) -> IntArray:
-        """Bins of each pool of blocks, shape [num_pools]; see best_fit. Raises BadRow."""
+    def bins(self, split: str, seq_len: int) -> PackedPools:
+        """The bins of each pool of blocks; see best_fit. Raises BadRow."""
         self._sound_lengths(split)
-        return self.bins(split, seq_len).get()
+        return self.packing(split, seq_len).get()
 
-    def bins(self, split: str, seq_len: int) -> Counting[IntArray]:
-        """The counting of bins_per_pool; it needs the row lengths."""
+    def packing(self, split: str, seq_len: int) -> Counting[PackedPools]:
+        """The counting of bins; it needs the row lengths."""
         with self._lock:
             if (seq_len, split) not in self._bins:
                 make = partial(self._count_bins, split, seq_len)
@@ -106,19 +108,18 @@ class Index:
             advance(self._snapshot.blocks_of_shard(shard).stop)
         return np.concatenate(counts, axis=1)
 
-    def _count_bins(self, split: str, seq_len: int, advance: Callable[[int], None]) -> IntArray:
+    def _count_bins(self, split: str, seq_len: int, advance: Callable[[int], None]) -> PackedPools:
         starts, _ = self._snapshot.pools
         lengths = self.row_lengths(split)
 
-        def pack_all() -> IntArray:
-            counts = []
-            for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-                documents = np.concatenate([lengths(block) for block in range(start, stop)])
-                counts.append(pack(documents, seq_len).num_bins)
+        def pack_all() -> Iterator[Bins]:
+            for start, stop in pairwise(starts.tolist()):
+                yield pack(np.concatenate([lengths(block) for block in range(start, stop)]), seq_len)
                 advance(stop)
-            return np.array(counts, np.int64)
 
-        return self._kept(f"bins-{split}-{seq_len}", (len(starts) - 1,), pack_all)
+        path = self._folder / f"{self._blocks.identity}-bins-{split}-{seq_len}-{_FORMAT}.index"
+        with self._packing:  # one at a time: each keeps a core busy
+            return keep_bins(path, len(starts) - 1, pack_all)
 
     def _kept(self, name: str, shape: tuple[int, ...], make: Callable[[], IntArray]) -> IntArray:
         """Counts that were stored, else made and stored; a file is the numbers, little-endian, and the xxh3-64 of them."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.spec import LARGEST_COUNT, Spec
-from penstock_server.best_fit import BestFit
+from penstock_server.bins import BestFit
 from penstock_server.blocks import Blocks
 from penstock_server.index import Index
 from penstock_server.length_order import LengthOrder
@@ -91,7 +91,7 @@ def _packing(member: Member, epoch: int) -> Packing:
         return Concat(index.tokens_per_block(of.split), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
     if of.packing == "best_fit":
         starts, _ = member.snapshot.pools
-        return BestFit(starts, index.bins_per_pool(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
+        return BestFit(starts, index.bins(of.split, of.seq_len), index.rows_per_block(of.split), of.seq_len)
     if of.long_rows == "split":
         return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
     if of.group_by_length:

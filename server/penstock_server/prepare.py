@@ -27,9 +27,9 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     yield f"{served.name}: {num_stored:,} of {served.snapshot.num_blocks:,} blocks are in the cache"
     for seq_len in seq_lens:
         with _progress(f"{served.name}: packing for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
-            bins = served.index.bins("all", seq_len).make(advance)
-        padding = 1 - tokens / max(1, int(bins.sum()) * seq_len)
-        yield f"{served.name}: {int(bins.sum()):,} sequences of {seq_len:,} tokens, {padding:.1%} of them padding"
+            num_bins = int(served.index.packing("all", seq_len).make(advance).bins_per_pool.sum())
+        padding = 1 - tokens / max(1, num_bins * seq_len)
+        yield f"{served.name}: {num_bins:,} sequences of {seq_len:,} tokens, {padding:.1%} of them padding"
 
 
 def _fill(served: Served) -> int:

@@ -1,11 +1,14 @@
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.best_fit import POOL_ROWS, BestFit, pack, pools_of
+from penstock_server.best_fit import POOL_ROWS, pack, pools_of
+from penstock_server.bins import BestFit, PackedPools, keep_bins
 from penstock_server.order import starts_of
 from penstock_server.packing import STREAM, Concat, Packing, Piece, Rows, SplitRows, fill, fill_bits, fill_learned
 
@@ -135,12 +138,12 @@ def test_best_fit_loses_no_document_and_repeats_none(
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths))))) if len(lengths) > 1 else []
     starts = np.array(sorted({0, *cuts, len(lengths)}))
-    bins = [pack(np.concatenate(lengths[a:b]), seq_len).num_bins for a, b in pairwise(starts)]
-    packing = BestFit(starts, np.array(bins), lambda block: lengths[block], seq_len)
+    packed = PackedPools.of(pack(np.concatenate(lengths[a:b]), seq_len) for a, b in pairwise(starts))
+    packing = BestFit(starts, packed, np.array([len(rows) for rows in lengths]), seq_len)
     check_every_token_once(packing, lengths, seq_len)
     for spans in all_spans(packing):
         # Whole documents, but for those that no bin can hold.
-        assert all(stop - start == lengths[b][row] or lengths[b][row] > seq_len for b, row, start, stop in spans)
+        assert all(start == 0 or lengths[b][row] > seq_len for b, row, start, _ in spans)
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60).map(np.array), st.integers(16, 40))
@@ -192,3 +195,28 @@ def test_lines_are_filled_from_the_left_and_padded(batch: list[list[list[int]]])
     for line, lists in zip(out.tolist(), batch, strict=True):
         tokens = [token for tokens in lists for token in tokens]
         assert line == tokens + [77] * (width - len(tokens))
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=30).map(lambda pool: np.array(pool, np.int64)), min_size=1, max_size=5))
+def test_bins_that_were_stored_are_the_bins_that_were_packed(pools: list[npt.NDArray[np.int64]]) -> None:
+    made = [pack(pool, 16) for pool in pools]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "some.index"
+        kept = [keep_bins(path, len(pools), lambda: made), keep_bins(path, len(pools), lambda: []), PackedPools.of(made)]
+        for packed in kept:
+            assert packed.bins_per_pool.tolist() == [bins.num_bins for bins in made]
+            for pool, bins in enumerate(made):
+                for number, (start, stop) in enumerate(pairwise(bins.starts.tolist())):
+                    documents, firsts = packed.bin(pool, number)
+                    assert documents.tolist() == bins.rows[start:stop].tolist()
+                    assert firsts.tolist() == bins.firsts[start:stop].tolist()
+        for content in (path.read_bytes()[:-1], b"", bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]):
+            path.write_bytes(content)
+            assert keep_bins(path, len(pools), lambda: made).bins_per_pool.tolist() == kept[0].bins_per_pool.tolist()
+        assert [file.name for file in Path(folder).iterdir()] == ["some.index"]
+
+
+def test_bins_that_cannot_be_stored_are_held_in_memory(tmp_path: Path) -> None:
+    made = [pack(np.array([3, 5, 16]), 16)]
+    packed = keep_bins(tmp_path / "gone" / "some.index", 1, lambda: made)
+    assert packed.bins_per_pool.tolist() == [2]
