@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from penstock_server.order import EpochOrder, IntArray, permute, starts_of
+from penstock_server.packing import by_value
 
 _REMEMBERED_WINDOWS = 8  # 16 bytes a sequence each
 LARGEST_WINDOW = 1 << 23  # sequences that are sorted at a time
@@ -43,9 +44,8 @@ class LengthOrder:
 
     def _moved(self, positions: IntArray, *, inverse: bool) -> IntArray:
         moved = np.empty_like(positions)
-        for window in {self._order.window(position) for position in positions.tolist()}:
-            start, stop = self._order.bounds_of_window(window)
-            mine = (positions >= start) & (positions < stop)
+        for window, mine in by_value(self._order.windows(positions)):
+            start, _ = self._order.bounds_of_window(window)
             moved[mine] = start + self._arranged(window)[int(inverse)][positions[mine] - start]
         return moved
 

@@ -14,7 +14,7 @@ from penstock_server.blocks import Blocks
 from penstock_server.index import Index
 from penstock_server.length_order import LengthOrder
 from penstock_server.order import EpochOrder, IntArray, key
-from penstock_server.packing import Concat, Packing, Rows, SplitRows
+from penstock_server.packing import Concat, Packing, Rows, SplitRows, by_value
 from penstock_server.snapshot import Snapshot
 
 _PLANNED_EPOCHS = 32  # each a few words a block
@@ -110,7 +110,6 @@ class _Lengths:
         _, blocks, rows, starts, stops = self.packing.spans(pools, indices)
         of_block = self.member.index.row_lengths(self.member.order.split)
         lengths = np.empty_like(rows)
-        by_block = np.argsort(blocks, kind="stable")
-        for mine in np.split(by_block, np.flatnonzero(np.diff(blocks[by_block])) + 1):
-            lengths[mine] = of_block(int(blocks[mine[0]]))[rows[mine]]
+        for block, mine in by_value(blocks):
+            lengths[mine] = of_block(block)[rows[mine]]
         return np.minimum(lengths, stops) - starts

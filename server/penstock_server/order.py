@@ -163,7 +163,11 @@ class EpochOrder:
 
     def window(self, position: int) -> int:
         """In which window a position lies."""
-        return int(find(self._window_starts, np.array([position]))[0])
+        return int(self.windows(np.array([position]))[0])
+
+    def windows(self, positions: IntArray) -> IntArray:
+        """In which windows positions lie."""
+        return find(self._window_starts, positions)
 
     def bounds_of_window(self, window: int) -> tuple[int, int]:
         """The positions [start, stop) of a window."""

@@ -11,7 +11,7 @@ is made of. A pool is one block, but for BestFit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -76,7 +76,7 @@ class Rows:
 class SplitRows:
     """One row, as many sequences of `seq_len` tokens as it takes; the last may be shorter.
 
-    `num_sequences(lengths)` tokens come from `row_lengths(block)`, shape [rows of the block]; a row without tokens is none.
+    `row_lengths(block)` are the tokens of each of a block's rows, shape [rows of the block]; a row without tokens is none.
     """
 
     def __init__(self, sequences_per_block: IntArray, row_lengths: Callable[[int], IntArray], seq_len: int) -> None:
@@ -95,8 +95,8 @@ class SplitRows:
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """A part of one row each."""
         rows, starts = np.zeros_like(indices), np.zeros_like(indices)
-        for block in np.unique(pools).tolist():
-            mine, firsts = pools == block, self._firsts(block)
+        for block, mine in by_value(pools):
+            firsts = self._firsts(block)
             rows[mine] = find(firsts, indices[mine])
             starts[mine] = (indices[mine] - firsts[rows[mine]]) * self._seq_len
         return Spans(np.arange(len(pools)), pools, rows, starts, starts + self._seq_len)
@@ -134,18 +134,23 @@ class Concat:
         """As many spans as a sequence meets blocks; on the ring the first block follows the last."""
         begins = (self._first[pools] + indices) * self._seq_len + self._shift
         ends = begins + self._seq_len
-        round_twice = np.concatenate([self._starts[:-1], self._starts + self._starts[-1]])
-        first, last = find(round_twice, begins), find(round_twice, ends - 1)
+        first, last = self._place(begins), self._place(ends - 1)
         num_spans = last - first + 1
         sequences = np.repeat(np.arange(len(pools)), num_spans)
         turn = np.arange(len(sequences)) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)
-        place = first[sequences] + turn
-        starts = np.maximum(begins[sequences], round_twice[place]) - round_twice[place]
-        stops = np.minimum(ends[sequences], round_twice[place + 1]) - round_twice[place]
+        rounds, blocks = np.divmod(first[sequences] + turn, len(self._starts) - 1)
+        block_begins = self._starts[blocks] + rounds * self._starts[-1]
+        block_ends = self._starts[blocks + 1] + rounds * self._starts[-1]
+        starts = np.maximum(begins[sequences], block_begins) - block_begins
+        stops = np.minimum(ends[sequences], block_ends) - block_begins
         filled = stops > starts  # blocks without a token lie in between
-        blocks = place % (len(self._starts) - 1)
         spans = (sequences, blocks, np.full_like(blocks, STREAM), starts, stops)
         return Spans(*(values[filled] for values in spans))
+
+    def _place(self, tokens: IntArray) -> IntArray:
+        """In which block tokens of the ring lie, going round it: as many more than in the first round as there are blocks."""
+        rounds, inside = np.divmod(tokens, self._starts[-1])
+        return rounds * (len(self._starts) - 1) + find(self._starts, inside)
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
         """Those that the row's tokens meet, also where the ring closes; none if they are what is left out."""
@@ -156,6 +161,13 @@ class Concat:
         sequences = sequences[(sequences >= 0) & (sequences < self.num_sequences)]
         pools = find(self._first, sequences)
         return pools, sequences - self._first[pools]
+
+
+def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Each value once, and where it stands; in the time of a sort, however many there are."""
+    order = np.argsort(values, kind="stable")
+    for places in np.split(order, np.flatnonzero(np.diff(values[order])) + 1) if len(values) else ():
+        yield int(values[places[0]]), places
 
 
 class Piece(NamedTuple):
