@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,11 @@ from penstock import wire
 from penstock_server.block import Block
 from penstock_server.member import Member
 from penstock_server.packing import STREAM, Piece, Spans, fill, fill_bits, fill_learned
-from penstock_server.plan import Plan
+from penstock_server.plan import MAX_BATCH_BYTES, Plan
+from penstock_server.problems import BadParameter
 from penstock_server.tensor import Tensor
+
+Texts = dict[str, list[bytes]]  # of each column of text or bytes, what travels with each sequence of a batch
 
 _CHUNK_BYTES = 4 << 20  # assembled at a time; beyond a few MiB only memory grows
 _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on
@@ -128,7 +130,7 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
 
     Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
     """
-    steps_per_chunk = max(1, _CHUNK_BYTES // plan.largest_layout.nbytes)
+    steps_per_chunk = max(1, _CHUNK_BYTES // plan.step_nbytes)
     for start in range(0, len(steps), steps_per_chunk):
         some = steps[start : start + steps_per_chunk]
         needs = [
@@ -148,14 +150,15 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
     plan = chunk.plan
     batches = gather(chunk, blocks)
     addresses = [plan.address(chunk.epoch, chunk.rank, step) for step in chunk.steps]
-    layouts = [_layout(plan, batch) for batch in batches]
+    texts = [_texts(plan, batch) for batch in batches]
+    layouts = [_layout(plan, batch, own) for batch, own in zip(batches, texts, strict=True)]
     heads = [len(wire.encode_header(address, layout)) for address, layout in zip(addresses, layouts, strict=True)]
     body = bytearray(sum(heads) + sum(layout.nbytes for layout in layouts))
     view, end = memoryview(body), 0
-    for batch, address, layout, head in zip(batches, addresses, layouts, heads, strict=True):
+    for batch, own, address, layout, head in zip(batches, texts, addresses, layouts, heads, strict=True):
         start, end = end + head, end + head + layout.nbytes
         payload = view[start:end]
-        _fill(plan, batch, layout, payload)
+        _fill(plan, batch, own, layout, payload)
         substituted = sum(sequence.substituted for sequence in batch)
         view[start - head : start] = wire.encode_header(address, layout, wire.digest(payload), substituted)
     return body
@@ -194,6 +197,8 @@ def _add_rows(made: list[TokenSequence], need: Need, blocks: dict[int, Block]) -
     """A row each, or the row that stands in for it, cut to length."""
     spans, rows = need.spans, need.spans.rows.copy()
     for index, block in blocks.items():
+        if not block.bad:
+            continue
         mine = spans.blocks == index
         rows[mine] = need.member.blocks.usable_rows(block, index, rows[mine])
     changed = (rows != spans.rows).tolist()
@@ -236,11 +241,11 @@ def _cut(pieces: Sequence[Piece], longest: int) -> list[Piece]:
     return kept
 
 
-def _widths(plan: Plan, batch: Sequence[TokenSequence]) -> Iterator[int]:
+def _widths(plan: Plan, batch: Sequence[TokenSequence], texts: Texts) -> Iterator[int]:
     """The width of each tensor's lines in a batch."""
     for tensor in plan.tensors:
         if tensor.is_ragged:
-            yield sum(map(len, _texts(batch, tensor)))
+            yield sum(map(len, texts[tensor.name]))
         elif tensor.kind not in ("tokens", "mask") or plan.spec.pad == "seq_len" or plan.spec.packing != "rows":
             yield tensor.longest
         else:
@@ -249,14 +254,20 @@ def _widths(plan: Plan, batch: Sequence[TokenSequence]) -> Iterator[int]:
             yield -(-longest // multiple) * multiple
 
 
-def _layout(plan: Plan, batch: Sequence[TokenSequence]) -> wire.Layout:
+def _layout(plan: Plan, batch: Sequence[TokenSequence], texts: Texts) -> wire.Layout:
     if plan.has_fixed_shapes:
         return plan.largest_layout
-    shapes = [t.shape(len(batch), width) for t, width in zip(plan.tensors, _widths(plan, batch), strict=True)]
-    return wire.Layout.of([(t.name, t.dtype, shape) for t, shape in zip(plan.tensors, shapes, strict=True)])
+    shapes = [t.shape(len(batch), width) for t, width in zip(plan.tensors, _widths(plan, batch, texts), strict=True)]
+    layout = wire.Layout.of([(t.name, t.dtype, shape) for t, shape in zip(plan.tensors, shapes, strict=True)])
+    if layout.nbytes > MAX_BATCH_BYTES:
+        raise BadParameter(
+            f"a batch of these {len(batch):,} sequences and of what travels with them is {layout.nbytes:,} bytes; the limit is "
+            f"{MAX_BATCH_BYTES:,}. Lower batch_size, or let fewer columns travel."
+        )
+    return layout
 
 
-def _fill(plan: Plan, batch: Sequence[TokenSequence], layout: wire.Layout, payload: memoryview) -> None:
+def _fill(plan: Plan, batch: Sequence[TokenSequence], texts: Texts, layout: wire.Layout, payload: memoryview) -> None:
     views = layout.views(payload)
     for tensor in plan.tensors:
         out = views[tensor.name]
@@ -269,16 +280,21 @@ def _fill(plan: Plan, batch: Sequence[TokenSequence], layout: wire.Layout, paylo
         elif tensor.kind == "starts":
             fill_bits(out, [sequence.document_starts(tensor.longest) for sequence in batch])
         elif tensor.is_ragged:
-            wire.pack_texts(_texts(batch, tensor), out)
+            wire.pack_texts(texts[tensor.name], out)
         else:
-            out[:] = [_value(sequence, tensor) for sequence in batch]
+            for line, (block, row) in enumerate(_rows(batch)):
+                out[line] = block.numbers[tensor.name][row]
 
 
-def _value(sequence: TokenSequence, tensor: Tensor) -> Any:
-    assert sequence.row  # columns travel with packing=rows only
-    block, row = sequence.row
-    return block.columns[tensor.name][row].as_py()
+def _texts(plan: Plan, batch: Sequence[TokenSequence]) -> Texts:
+    return {
+        tensor.name: [block.columns[tensor.name][row].as_buffer().to_pybytes() for block, row in _rows(batch)]
+        for tensor in plan.tensors
+        if tensor.is_ragged
+    }
 
 
-def _texts(batch: Sequence[TokenSequence], tensor: Tensor) -> list[bytes]:
-    return [value if isinstance(value, bytes) else value.encode() for value in (_value(sequence, tensor) for sequence in batch)]
+def _rows(batch: Sequence[TokenSequence]) -> Iterator[tuple[Block, int]]:
+    for sequence in batch:
+        assert sequence.row  # columns travel with packing=rows only
+        yield sequence.row

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock_server.column_types import is_raw
 from penstock_server.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
 from penstock_server.order import IntArray, starts_of
 from penstock_server.packing import Piece
@@ -136,10 +137,15 @@ class Block:
         )
 
     @cached_property
+    def numbers(self) -> dict[str, npt.NDArray[Any]]:
+        """The columns of numbers, each of shape [num_rows, *item]."""
+        return {name: _numbers(column) for name, column in self.columns.items() if not is_raw(column.type)}
+
+    @cached_property
     def row_lengths(self) -> IntArray:
         """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""
-        lengths: IntArray = np.max([feature.tokens.lengths for feature in self.features.values()], axis=0)
-        return lengths
+        first, *others = [feature.tokens.lengths for feature in self.features.values()]
+        return np.max([first, *others], axis=0) if others else first
 
     @cached_property
     def stream(self) -> IntArray:
@@ -168,3 +174,10 @@ class Block:
         """For each row the row to serve in its place: itself, or the next good one, round the block's end if need be."""
         good = np.setdiff1d(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
+
+
+def _numbers(column: pa.Array) -> npt.NDArray[Any]:
+    if pa.types.is_fixed_size_list(column.type):
+        return _numbers(column.flatten()).reshape(len(column), column.type.list_size)
+    numbers: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return numbers

@@ -12,6 +12,11 @@ def is_text(type_: pa.DataType) -> bool:
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
 
 
+def is_raw(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds text or bytes."""
+    return is_text(type_) or bool(pa.types.is_binary(type_) or pa.types.is_large_binary(type_))
+
+
 def is_tokens(type_: pa.DataType) -> bool:
     """Whether a column of this type holds lists of integers."""
     return _is_list(type_) and bool(pa.types.is_integer(type_.value_type))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock_server.order import EpochOrder, IntArray, permute, starts_of
 from penstock_server.packing import by_value
 
-_REMEMBERED_WINDOWS = 8  # 16 bytes a sequence each
+_REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
+_Places = npt.NDArray[np.int32]
+
 LARGEST_WINDOW = 1 << 23  # sequences that are sorted at a time
 
 
@@ -24,6 +28,7 @@ class LengthOrder:
     def __init__(self, order: EpochOrder, lengths: Callable[[IntArray, IntArray], IntArray], run: int, run_key: int) -> None:
         self._order, self._lengths, self._run, self._run_key = order, lengths, run, run_key
         self._arranged = lru_cache(maxsize=_REMEMBERED_WINDOWS)(self._arrange)
+        self._lock = threading.Lock()
         self.num_sequences = order.num_sequences
 
     def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
@@ -46,10 +51,12 @@ class LengthOrder:
         moved = np.empty_like(positions)
         for window, mine in by_value(self._order.windows(positions)):
             start, _ = self._order.bounds_of_window(window)
-            moved[mine] = start + self._arranged(window)[int(inverse)][positions[mine] - start]
+            with self._lock:  # all ranks come to a window at once, and one of them is to sort it
+                moves = self._arranged(window)[int(inverse)]
+            moved[mine] = start + moves[positions[mine] - start]
         return moved
 
-    def _arrange(self, window: int) -> tuple[IntArray, IntArray]:
+    def _arrange(self, window: int) -> tuple[_Places, _Places]:
         """Where each place of a window takes its sequence from, and the inverse; both from the window's start."""
         start, stop = self._order.bounds_of_window(window)
         lengths = self._lengths(*self._order.sequences(np.arange(start, stop)))
@@ -60,6 +67,6 @@ class LengthOrder:
         taken = by_length[
             np.repeat(runs * self._run, sizes) + np.arange(len(by_length)) - np.repeat(starts_of(sizes)[:-1], sizes)
         ]
-        inverse = np.empty_like(taken)
-        inverse[taken] = np.arange(len(taken))
-        return taken, inverse
+        inverse = np.empty(len(taken), np.int32)
+        inverse[taken] = np.arange(len(taken), dtype=np.int32)
+        return taken.astype(np.int32), inverse

@@ -13,7 +13,12 @@ from penstock_server.member import Member
 from penstock_server.order import IntArray
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter, RowOutOfRange
+from penstock_server.readable import shown_columns
 from penstock_server.snapshot import Snapshot
+
+
+# Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
+_FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 1000, 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
                 for piece, turn in zip(turns, ids, strict=True)
             ]
         facts[f"{prefix}tokens"] = [token for turn in ids for token in turn]
-    for name, column in block.columns.items():
-        value = column[number].as_py()
-        facts[name] = f"{len(value):,} bytes" if isinstance(value, bytes) else value
-    return facts
+    return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
 
 def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
@@ -88,6 +90,8 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
 def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, Any]]:
     """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
 
+    An epoch of a mixture may go through a dataset over and over, or for ever: a thousand times are told, fewer of a large one.
+
     Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself. Raises what a block raises
     that cannot be read.
     """
@@ -97,6 +101,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
             f"{dataset} is a mixture; rows are of its datasets: {', '.join(names)}. Name one of them in the URL, with "
             f"mix={plan.spec.mix}."
         )
+    plan.check_epoch(epoch)
     number = names.index(dataset)
     member = plan.members[number]
     index, stored = _locate(dataset, member.snapshot, row)
@@ -105,7 +110,8 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
     if held is None:  # left out by the filter, or of the other split
         return []
     found = []
-    for own_epoch in plan.own_epochs(number, epoch):
+    most = max(_FEWEST_PASSES, min(_MOST_PASSES, _MOST_POOLS // member.snapshot.num_blocks))
+    for own_epoch in plan.own_epochs(number, epoch)[:most]:
         own = _positions(member, block, index, held, own_epoch)
         for position in plan.positions_of(number, epoch, own, own_epoch):
             found += [Occurrence(epoch, *place) for place in plan.schedule.locate(position)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,9 @@ from penstock_server.order import EpochOrder, IntArray, key
 from penstock_server.packing import Concat, Packing, Rows, SplitRows, by_value
 from penstock_server.snapshot import Snapshot
 
-_PLANNED_EPOCHS = 32  # each a few words a block
+_PLANNED_POOLS = 1 << 25  # of all epochs that are remembered, a few words each
+_LEAST_POOLS = 1 << 13  # as which an epoch counts at least: the smallest take memory, too
+_Epoch = tuple[Packing, EpochOrder | LengthOrder]
 
 
 class OrderKey(NamedTuple):
@@ -57,9 +60,9 @@ class Member:
         """Sequences of each of its epochs. Raises what Index raises."""
         return self.epoch(0)[1].num_sequences
 
-    def epoch(self, epoch: int) -> tuple[Packing, EpochOrder | LengthOrder]:
+    def epoch(self, epoch: int) -> _Epoch:
         """How blocks become sequences in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
-        return _epoch(self, epoch)
+        return _PLANNED.get(self, epoch)
 
     def read_ahead(self, epoch: int, position: int) -> None:
         """Has the blocks of the window behind a position's loaded in the background, if the cache has room for both."""
@@ -72,8 +75,46 @@ class Member:
         self.blocks.read_ahead((self.snapshot, self.order, epoch), window, blocks)
 
 
-@lru_cache(maxsize=_PLANNED_EPOCHS)
-def _epoch(member: Member, epoch: int) -> tuple[Packing, EpochOrder | LengthOrder]:
+class _Planned:
+    """The epochs that were planned last, of all members: thousands of small ones, of which a mixture may need many at once."""
+
+    def __init__(self) -> None:
+        self._epochs: OrderedDict[tuple[Member, int], _Epoch] = OrderedDict()
+        self._num_pools = 0
+        self._lock, self._planning = threading.Lock(), threading.Lock()
+
+    def get(self, member: Member, epoch: int) -> _Epoch:
+        """The epoch as it was planned, or is now. Raises what Index raises."""
+        if found := self._find(member, epoch):
+            return found
+        with self._planning:  # all ranks come to an epoch at once, and one of them is to plan it
+            if found := self._find(member, epoch):
+                return found
+            made = _plan(member, epoch)
+        with self._lock:
+            self._epochs[member, epoch] = made
+            self._num_pools += _num_pools(made)
+            while self._num_pools > _PLANNED_POOLS and len(self._epochs) > 1:
+                _, oldest = self._epochs.popitem(last=False)
+                self._num_pools -= _num_pools(oldest)
+        return made
+
+    def _find(self, member: Member, epoch: int) -> _Epoch | None:
+        with self._lock:
+            found = self._epochs.get((member, epoch))
+            if found:
+                self._epochs.move_to_end((member, epoch))
+            return found
+
+
+_PLANNED = _Planned()
+
+
+def _num_pools(epoch: _Epoch) -> int:
+    return max(_LEAST_POOLS, len(epoch[0].sequences_per_pool))
+
+
+def _plan(member: Member, epoch: int) -> _Epoch:
     of = member.order
     packing = _packing(member, epoch)
     groups = member.snapshot.blocks_per_group

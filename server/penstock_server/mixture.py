@@ -6,8 +6,10 @@ behind the other. In every prefix of a phase each dataset has its share of the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,7 +19,6 @@ from penstock_server.order import IntArray, find
 ENDLESS = 1 << 52  # samples of an epoch that never ends; they and what is made of them stay below 2^53
 
 
-@lru_cache(maxsize=64)
 def _schedule(shares: tuple[int, ...]) -> IntArray:
     """Which dataset each sample of one period is of, shape [sum(shares)], so that shares[i] are of dataset i.
 
@@ -45,12 +46,32 @@ def _schedule(shares: tuple[int, ...]) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Period:
-    """A phase's schedule, and what comes before it: `counts[n, i]` samples of dataset i are among the first n of a period."""
+    """One period of a phase: of each sample its dataset, and how many of that dataset came before it; and where each's are."""
 
     schedule: IntArray
-    counts: IntArray
-    places: tuple[IntArray, ...]  # of each dataset, its samples in the period
-    before: IntArray  # samples of each dataset in the phases before
+    numbers: IntArray
+    places: tuple[IntArray, ...]
+
+    def num_before(self, dataset: int, samples: int) -> int:
+        """Samples of a dataset among the first `samples` of the phase."""
+        rounds, rest = divmod(samples, len(self.schedule))
+        places = self.places[dataset]
+        return rounds * len(places) + int(np.searchsorted(places, rest))
+
+
+@lru_cache(maxsize=64)
+def _period(shares: tuple[int, ...]) -> _Period:
+    schedule, numbers = _schedule(shares), np.empty(sum(shares), np.int64)
+    places = tuple(np.flatnonzero(schedule == i) for i in range(len(shares)))
+    for own in places:
+        numbers[own] = np.arange(len(own))
+    return _Period(schedule, numbers, places)
+
+
+@lru_cache(maxsize=64)
+def mixture_of(mix: Mix) -> Mixture:
+    """The mixture of a mix; the last few are remembered."""
+    return Mixture(mix)
 
 
 class Mixture:
@@ -59,17 +80,11 @@ class Mixture:
     def __init__(self, mix: Mix) -> None:
         self._starts = np.array([phase.start for phase in mix.phases])
         self._num_datasets = len(mix.datasets)
-        self._periods: list[_Period] = []
-        before = np.zeros(self._num_datasets, np.int64)
-        for number, phase in enumerate(mix.phases):
-            schedule = _schedule(phase.shares)
-            counts = np.zeros((len(schedule) + 1, self._num_datasets), np.int64)
-            np.cumsum(schedule[:, None] == np.arange(self._num_datasets), axis=0, out=counts[1:])
-            places = tuple(np.flatnonzero(schedule == i) for i in range(self._num_datasets))
-            self._periods.append(_Period(schedule, counts, places, before))
-            if number + 1 < len(mix.phases):
-                rounds, rest = divmod(mix.phases[number + 1].start - phase.start, len(schedule))
-                before = before + rounds * counts[-1] + counts[rest]
+        self._periods = [_period(phase.shares) for phase in mix.phases]
+        self._before = [np.zeros(self._num_datasets, np.int64)]  # samples of each dataset in the phases before
+        for period, (start, stop) in zip(self._periods, pairwise(self._starts.tolist()), strict=False):
+            of_phase = [period.num_before(i, stop - start) for i in range(self._num_datasets)]
+            self._before.append(self._before[-1] + np.array(of_phase))
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
         """Of each sample its dataset and its number in that dataset's stream, both of the shape of `samples`."""
@@ -79,34 +94,34 @@ class Mixture:
             mine, period = phases == phase, self._periods[phase]
             rounds, rest = np.divmod(samples[mine] - self._starts[phase], len(period.schedule))
             chosen = period.schedule[rest]
+            per_round = np.array([len(places) for places in period.places])
             datasets[mine] = chosen
-            numbers[mine] = period.before[chosen] + rounds * period.counts[-1, chosen] + period.counts[rest, chosen]
+            numbers[mine] = self._before[phase][chosen] + rounds * per_round[chosen] + period.numbers[rest]
         return datasets, numbers
 
     def num_before(self, dataset: int, sample: int) -> int:
         """Samples of a dataset before this one."""
         phase = int(find(self._starts, np.array([sample]))[0])
-        period = self._periods[phase]
-        rounds, rest = divmod(sample - int(self._starts[phase]), len(period.schedule))
-        return int(period.before[dataset] + rounds * period.counts[-1, dataset] + period.counts[rest, dataset])
+        of_phase = self._periods[phase].num_before(dataset, sample - int(self._starts[phase]))
+        return int(self._before[phase][dataset]) + of_phase
 
     def sample(self, dataset: int, number: int) -> int | None:
         """The inverse: the sample that is the given one of a dataset's stream, or None: it never comes."""
         for phase in reversed(range(len(self._periods))):
-            period = self._periods[phase]
-            if number < period.before[dataset]:
+            period, before = self._periods[phase], int(self._before[phase][dataset])
+            if number < before:
                 continue
             places = period.places[dataset]
             if not len(places):
                 continue
-            rounds, rest = divmod(number - int(period.before[dataset]), len(places))
+            rounds, rest = divmod(number - before, len(places))
             found = int(self._starts[phase]) + rounds * len(period.schedule) + int(places[rest])
             last = phase + 1 == len(self._periods)
             if last or found < self._starts[phase + 1]:
                 return found
         return None
 
-    def epoch_length(self, sizes: IntArray, stop: str) -> int | None:
+    def epoch_length(self, sizes: Sequence[int], stop: str) -> int | None:
         """Samples of an epoch over datasets of these sizes, in samples; None if the rule never ends it.
 
         first: before the first dataset would begin a second time. all: once every dataset has been seen whole. never: endless.
@@ -114,7 +129,7 @@ class Mixture:
         if stop == "never":
             return ENDLESS
         if stop == "first":
-            ends = [self.sample(i, int(size)) for i, size in enumerate(sizes)]
+            ends = [self.sample(i, size) for i, size in enumerate(sizes)]
             return min((end for end in ends if end is not None), default=None)
-        last = [self.sample(i, int(size) - 1) for i, size in enumerate(sizes)]
+        last = [self.sample(i, size - 1) for i, size in enumerate(sizes)]
         return None if None in last else 1 + max(end for end in last if end is not None)

@@ -13,11 +13,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from penstock.spec import Spec
+from penstock.spec import LARGEST_COUNT, Spec
 from penstock.wire import Address, Layout
 from penstock_server.length_order import LARGEST_WINDOW
 from penstock_server.member import Member
-from penstock_server.mixture import Mixture
+from penstock_server.mixture import Mixture, mixture_of
 from penstock_server.order import IntArray
 from penstock_server.packing import Spans
 from penstock_server.problems import BadParameter
@@ -25,7 +25,7 @@ from penstock_server.schedule import Schedule
 from penstock_server.tensor import Tensor, tensors_of
 
 MAX_BATCH_BYTES = 1 << 30
-_REMEMBERED_PLANS = 256
+_REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, also when the folder has moved on
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,14 @@ class MemberSpans:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one spec cuts one dataset, or several, into batches. `spec` has every parameter resolved, the snapshot included."""
+    """How one spec cuts one dataset, or several, into batches. `spec` has every parameter resolved, the snapshot included.
+
+    `sizes` are the sequences of an epoch of each member.
+    """
 
     dataset: str
     members: tuple[Member, ...]
+    sizes: tuple[int, ...]
     mixture: Mixture | None
     spec: Spec
     schedule: Schedule
@@ -62,6 +66,15 @@ class Plan:
         """The shape of each tensor, with None for a width that differs from batch to batch."""
         fixed = self.spec.pad == "seq_len" or self.spec.packing != "rows"
         return [t.shape(self.spec.batch_size, t.longest if fixed and not t.is_ragged else None) for t in self.tensors]
+
+    @cached_property
+    def step_nbytes(self) -> int:
+        """About the bytes of a batch: of what travels as text, by what a row takes in the shards on average."""
+        if not any(tensor.is_ragged for tensor in self.tensors):
+            return self.largest_layout.nbytes
+        snapshots = [member.snapshot for member in self.members]
+        per_row = max(sum(sum(shard.bytes_per_group) for shard in s.shards) // max(1, s.num_rows) for s in snapshots)
+        return self.largest_layout.nbytes + self.spec.batch_size * per_row
 
     @cached_property
     def largest_layout(self) -> Layout:
@@ -88,9 +101,8 @@ class Plan:
             return 0.0
         if self.spec.packing == "rows" or self.mixture:
             return None
-        [member] = self.members
-        num_tokens = int(member.index.tokens_per_block(self.spec.split).sum())
-        return 1 - num_tokens / (member.num_sequences * self.spec.seq_len)
+        num_tokens = int(self.members[0].index.tokens_per_block(self.spec.split).sum())
+        return 1 - num_tokens / (self.sizes[0] * self.spec.seq_len)
 
     @property
     def pad_id(self) -> int:
@@ -119,8 +131,15 @@ class Plan:
     def check(self, epoch: int, step: int, rank: int) -> None:
         """Whether there is such a batch. Raises StepOutOfRange, RankOutOfRange, BadParameter: there is none."""
         self.schedule.check(step, rank)
-        if self.mixture and (epoch + 1) * self.schedule.num_positions > 2**53:
-            raise BadParameter(f"epoch {epoch} does not exist: with mix_stop={self.spec.mix_stop} the first does not end.")
+        self.check_epoch(epoch)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Whether there is such an epoch. Raises BadParameter: there is none."""
+        if self.spec.mix_stop == "never" and epoch:
+            raise BadParameter(f"epoch {epoch} does not exist: with mix_stop=never the first does not end.")
+        if self.mixture and (epoch + 1) * self.schedule.num_positions > LARGEST_COUNT:
+            last = LARGEST_COUNT // self.schedule.num_positions - 1
+            raise BadParameter(f"epoch {epoch:,} does not exist: samples of a mixture are counted as far as epoch {last:,}.")
 
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
         """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
@@ -143,7 +162,7 @@ class Plan:
         """Where positions `own` of a member's own epoch stand in an epoch; those that it does not show are left out."""
         if self.mixture is None:
             return own.tolist() if own_epoch == epoch else []
-        first = own_epoch * self.members[member].num_sequences
+        first = own_epoch * self.sizes[member]
         samples = [self.mixture.sample(member, first + number) for number in own.tolist()]
         begin = epoch * self.schedule.num_positions
         return [s - begin for s in samples if s is not None and begin <= s < begin + self.schedule.num_positions]
@@ -152,8 +171,8 @@ class Plan:
         """The epochs of a member that an epoch shows, whole or in part."""
         if self.mixture is None:
             return range(epoch, epoch + 1)
-        ends = np.array([epoch, epoch + 1]) * self.schedule.num_positions
-        first, last = (self.mixture.num_before(member, int(end)) // self.members[member].num_sequences for end in ends)
+        ends = (epoch * self.schedule.num_positions, (epoch + 1) * self.schedule.num_positions)
+        first, last = (self.mixture.num_before(member, end) // self.sizes[member] for end in ends)
         return range(first, last + 1)
 
     def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
@@ -164,7 +183,7 @@ class Plan:
         parts = []
         for member in np.unique(datasets).tolist():
             lines = np.flatnonzero(datasets == member)
-            epochs, own = np.divmod(numbers[lines], self.members[member].num_sequences)
+            epochs, own = np.divmod(numbers[lines], self.sizes[member])
             parts += [
                 (member, own_epoch, lines[epochs == own_epoch], own[epochs == own_epoch])
                 for own_epoch in np.unique(epochs).tolist()
@@ -185,11 +204,11 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         )
     tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
     mix, skipped = spec.mixed(), spec.skipped()
-    mixture = Mixture(mix) if mix else None
-    sizes = np.array([member.num_sequences for member in members])
-    if empty := [member.name for member, size in zip(members, sizes.tolist(), strict=True) if not size]:
+    mixture = mixture_of(mix) if mix else None
+    sizes = tuple(member.num_sequences for member in members)
+    if empty := [member.name for member, size in zip(members, sizes, strict=True) if not size]:
         raise BadParameter(_no_sequence(empty[0], spec))
-    num_positions = mixture.epoch_length(sizes, spec.mix_stop or "first") if mixture else int(sizes[0])
+    num_positions = mixture.epoch_length(sizes, spec.mix_stop or "first") if mixture else sizes[0]
     if num_positions is None:
         raise BadParameter(
             f"mix_stop={spec.mix_stop} never ends an epoch of mix={spec.mix}: the dataset it waits for has no weight from some "
@@ -211,7 +230,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
             f"step takes batch_size x world_size = {spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, "
             f"which fills the step from the epoch's start."
         )
-    plan = Plan(dataset, members, mixture, spec, schedule)
+    plan = Plan(dataset, members, sizes, mixture, spec, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:
         raise BadParameter(
             f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be up to {nbytes:,} bytes; the limit "
@@ -221,10 +240,8 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
 
 
 def _no_sequence(name: str, spec: Spec) -> str:
-    if spec.split != "all":
-        return (
-            f"{name} has no sequence in split={spec.split}. Raise its share (validation, in penstock.toml), or use split=all."
-        )
+    where = "" if spec.split == "all" else f" in split={spec.split}"
+    share = "" if spec.split == "all" else ", or raise its share (validation, in penstock.toml), or use split=all"
     if spec.packing == "concat":
-        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens in all. Lower seq_len."
-    return f"{name} has no row that its filter keeps. Mend the filter in penstock.toml."
+        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where}. Lower seq_len{share}."
+    return f"{name} has no row{where} that its filter keeps and that can be used. Mend the filter or the data{share}."

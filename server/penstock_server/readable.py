@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import isfinite, isnan
 from typing import Any
+
+import numpy as np
 
 from penstock import wire
 from penstock_server.batch import Chunk, TokenSequence, frames, gather
@@ -26,6 +29,19 @@ def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
 def provenance_of(sequence: TokenSequence) -> list[dict[str, Any]]:
     """The rows that a sequence is made of, in their order; with their datasets."""
     return [{"dataset": part.member.name} | asdict(source) for part in sequence.parts for source in part.sources()]
+
+
+def shown_columns(block: Block, row: int) -> dict[str, Any]:
+    """What travels with a row, as JSON can say it."""
+    return {name: _shown(column[row].as_py()) for name, column in block.columns.items()}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if isfinite(value) else None if isnan(value) else str(value)
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else value
 
 
 def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str:
@@ -54,7 +70,7 @@ def _sequence(plan: Plan, index: int, sequence: TokenSequence) -> dict[str, Any]
         ("" if plan.mixture is None else f"{s['dataset']}: ") + f"{s['shard']}, row group {s['row_group']}, row {s['row']}"
         for s in provenance_of(sequence)
     )
-    tokenizer = plan.members[0].snapshot.recipe.tokenizer
+    tokenizer = sequence.parts[0].member.snapshot.recipe.tokenizer
     for tensor in plan.tensors:
         line = sequence.line(tensor)
         if tensor.kind == "tokens":
@@ -67,9 +83,10 @@ def _sequence(plan: Plan, index: int, sequence: TokenSequence) -> dict[str, Any]
             facts[tensor.name] = sum(piece.length for piece in line)
         elif tensor.kind == "starts":
             facts[tensor.name] = sequence.document_starts(tensor.longest)
-        elif sequence.row:
-            value = sequence.row[0].columns[tensor.name][sequence.row[1]].as_py()
-            facts[tensor.name] = f"{len(value):,} bytes" if isinstance(value, bytes) else value
+    names = [tensor.name for tensor in plan.tensors if tensor.kind == "column"]
+    if sequence.row and names:
+        columns = shown_columns(*sequence.row)
+        facts["columns"] = {name: columns[name] for name in names}
     return facts
 
 

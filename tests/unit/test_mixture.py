@@ -53,7 +53,7 @@ def test_an_epoch_ends_with_the_first_dataset_or_with_the_last(
 ) -> None:
     sizes, mixture = sizes[: len(mix.datasets)], Mixture(mix)
     for stop in ("first", "all"):
-        length = mixture.epoch_length(sizes, stop)
+        length = mixture.epoch_length(sizes.tolist(), stop)
         if length is None:
             assert not all(mix.phases[-1].shares)
             continue
