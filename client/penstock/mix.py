@@ -11,12 +11,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import gcd, lcm
 
 from penstock.errors import SpecError
 
 LARGEST_PERIOD = 100_000
+LARGEST_PERIODS = 1_000_000  # of all phases together
 _WEIGHT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?")
+_START = re.compile(r"[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +46,32 @@ class Mix:
         )
 
 
+@lru_cache(maxsize=64)
 def parse_mix(text: str) -> Mix:
     """The mix that a text spells. Raises SpecError: it spells none; the message says what is wrong."""
     weights: list[tuple[int, dict[str, Fraction]]] = []
     for number, part in enumerate(text.split(";")):
-        body, at, start = part.partition("@")
-        if at and not (start.isascii() and start.isdigit()):
-            raise _wrong(text, f"{start!r} behind @ is no sample's number")
+        body, at, start = part.rpartition("@")
+        if not at or ":" in start:  # an @ in a dataset's name
+            body, at, start = part, "", ""
+        if at and not _START.fullmatch(start):
+            raise _wrong(text, f"{start[:40]!r} behind @ is no sample's number")
         if bool(number) != bool(at) or (weights and int(start) <= weights[-1][0]):
             raise _wrong(text, "the first phase has no @, each other one a larger number behind it than the one before")
         weights.append((int(start) if at else 0, _weights(text, body)))
     names = tuple(sorted({name for _, phase in weights for name in phase}))
-    return Mix(names, tuple(_phase(text, start, [phase.get(name, Fraction(0)) for name in names]) for start, phase in weights))
+    phases = tuple(_phase(text, start, [phase.get(name, Fraction(0)) for name in names]) for start, phase in weights)
+    if sum(sum(shares) for shares in {phase.shares for phase in phases}) > LARGEST_PERIODS:
+        raise _wrong(text, f"its phases repeat after more than {LARGEST_PERIODS:,} samples together; round their weights")
+    return Mix(names, phases)
 
 
 def _weights(text: str, body: str) -> dict[str, Fraction]:
     found: dict[str, Fraction] = {}
     for item in body.split(","):
         name, _, weight = item.rpartition(":")
+        if name and _NUMBER.fullmatch(weight) and not _WEIGHT.fullmatch(weight):
+            raise _wrong(text, f"{weight[:40]}, the weight of {name}, has more than nine digits before or behind its point; round it")
         if not name or not _WEIGHT.fullmatch(weight):
             raise _wrong(text, f"{item!r} is not a dataset's name, a colon and a weight")
         if name in found:
@@ -73,7 +85,8 @@ def _weights(text: str, body: str) -> dict[str, Fraction]:
 def _phase(text: str, start: int, weights: list[Fraction]) -> Phase:
     scale = lcm(*(weight.denominator for weight in weights))
     shares = [int(weight * scale) for weight in weights]
-    shares = [share // gcd(*shares) for share in shares]
+    common = gcd(*shares)
+    shares = [share // common for share in shares]
     if sum(shares) > LARGEST_PERIOD:
         raise _wrong(
             text, f"its weights only repeat after {sum(shares):,} samples, the limit is {LARGEST_PERIOD:,}; round them"

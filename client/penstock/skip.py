@@ -7,15 +7,18 @@ samples:1000-1999            samples of the epoch, over all ranks: the same what
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from penstock.errors import SpecError
 
 Ranges = tuple[tuple[int, int], ...]
 
 _SAMPLES = "samples:"
-_RANGE = re.compile(r"([0-9]{1,15})-([0-9]{1,15})")
+_RANGE = re.compile(r"([0-9]{1,16})-([0-9]{1,16})")
+_LAST = 2**53  # as far as samples are counted: a range may end anywhere behind an epoch
 
 
+@lru_cache(maxsize=64)
 def parse_skip(text: str, samples_per_step: int) -> Ranges:
     """The ranges of samples, half-open, sorted and disjoint, that a text spells. Raises SpecError: it spells none."""
     unit = 1 if text.startswith(_SAMPLES) else samples_per_step
@@ -24,9 +27,11 @@ def parse_skip(text: str, samples_per_step: int) -> Ranges:
         found = _RANGE.fullmatch(part)
         if not found or int(found[1]) > int(found[2]):
             raise SpecError(f"skip={text!r}: {part!r} is no range FIRST-LAST, such as 41000-41200", ("skip",))
-        ranges.append((int(found[1]) * unit, (int(found[2]) + 1) * unit))
+        ranges.append((min(int(found[1]) * unit, _LAST), min((int(found[2]) + 1) * unit, _LAST)))
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
+        if start == stop:  # behind the last sample
+            continue
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:

@@ -113,6 +113,8 @@ class Spec:
             yield "long_rows", "long_rows=split goes with task=causal: it cuts one stream of tokens"
         if self.pad.isdigit() and self.seq_len % int(self.pad):
             yield "pad", f"pad={self.pad} must divide seq_len={self.seq_len}, or the longest rows would not fit"
+        if self.pad.isdigit() and self.target_len and self.target_len % int(self.pad):
+            yield "pad", f"pad={self.pad} must divide target_len={self.target_len}, or the longest responses would not fit"
         try:
             self.skipped()
             self.mixed()

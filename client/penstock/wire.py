@@ -36,7 +36,8 @@ MEDIA_TYPE = "application/vnd.msgpack"
 _BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
 TEXTS = ("utf8", "binary")
 _NO_DIGEST = "0" * 16
-_MOST_SUBSTITUTED = 1 << 17  # more than a batch has sequences, and more bytes in a header than any fewer
+_MOST_SEQUENCES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
+_MOST_DIMENSIONS = 32
 _UNSEALED = ("header_digest", "pad")
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
@@ -102,10 +103,10 @@ def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
 def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[str] | list[bytes]:
     """The texts, or the bytes, that such a tensor holds. Raises WireError: its offsets or its text are none."""
     head = 8 * (tensor.shape[0] + 1)
-    offsets, body = content[:head].view("<i8").tolist(), content[head:].tobytes()
-    if offsets[0] != 0 or offsets[-1] != len(body) or any(a > b for a, b in pairwise(offsets)):
+    borders, body = content[:head].view("<i8"), content[head:].tobytes()
+    if borders[0] != 0 or borders[-1] != len(body) or (borders[1:] < borders[:-1]).any():
         raise WireError(f"the offsets of the texts in {tensor.name} are none")
-    found = [body[start:stop] for start, stop in pairwise(offsets)]
+    found = [body[start:stop] for start, stop in pairwise(borders.tolist())]
     try:
         return [text.decode() for text in found] if tensor.dtype == "utf8" else found
     except UnicodeDecodeError as error:
@@ -160,7 +161,7 @@ def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST, su
     # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
     header |= {"header_digest": _digest_of_fields(header), "pad": b""}
     bare = len(msgpack.packb(header)) + _BIN32.size
-    longest = bare - len(msgpack.packb(substituted)) + len(msgpack.packb(_MOST_SUBSTITUTED))
+    longest = bare - len(msgpack.packb(substituted)) + len(msgpack.packb(_MOST_SEQUENCES))
     header["pad"] = bytes(_round_up(longest) - bare)
     packed: bytes = msgpack.packb(header)
     return packed + _BIN32.pack(0xC6, layout.nbytes)
@@ -191,10 +192,8 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
         layout = Layout(
             tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in header["tensors"]), nbytes
         )
-        sound = mark == 0xC6 and nbytes == header["nbytes"]
-        sound = sound and all(
-            0 <= t.offset and t.offset + t.nbytes <= nbytes and all(size >= 0 for size in t.shape) for t in layout.tensors
-        )
+        sound = mark == 0xC6 and nbytes == header["nbytes"] and all(_fits(tensor, nbytes) for tensor in layout.tensors)
+        sound = sound and len({tensor.name for tensor in layout.tensors}) == len(layout.tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"the header of a frame lacks or garbles a field: {error!r}") from error
     if not sound:
@@ -211,6 +210,18 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
         address=address, digest=actual, nbytes=nbytes, tensors=views, texts=texts, substituted=header.get("substituted", 0)
     )
     return frame, at + nbytes
+
+
+def _fits(tensor: TensorLayout, nbytes: int) -> bool:
+    """Whether a tensor of a header can lie in a payload of so many bytes. Raises what numbers raise that are none."""
+    sizes = (tensor.offset, *tensor.shape)
+    if not isinstance(tensor.name, str) or any(type(size) is not int or not 0 <= size < 1 << 32 for size in sizes):
+        return False
+    if tensor.dtype in TEXTS and tensor.shape[0] > _MOST_SEQUENCES:
+        return False
+    # Numpy refuses some shapes even where another size is 0.
+    makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 56
+    return makes_sense and tensor.offset + tensor.nbytes <= nbytes
 
 
 def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:

@@ -78,6 +78,11 @@ def test_weights_are_what_they_are_to_each_other() -> None:
     assert str(parse_mix("a:1,b:1;b:0.50,a:1.5@100")) == "a:1,b:1;a:3,b:1@100"
 
 
+def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
+    assert str(parse_mix("a@2:1,b:c:3;a@2:1,b:c:1@70")) == "a@2:1,b:c:3;a@2:1,b:c:1@70"
+    assert parse_mix("a@2:1").datasets == ("a@2",)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -90,6 +95,10 @@ def test_weights_are_what_they_are_to_each_other() -> None:
         ("a:1;b:1@9;c:1@9", "the first phase has no @"),
         ("a:1;b:1@x", "'x' behind @ is no sample's number"),
         ("a:0.333333333,b:0.666666667", "round them"),
+        ("a:0.3333333333333333,b:1", "0.3333333333333333, the weight of a, has more than nine digits"),
+        ("a:1e-05,b:1", "1e-05, the weight of a, has more than nine digits"),
+        ("a:1;a:2@" + "9" * 5000, "behind @ is no sample's number"),
+        (";".join(["a:1,b:1", *(f"a:1,b:{99_000 + n}@{n}" for n in range(1, 20))]), "round their weights"),
     ],
 )
 def test_what_spells_no_mix_is_refused(text: str, message: str) -> None:

@@ -67,6 +67,13 @@ def test_steps_are_samples_of_the_global_batch() -> None:
     assert spell_skip(()) is None
 
 
+def test_a_range_may_end_anywhere_behind_the_epoch_and_is_spelled_so_that_it_can_be_read() -> None:
+    whole = parse_skip("7-999999999999999,1-2", 65_536)
+    assert whole == ((65_536, 196_608), (458_752, 2**53))
+    assert parse_skip(str(spell_skip(whole)), 1) == whole
+    assert parse_skip("999999999999999-9999999999999999", 65_536) == ()
+
+
 @pytest.mark.parametrize("text", ["5", "9-3", "a-b", "1-2,", "-1-2", "samples:"])
 def test_what_spells_no_range_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="is no range FIRST-LAST"):

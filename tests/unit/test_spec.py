@@ -53,3 +53,8 @@ def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
     for name, default in Spec().to_dict().items():
         if name not in ("world_size", "offset"):  # found out, and kept in the state
             assert taken[name].default == default
+
+
+def test_a_multiple_that_does_not_divide_the_longest_response_is_refused() -> None:
+    with pytest.raises(SpecError, match="pad=64 must divide target_len=100"):
+        Spec(seq_len=128, task="seq2seq", target_len=100, pad="64")

@@ -111,3 +111,56 @@ def test_tensors_do_not_overlap() -> None:
     layout = Layout.of([("a", "uint16", (33,)), ("b", "int32", (1,)), ("c", "uint16", (4, 4))])
     assert all(one.offset + one.nbytes <= two.offset for one, two in pairwise(layout.tensors))
     assert layout.nbytes % 64 == 0
+
+
+def sealed(tensors: list[Any], payload: bytes = bytes(128)) -> bytes:
+    """A frame whose digests are right, whatever its header says of the tensors."""
+    empty = wire.encode_header(Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0), Layout((), len(payload)))
+    header = msgpack.unpackb(empty[:-5]) | {"digest": wire.digest(payload), "tensors": tensors}
+    fields = {name: value for name, value in header.items() if name not in ("header_digest", "pad")}
+    header["header_digest"] = wire.digest(msgpack.packb(fields))
+    return msgpack.packb(header) + empty[-5:] + payload
+
+
+huge = st.sampled_from([-1, 0, 1, 2, 3, 7, 8, 15, 16, 17, 2**31, 2**32, 2**61, 2**63 - 1, -(2**62)])
+sizes = st.lists(st.sampled_from([0, 1, 2, 2**31, 2**32 - 1]), max_size=5)
+odd = st.one_of(huge, st.floats(), st.text(max_size=3), st.none(), st.booleans(), st.lists(huge, max_size=2))
+dtypes = st.one_of(st.sampled_from(["utf8", "binary", "bool", "uint8", "int64", "float64", "complex64"]), odd)
+
+
+@given(
+    st.lists(st.tuples(st.one_of(st.just("a"), odd), dtypes, st.one_of(st.lists(odd, max_size=4), sizes, odd), odd), max_size=3),
+    st.lists(huge, min_size=16, max_size=16),
+)
+def test_a_header_that_lies_is_refused_or_holds_what_it_says(tensors: list[Any], words: list[int]) -> None:
+    body = sealed([list(tensor) for tensor in tensors], np.array(words, "<i8").tobytes())
+    try:
+        [frame] = wire.decode(body)
+    except WireError:
+        return
+    assert sum(array.nbytes for array in frame.tensors.values()) <= 128 * len(tensors)
+    assert sum(len(text) for texts in frame.texts.values() for text in texts) <= 128 * len(tensors)
+
+
+@given(st.lists(st.one_of(st.integers(-200, 200), huge), min_size=16, max_size=16), st.integers(0, 15), st.integers(0, 128))
+def test_texts_whose_offsets_lie_are_refused(words: list[int], count: int, nbytes: int) -> None:
+    body = sealed([["a", "binary", [count, nbytes], 0]], np.array(words, "<i8").tobytes())
+    sound = words[0] == 0 and words[count] == nbytes and words[: count + 1] == sorted(words[: count + 1])
+    if sound and 8 * (count + 1) + nbytes <= 128:
+        [frame] = wire.decode(body)
+        assert [len(text) for text in frame.texts["a"]] == np.diff(words[: count + 1]).tolist()
+    else:
+        with pytest.raises(WireError):
+            list(wire.decode(body))
+
+
+def test_texts_come_back_as_they_were_sent() -> None:
+    texts = {"some": ["fox", "", "über"], "none": ["", ""], "no": []}
+    raw = {name: [text.encode() for text in own] for name, own in texts.items()}
+    layout = Layout.of([(name, "utf8", (len(own), sum(map(len, own)))) for name, own in raw.items()])
+    payload = bytearray(layout.nbytes)
+    for name, view in layout.views(memoryview(payload)).items():
+        wire.pack_texts(raw[name], view)
+    address = Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0)
+    [frame] = wire.decode(wire.encode_header(address, layout, wire.digest(memoryview(payload))) + payload)
+    assert frame.texts == texts
