@@ -45,7 +45,7 @@ class Counting(Generic[T]):
         if self._made:
             return self._made[0]
         if failure := self._failure:
-            raise failure[0]
+            raise failure[0].with_traceback(None)  # else the frames of all who ask would pile up in it
         raise IndexNotReady(
             f"{self._what} are being counted: {self.num_done:,} of {self.total:,} blocks are done "
             f"({self.num_done / max(self.total, 1):.0%}). This happens once.",

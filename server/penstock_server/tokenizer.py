@@ -21,16 +21,15 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFile:
-    """A `tokenizers` file and what it holds; `digest` is the hash of its bytes."""
+    """A `tokenizers` file and what it holds.
+
+    `digest` is the hash of its bytes, `vocab_size` one more than the largest id, added tokens included.
+    """
 
     path: Path
     digest: str
     tokenizer: Tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    vocab_size: int
 
     def encode(self, texts: Sequence[str], name: str) -> list[Ids]:
         """The ids of each text of a column, without the tokenizer's special tokens. Raises ValueError: the tokenizer fails."""
@@ -93,7 +92,8 @@ def _load(path: Path, mtime_ns: int) -> TokenizerFile:  # noqa: ARG001 - a file 
         raise DatasetRefused(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return TokenizerFile(path, blake2b(content, digest_size=16).hexdigest(), tokenizer)
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return TokenizerFile(path, blake2b(content, digest_size=16).hexdigest(), tokenizer, vocab_size)
 
 
 def _portions(texts: Sequence[str]) -> Iterator[list[str]]:

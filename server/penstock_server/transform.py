@@ -2,8 +2,9 @@
 
     transform = "clean:strip_html"    # function strip_html of clean.py in the dataset's folder, else of the module `clean`
 
-It takes a RecordBatch, shape [num_rows], and returns one with as many rows and any columns. It must give the same rows for the
-same rows, whichever come with them: blocks are made again at any time, on any server.
+The function takes a RecordBatch, shape [num_rows], and returns one with as many rows and any columns. It must give the same
+rows for the same rows, whichever come with them: blocks are made again at any time, on any server. What it needs stands in its
+own module or is installed: of other files nobody would see that they changed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow as pa
 
@@ -57,26 +59,41 @@ def load_transform(name: str, folder: Path) -> Transform:
     module_name, colon, function_name = name.partition(":")
     if not (colon and module_name and function_name.isidentifier()):
         raise TransformError(f'transform = {name!r} must name a function, as in "module:function"')
+    beside = folder / f"{module_name}.py"
+    path, package = (beside, "") if beside.is_file() else _installed(module_name)
+    if path is None:
+        raise TransformError(f"there is no module {module_name!r}: neither {beside} nor an installed one")
     try:
-        found = _spec(module_name, folder)
-    except (ImportError, ValueError) as error:
-        raise TransformError(f"the module of the transform {name} cannot be found: {error}") from error
-    if found is None or found.loader is None or not found.origin:
-        raise TransformError(f"there is no module {module_name!r}: neither {folder / module_name}.py nor an installed one")
-    source = Path(found.origin).read_bytes()
+        source = path.read_bytes()
+    except OSError as error:
+        raise TransformError(f"{path} cannot be read: {error.strerror}") from error
     digest = blake2b(source, digest_size=16).hexdigest()
-    module = module_from_spec(found)
-    sys.modules.setdefault(f"penstock_transform_{digest}", module)
     try:
-        found.loader.exec_module(module)
-    except Exception as error:
-        raise TransformError(f"{found.origin} cannot be imported: {type(error).__name__}: {error}") from error
+        module = _run(path, source, f"penstock_transform_{digest}", package)
+    except (Exception, SystemExit) as error:
+        raise TransformError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise TransformError(f"{found.origin} has no function {function_name!r}")
+        raise TransformError(f"{path} has no function {function_name!r}")
     return Transform(name, digest, function)
 
 
-def _spec(module: str, folder: Path):  # type: ignore[no-untyped-def]
-    beside = folder / f"{module}.py"
-    return spec_from_file_location(module, beside) if beside.is_file() else find_spec(module)
+def _run(path: Path, source: bytes, name: str, package: str) -> ModuleType:
+    """The module that a source makes: these very bytes, of which the digest is, and not what Python has compiled before."""
+    module = ModuleType(name)
+    module.__file__, module.__package__ = str(path), package
+    code = compile(source, str(path), "exec")
+    sys.modules[name] = module  # by a name of its own: two datasets may have a clean.py each, and dataclasses look it up there
+    exec(code, module.__dict__)
+    return module
+
+
+def _installed(module: str) -> tuple[Path | None, str]:
+    """The source of an installed module, None if there is none, and the package that it is in."""
+    try:
+        found = find_spec(module)
+    except Exception as error:  # a package is imported to look for a module in it
+        raise TransformError(f"the module {module!r} cannot be looked for: {type(error).__name__}: {error}") from error
+    if found is None or not found.has_location or not found.origin:
+        return None, ""
+    return Path(found.origin), found.parent or ""

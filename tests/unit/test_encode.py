@@ -63,7 +63,7 @@ def test_bad_texts_are_null_with_the_reason_and_leave_the_others_as_they_are(tok
 
 def test_a_tokenizer_that_fails_is_named_with_the_column() -> None:
     words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="[UNK]"))
-    failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words))
+    failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1))
     with pytest.raises(ValueError, match=r"the tokenizer words.json fails on column 't'"):
         encode(pa.table({"t": ["dog"]}), failing, "uint16", 9)
 
