@@ -71,7 +71,7 @@ def _weights(text: str, body: str) -> dict[str, Fraction]:
     for item in body.split(","):
         name, _, weight = item.rpartition(":")
         if name and _NUMBER.fullmatch(weight) and not _WEIGHT.fullmatch(weight):
-            raise _wrong(text, f"{weight[:40]}, the weight of {name}, has more than nine digits before or behind its point; round it")
+            raise _wrong(text, f"{weight[:40]}, the weight of {name}, has more than nine digits on a side; round it")
         if not name or not _WEIGHT.fullmatch(weight):
             raise _wrong(text, f"{item!r} is not a dataset's name, a colon and a weight")
         if name in found:

@@ -41,11 +41,11 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
 
 
 def _order(spec: Spec) -> dict[str, Any]:
-    values, names = spec.to_dict(), _ORDER
+    values, names = spec.to_dict(), [*_ORDER]
     if (spec.packing, spec.long_rows) != ("rows", "truncate"):
-        names += ("seq_len",)  # where rows are joined or cut, sequences of another length are other samples
+        names += ["seq_len"]  # where rows are joined or cut, sequences of another length are other samples
     elif spec.group_by_length:
-        names += ("seq_len", "task")  # rows are sorted by their lengths as they are cut; in seq2seq they are not cut as a whole
+        names += ["seq_len", "task"]  # rows are sorted by their lengths as they are cut; in seq2seq they are not cut as a whole
     return {name: values[name] for name in names}
 
 

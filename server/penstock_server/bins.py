@@ -1,8 +1,8 @@
-"""The bins of a snapshot: what best_fit packed for one seq_len and split, in a file beside the cached blocks, mapped into memory.
+"""The bins of a snapshot: what best_fit packed for one seq_len and split, in a file beside the cached blocks, mapped.
 
-A file is, little-endian: of each pool in turn, uint32, where each bin's documents start and at last their number, [num_bins + 1];
-the documents of all bins, by their number in the pool, [num_parts]; the first token of each that is in the bin, [num_parts].
-Then bins and parts of each pool, int64 [2, num_pools]; and the xxh3-64 of all that.
+A file is, little-endian: of each pool in turn, uint32, where each bin's documents start and at last their number, shape
+[num_bins + 1]; the documents of all bins, by their number in the pool, [num_parts]; the first token of each that is in the
+bin, [num_parts]. Then bins and parts of each pool, int64 [2, num_pools]; and the xxh3-64 of all that.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from penstock_server.problems import BadParameter, RowOutOfRange
 from penstock_server.readable import shown_columns
 from penstock_server.snapshot import Snapshot
 
-
 # Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
-_FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 1000, 1 << 22
+_FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 100, 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,8 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
 def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, Any]]:
     """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
 
-    An epoch of a mixture may go through a dataset over and over, or for ever: a thousand times are told, fewer of a large one.
+    An epoch of a mixture may go through a dataset over and over, or for ever: the first hundred times are told, of a large
+    dataset fewer.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself. Raises what a block raises
     that cannot be read.

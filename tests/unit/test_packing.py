@@ -202,7 +202,7 @@ def test_bins_that_were_stored_are_the_bins_that_were_packed(pools: list[npt.NDA
     made = [pack(pool, 16) for pool in pools]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "some.index"
-        kept = [keep_bins(path, len(pools), lambda: made), keep_bins(path, len(pools), lambda: []), PackedPools.of(made)]
+        kept = [keep_bins(path, len(pools), lambda: made), keep_bins(path, len(pools), list), PackedPools.of(made)]
         for packed in kept:
             assert packed.bins_per_pool.tolist() == [bins.num_bins for bins in made]
             for pool, bins in enumerate(made):

@@ -36,7 +36,7 @@ def test_a_source_that_changes_within_a_second_is_read_again(tmp_path: Path) -> 
 
 
 def test_a_module_may_have_dataclasses_and_names_that_look_themselves_up(tmp_path: Path) -> None:
-    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\nclass Word:\n    text: str\n\n"
+    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\nclass Word:\n    text: str\n"
     (tmp_path / "clean.py").write_text(source + SAYS.format("fox"))
     assert said(tmp_path) == "fox"
 

@@ -119,7 +119,8 @@ def sealed(tensors: list[Any], payload: bytes = bytes(128)) -> bytes:
     header = msgpack.unpackb(empty[:-5]) | {"digest": wire.digest(payload), "tensors": tensors}
     fields = {name: value for name, value in header.items() if name not in ("header_digest", "pad")}
     header["header_digest"] = wire.digest(msgpack.packb(fields))
-    return msgpack.packb(header) + empty[-5:] + payload
+    packed: bytes = msgpack.packb(header)
+    return packed + empty[-5:] + payload
 
 
 huge = st.sampled_from([-1, 0, 1, 2, 3, 7, 8, 15, 16, 17, 2**31, 2**32, 2**61, 2**63 - 1, -(2**62)])
@@ -129,7 +130,7 @@ dtypes = st.one_of(st.sampled_from(["utf8", "binary", "bool", "uint8", "int64", 
 
 
 @given(
-    st.lists(st.tuples(st.one_of(st.just("a"), odd), dtypes, st.one_of(st.lists(odd, max_size=4), sizes, odd), odd), max_size=3),
+    st.lists(st.tuples(st.just("a") | odd, dtypes, st.lists(odd, max_size=4) | sizes | odd, odd), max_size=3),
     st.lists(huge, min_size=16, max_size=16),
 )
 def test_a_header_that_lies_is_refused_or_holds_what_it_says(tensors: list[Any], words: list[int]) -> None:

@@ -1,0 +1,286 @@
+"""The engine, from shards to frames, in one process: data and specs of every kind, each held to what is promised of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from penstock import Spec, wire
+from penstock_server import batch as batch_module
+from penstock_server import member as member_module
+from penstock_server.batch import chunks, frames, gather, load
+from penstock_server.cache import CacheFolder
+from penstock_server.catalog import Catalog, open_catalog
+from penstock_server.lookup import find_row, show_row
+from penstock_server.plan import Plan
+from penstock_server.problems import BadParameter, BadRow, IndexNotReady
+from penstock_server.readable import as_json, provenance_of
+from penstock_server.store import BlockStore
+
+Sequence = tuple[int, ...]
+Row = tuple[int, bool]  # its tokens, 0 for a bad row; whether the filter keeps it
+Shards = list[list[list[Row]]]  # rows of row groups of shards
+
+TOKENS_A_ROW, ROWS_A_DATASET = 100, 1000
+
+rows = st.tuples(st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13, 21]), st.sampled_from([True, True, False]))
+datasets = st.lists(
+    st.lists(st.lists(rows, min_size=1, max_size=7), min_size=1, max_size=4), min_size=1, max_size=3
+)  # fmt: skip
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "seq_len": draw(st.sampled_from([1, 4, 9, 30])),
+        "packing": draw(st.sampled_from(["rows", "concat", "best_fit"])),
+        "shuffle": draw(st.sampled_from(["none", "window", "window", "global"])),
+        "window": draw(st.sampled_from([1, 5, 1000])),
+        "split": draw(st.sampled_from(["all", "train", "validation"])),
+        "seed": draw(st.integers(0, 3)),
+    }
+    if spec["packing"] == "rows":
+        spec["long_rows"] = draw(st.sampled_from(["truncate", "split"]))
+        if spec["shuffle"] == "window":
+            spec["group_by_length"] = draw(st.sampled_from([0, 3]))
+    if mix := draw(st.sampled_from([None, None, "a:1,b:2", "a:1,b:1;b:3,a:1@7;a:1@40"])):
+        spec |= {"mix": mix, "mix_stop": draw(st.sampled_from(["first", "all"]))}
+    return spec
+
+
+runs = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 4),
+        "world_size": st.integers(1, 3),
+        "tail": st.sampled_from(["drop", "wrap"]),
+        "offset": st.integers(0, 9),
+        "skip": st.sampled_from([None, "samples:2-5", "0-0,3-4", "samples:0-0,4-6,9-1000000"]),
+    }
+)
+
+
+def write(folder: Path, shards: Shards, number: int, *, is_filtered: bool) -> None:
+    """A dataset whose row r has the tokens r * 100, r * 100 + 1, ...; those of dataset `number` begin behind the last one's."""
+    folder.mkdir()
+    row = number * ROWS_A_DATASET
+    for shard, groups in enumerate(shards):
+        schema = pa.schema([("tokens", pa.list_(pa.int32())), ("kept", pa.bool_()), ("n", pa.int64())])
+        with pq.ParquetWriter(folder / f"part-{shard}.parquet", schema) as file:
+            for group in groups:
+                ids = [[TOKENS_A_ROW * (row + i) + t for t in range(length)] for i, (length, _) in enumerate(group)]
+                numbers = range(row, row + len(group))
+                file.write_table(pa.table([ids, [kept for _, kept in group], numbers], schema=schema))
+                row += len(group)
+    lines = ['columns = ["n"]', "validation = 0.4", 'on_bad_row = "substitute"', "max_bad_share = 0.99", "vocab_size = 1000000"]
+    (folder / "penstock.toml").write_text("\n".join(lines + ['filter = "kept"'] * is_filtered))
+
+
+def open_server(data: Path, cache: Path, cache_bytes: int) -> Catalog:
+    return open_catalog(data, None, BlockStore(CacheFolder(cache, cache_bytes)))
+
+
+def plan_of(catalog: Catalog, **spec: Any) -> Plan:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return catalog.plan("a", Spec(**spec))
+        except IndexNotReady:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+def bodies(plan: Plan, epoch: int) -> Iterator[tuple[int, int, bytes]]:
+    for step in range(plan.schedule.num_steps):
+        for rank in range(plan.spec.world_size):
+            [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
+            yield step, rank, bytes(frames(chunk, load(chunk)))
+
+
+def sequences_of(body: bytes) -> list[Sequence]:
+    [frame] = wire.decode(body)
+    ids = frame.tensors["input_ids"]
+    lengths = frame.tensors["lengths"].tolist() if "lengths" in frame.tensors else [ids.shape[1]] * len(ids)
+    found = [tuple(line[:length]) for line, length in zip(ids.tolist(), lengths, strict=True)]
+    if "n" in frame.tensors:
+        assert frame.tensors["n"].tolist() == [sequence[0] // TOKENS_A_ROW for sequence in found]
+    return found
+
+
+def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, is_filtered: bool) -> None:
+    """Whether the sequences of an epoch of one dataset are all that its rows make, each once."""
+    lengths = [row for groups in shards for group in groups for row in group]
+    [member] = plan.members
+    whole = member.blocks.get(range(member.snapshot.num_blocks), plan.spec.split)
+    served = {member.snapshot.first_row_of(i) + row for i, block in enumerate(whole) for row in block.rows.tolist()}
+    assert not is_filtered or all(lengths[row][1] for row in served)
+    tokens = {row: [TOKENS_A_ROW * row + t for t in range(lengths[row][0])] for row in served}
+    found = Counter(token for sequence in order for token in sequence)
+    if plan.spec.packing == "rows" and plan.spec.long_rows == "truncate":
+        assert len(order) == len(served)
+        starts = Counter(sequence[0] // TOKENS_A_ROW for sequence in order)
+        good = {row for row in served if tokens[row]}
+        assert set(starts) == good
+        assert sum(starts.values()) - len(good) == len(served) - len(good)  # a neighbour for each bad row
+        assert all(list(s) == tokens[s[0] // TOKENS_A_ROW][: plan.spec.seq_len] for s in order)
+        return
+    expected = Counter(token for row in served for token in tokens[row])
+    assert not found - expected
+    assert sum((expected - found).values()) < (plan.spec.seq_len if plan.spec.packing == "concat" else 1)
+
+
+@settings(max_examples=20)
+@given(datasets, datasets, st.booleans(), specs(), runs, st.integers(0, 2))
+def test_whatever_the_data_and_the_spec(
+    first: Shards, second: Shards, is_filtered: bool, spec: dict[str, Any], run: dict[str, Any], epoch: int
+) -> None:
+    with TemporaryDirectory() as name:
+        data = Path(name) / "data"
+        data.mkdir()
+        for number, (dataset, shards) in enumerate((("a", first), ("b", second))):
+            write(data / dataset, shards, number, is_filtered=is_filtered)
+        catalog = open_server(data, Path(name) / "cache", 1 << 30)
+        try:
+            whole = plan_of(catalog, **spec, batch_size=1)
+            order = [sequence for *_, body in bodies(whole, epoch) for sequence in sequences_of(body)]
+            plan = plan_of(catalog, **spec, **run)
+        except (BadParameter, BadRow) as refusal:  # too little data, or a block of nothing but bad rows
+            event(type(refusal).__name__)
+            assume(False)
+        event(f"{spec['packing']}, {'mixture' if 'mix' in spec else spec['split']}")
+        assert len(order) == whole.schedule.num_positions
+        if "mix" not in spec:
+            check_contents(order, whole, first, is_filtered=is_filtered)
+
+        # A run is a slice of that order, whatever its batch size, its ranks, and what it skips.
+        skipped = plan.spec.skipped()
+        kept = [i for i in range(len(order)) if not any(start <= i < stop for start, stop in skipped)]
+        expected = [order[i] for i in kept if i >= run["offset"]]
+        everything = list(bodies(plan, epoch))
+        shown = [sequence for *_, body in everything for sequence in sequences_of(body)]
+        per_step = run["batch_size"] * run["world_size"]
+        if run["tail"] == "drop":
+            assert shown == expected[: len(expected) // per_step * per_step]
+        else:
+            round_and_round = expected + [order[i] for i in kept] * per_step
+            assert shown == round_and_round[: -(-len(expected) // per_step) * per_step]
+
+        # Another server with another cache gives the same bytes.
+        other = plan_of(open_server(data, Path(name) / "other", 2000), **spec, **run)
+        assert list(bodies(other, epoch)) == everything
+
+        # Where provenance sees a row, its schedule says that it is.
+        places: dict[tuple[str, int], set[tuple[int, int, int]]] = defaultdict(set)
+        for step in range(plan.schedule.num_steps):
+            for rank in range(run["world_size"]):
+                [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
+                [batch] = gather(chunk, load(chunk))
+                for index, sequence in enumerate(batch):
+                    for source in provenance_of(sequence):
+                        snapshot = next(m.snapshot for m in plan.members if m.name == source["dataset"])
+                        names = [shard.path.name for shard in snapshot.shards]
+                        first_rows = snapshot.first_block_of_shard
+                        groups = snapshot.shards[names.index(source["shard"])].rows_per_group
+                        row = snapshot.first_row_of(int(first_rows[names.index(source["shard"])]))
+                        row += sum(groups[: source["row_group"]]) + source["row"]
+                        places[source["dataset"], row].add((step, rank, index))
+        for member in plan.members:
+            for row in range(member.snapshot.num_rows):
+                occurrences = [(o["step"], o["rank"], o["index"]) for o in find_row(plan, member.name, row, epoch)]
+                assert occurrences == sorted(places[member.name, row])
+
+
+def test_what_travels_is_said_as_json_beside_the_facts(tmp_path: Path) -> None:
+    columns = {
+        "tokens": pa.array([[1, 2], [3]], pa.list_(pa.int32())),
+        "source": ["wiki", "code"],
+        "index": [7, 8],
+        "score": [1.5, None],
+        "half": pa.array([[1.0, float("inf")], [float("nan"), 2.0]], pa.list_(pa.float16(), 2)),
+        "yes": pa.array([[True, False], [False, True]], pa.list_(pa.bool_(), 2)),
+        "image": [b"\xff\x00", b""],
+    }
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    pq.write_table(pa.table(columns), tmp_path / "data" / "a" / "part-0.parquet")
+    (tmp_path / "data" / "a" / "penstock.toml").write_text(f"columns = {list(columns)[1:]}")
+    catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
+    plan = plan_of(catalog, batch_size=2, shuffle="none", seq_len=4)
+    [chunk] = chunks(plan, 0, 0, range(1))
+    [page] = [json.loads(text, parse_constant=pytest.fail) for text in as_json(chunk, load(chunk))]
+    assert [sequence["index"] for sequence in page["sequences"]] == [0, 1]
+    assert [sequence["source"] for sequence in page["sequences"]] == [f"part-0.parquet, row group 0, row {n}" for n in (0, 1)]
+    shown = [sequence["columns"] for sequence in page["sequences"]]
+    assert shown == [
+        {"source": "wiki", "index": 7, "score": 1.5, "half": [1, "inf"], "yes": [True, False], "image": "2 bytes"},
+        {"source": "code", "index": 8, "score": None, "half": [None, 2], "yes": [False, True], "image": "0 bytes"},
+    ]
+    row = show_row(catalog.datasets["a"], 1)
+    assert (row["row"], row["columns"]) == (1, shown[1])
+    [frame] = wire.decode(frames(chunk, load(chunk)))
+    assert frame.texts == {"source": ["wiki", "code"], "image": [b"\xff\x00", b""]}
+    assert frame.tensors["yes"].tolist() == columns["yes"].to_pylist()
+    assert frame.tensors["half"].tolist()[0] == [1, float("inf")]
+
+
+def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    ids = pa.array([[1]] * 60, pa.list_(pa.int32()))
+    pages = [bytes([n]) * 500_000 for n in range(60)]
+    pq.write_table(pa.table({"tokens": ids, "page": pages}), tmp_path / "data" / "a" / "part-0.parquet")
+    (tmp_path / "data" / "a" / "penstock.toml").write_text('columns = ["page"]')
+    plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), batch_size=2, seq_len=1)
+    made = list(chunks(plan, 0, 0, range(30)))
+    assert max(len(chunk.steps) for chunk in made) <= 5
+    monkeypatch.setattr(batch_module, "MAX_BATCH_BYTES", 900_000)
+    with pytest.raises(BadParameter, match="Lower batch_size, or let fewer columns travel"):
+        frames(made[0], load(made[0]))
+
+
+def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number, name in enumerate("ab"):
+        write(tmp_path / "data" / name, [[[(3, True)] * 5]], number, is_filtered=False)
+    catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
+    plan = plan_of(catalog, mix="a:1,b:2", mix_stop="never", batch_size=1)
+    found = find_row(plan, "a", 3, 0)
+    assert len(found) == 100
+    assert [occurrence["step"] // 15 for occurrence in found] == list(range(100))
+    with pytest.raises(BadParameter, match="epoch 1 does not exist: with mix_stop=never the first does not end"):
+        find_row(plan, "a", 3, 1)
+    with pytest.raises(BadParameter, match="are counted as far as epoch"):
+        find_row(plan_of(catalog, mix="a:1,b:2", batch_size=1), "a", 3, 2**53)
+
+
+def test_a_mixture_of_many_plans_each_of_its_datasets_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    names = ["a", *(f"b{n}" for n in range(40))]
+    for number, name in enumerate(names):
+        write(tmp_path / "data" / name, [[[(3, True)] * 50]], number, is_filtered=False)
+    catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
+    plan = plan_of(catalog, mix=",".join(f"{name}:1" for name in names), batch_size=len(names), seq_len=4)
+    planned: list[str] = []
+    monkeypatch.setattr(member_module, "_plan", lambda member, _: planned.append(member.name))
+    for step in range(20):
+        assert len(plan.spans(0, 0, [step])) == len(names)
+    assert planned == []
+
+
+def test_lengths_of_many_shards_hold_no_descriptors(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a", [[[(3, True)] * 2]] * 50, 0, is_filtered=False)
+    catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
+    assert plan_of(catalog, packing="best_fit", batch_size=1, seq_len=4).schedule.num_positions == 100
+    held = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [name for name in held if name.endswith((".lengths", ".index"))]
