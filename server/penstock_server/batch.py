@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock import wire
 from penstock_server.block import Block
 from penstock_server.member import Member
+from penstock_server.order import IntArray
 from penstock_server.packing import STREAM, Piece, Spans, fill, fill_bits, fill_learned
 from penstock_server.plan import MAX_BATCH_BYTES, Plan
 from penstock_server.problems import BadParameter
@@ -35,13 +37,12 @@ class Source:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Tokens [start, stop) of the stream of block `index` of a member; see Block.stream."""
+class Part(NamedTuple):
+    """Tokens [start, stop) of the stream of block `block_index` of a member; see Block.stream."""
 
     member: Member
     block: Block
-    index: int
+    block_index: int
     start: int
     stop: int
 
@@ -58,7 +59,7 @@ class Part:
 
     def sources(self) -> Iterator[Source]:
         """Its rows, as they lie in the shard."""
-        at = self.member.snapshot.block(self.index)
+        at = self.member.snapshot.block(self.block_index)
         for row, first, last in self.rows():
             number = at.first_row + int(self.block.rows[row])
             yield Source(at.shard.path.name, at.row_group, number, first, last)
@@ -83,7 +84,9 @@ class TokenSequence:
         pieces = self.pieces.get(tensor.feature, [])
         if tensor.turn:
             pieces = [piece for piece in pieces if piece.learned == (tensor.turn == "response")]
-        return _cut(pieces, tensor.longest) if tensor.longest else pieces
+            # Spans are cut already, but a turn of them has a length of its own.
+            return _cut(pieces, tensor.longest) if tensor.longest else pieces
+        return pieces
 
     def document_starts(self, width: int) -> list[int]:
         """Where in its tokens a document begins, or the rest of one, and where the padding does."""
@@ -201,33 +204,38 @@ def _add_rows(made: list[TokenSequence], need: Need, blocks: dict[int, Block]) -
             continue
         mine = spans.blocks == index
         rows[mine] = need.member.blocks.usable_rows(block, index, rows[mine])
-    changed = (rows != spans.rows).tolist()
-    columns = (spans.sequences, spans.blocks, rows, spans.stops)
-    for number, (sequence, index, row, stop) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        made[sequence].substituted = changed[number]
-        _add(made[sequence], need, blocks[index], index, row, 0, stop)
+    for sequence in spans.sequences[rows != spans.rows].tolist():
+        made[sequence].substituted = True
+    by_block = np.argsort(spans.blocks, kind="stable")
+    for mine in np.split(by_block, np.flatnonzero(np.diff(spans.blocks[by_block])) + 1):
+        index = int(spans.blocks[mine[0]])
+        _add(made, need, blocks[index], index, *(values[mine] for values in (spans.sequences, rows, spans.starts, spans.stops)))
 
 
 def _add_parts(made: list[TokenSequence], need: Need, blocks: dict[int, Block]) -> None:
-    """Parts of rows, or of a block's stream, which may run over rows."""
+    """Parts of rows, or of a block's stream, which may run over rows, in their order."""
     for sequence, index, row, start, stop in zip(*(column.tolist() for column in need.spans), strict=True):
         block = blocks[index]
         if row != STREAM:
-            _add(made[sequence], need, block, index, row, start, stop)
+            _add(made, need, block, index, *(np.array([value]) for value in (sequence, row, start, stop)))
             continue
         [name] = block.features
         made[sequence].parts.append(Part(need.member, block, index, start, stop))
         made[sequence].pieces.setdefault(name, []).extend(block.pieces(start, stop))
 
 
-def _add(sequence: TokenSequence, need: Need, block: Block, index: int, row: int, start: int, stop: int) -> None:
-    """Adds tokens [start, stop) of a row, cut at its end."""
-    begin = int(block.stream[row])
-    stop = min(stop, int(block.row_lengths[row]))
-    sequence.parts.append(Part(need.member, block, index, begin + start, begin + stop))
-    sequence.row = (block, row)
-    for name, feature in block.features.items():
-        sequence.pieces.setdefault(name, []).extend(feature.pieces(row, start, stop))
+def _add(made: list[TokenSequence], need: Need, block: Block, index: int, *spans: IntArray) -> None:
+    """Adds spans of one block: sequences, rows, starts and stops; tokens [start, stop) of a row, cut at its end."""
+    sequences, rows, starts, stops = spans
+    begins, ends = block.stream[rows], np.minimum(stops, block.row_lengths[rows])
+    cuts = {name: feature.cut(rows, starts, stops) for name, feature in block.features.items()}
+    columns = (sequences, rows, begins + starts, begins + ends)
+    for number, (sequence, row, start, stop) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        line = made[sequence]
+        line.parts.append(Part(need.member, block, index, start, stop))
+        line.row = (block, row)
+        for name, pieces in cuts.items():
+            line.pieces.setdefault(name, []).extend(pieces[number])
 
 
 def _cut(pieces: Sequence[Piece], longest: int) -> list[Piece]:

@@ -43,6 +43,24 @@ class Feature:
     tokens: ListColumn
     turns: ListColumn | None
 
+    def cut(self, rows: IntArray, firsts: IntArray, lasts: IntArray) -> list[list[Piece]]:
+        """Tokens [firsts[i], lasts[i]) of rows[i], each cut at the row's end and between turns."""
+        values, starts = self.tokens.values, self.tokens.starts[rows]
+        lasts = np.minimum(lasts, self.tokens.lengths[rows])
+        if self.turns is None:
+            borders = np.zeros_like(rows)
+        elif (self.turns.lengths[rows] == 2).all():  # a prompt and a response
+            borders = self.turns.values[self.turns.starts[rows]].astype(np.int64)
+        else:
+            spans = zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
+            return [list(self.pieces(row, first, last)) for row, first, last in spans]
+        borders = np.clip(borders, firsts, np.maximum(firsts, lasts))
+        columns = (starts + firsts, borders - firsts, starts + borders, lasts - borders)
+        return [
+            [Piece(values, at, n, learned) for at, n, learned in ((p, prompt, False), (r, response, True)) if n > 0]
+            for p, prompt, r, response in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
     def pieces(self, row: int, first: int, last: int) -> Iterator[Piece]:
         """Tokens [first, last) of a row, cut at the row's end and between turns."""
         start, length = int(self.tokens.starts[row]), int(self.tokens.lengths[row])
