@@ -234,6 +234,10 @@ async def _loaded(
     streams = False  # from then on the response itself sees a client that leaves, and closes this generator
     async for chunk in iterate_in_threadpool(chunks(plan, epoch, rank, steps)):
         futures = await run_in_threadpool(chunk.request)
+        if all(future.done() for future in futures):  # warm, as they mostly are
+            streams = True
+            yield chunk, [future.result() for future in futures]
+            continue
         try:
             # Shielded: a client that leaves must not cancel a block that others wait for.
             blocks = asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
