@@ -19,8 +19,7 @@ from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather, load
 from penstock_server.block import Block
 from penstock_server.catalog import Catalog
-from penstock_server.declared import DeclaredMixture
-from penstock_server.held import Held, Served
+from penstock_server.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
@@ -88,16 +87,16 @@ def make_router(catalog: Catalog) -> APIRouter:
     def list_datasets() -> dict[str, Any]:
         """Every dataset, and those that could not be opened, with the reason."""
         refused = [{"name": name, "error": reason} for name, reason in catalog.refused.items()]
-        mixtures = [_describe_mixture(mixture) for mixture in catalog.mixtures.values()]
-        return {"datasets": [_describe(d) for d in catalog.datasets.values()], "mixtures": mixtures, "refused": refused}
+        mixtures = [describe_mixture(mixture) for mixture in catalog.mixtures.values()]
+        return {"datasets": [describe_dataset(d) for d in catalog.datasets.values()], "mixtures": mixtures, "refused": refused}
 
     @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=plain)
     def show_dataset(dataset: Name) -> dict[str, Any]:
         """Rows, shards, columns, recipe and snapshot; the older snapshots that are served; what keeps new data out."""
         if mixture := catalog.mixtures.get(dataset):
-            return _describe_mixture(mixture)
+            return describe_mixture(mixture)
         found = catalog[dataset]
-        return _describe(found.latest) | _describe_held(found.held)
+        return describe_dataset(found.latest) | describe_held(found.held)
 
     refreshing = asyncio.Lock()  # those who wait for it need no thread
 
@@ -112,19 +111,7 @@ def make_router(catalog: Catalog) -> APIRouter:
         """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
         plan = plan_of(request, dataset)
         plan.check_room()
-        tensors = [
-            {"name": tensor.name, "dtype": tensor.dtype, "shape": shape}
-            for tensor, shape in zip(plan.tensors, plan.shapes, strict=True)
-        ]
-        return {
-            "snapshot": plan.snapshot,
-            "num_steps": plan.schedule.num_steps,
-            "num_sequences": plan.schedule.num_positions,
-            "vocab_size": plan.vocab_size,
-            "padding": plan.padding,
-            "tensors": tensors,
-            "spec": plan.spec.to_dict(),
-        }
+        return describe_spec(plan)
 
     batches = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
     batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": _SPEC_PARAMETERS}
@@ -255,32 +242,6 @@ async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
     yield first
     async for chunk in rest:
         yield chunk
-
-
-def _describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
-    return {"name": mixture.name, "mix": str(mixture.mix), "mix_stop": mixture.mix_stop, "datasets": list(mixture.mix.datasets)}
-
-
-def _describe(served: Served) -> dict[str, Any]:
-    snapshot = served.snapshot
-    return {
-        "name": served.name,
-        "rows": snapshot.num_rows,
-        "shards": len(snapshot.shards),
-        "blocks": snapshot.num_blocks,
-        "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
-        "index": dict(zip(("blocks_done", "blocks"), served.index.progress(), strict=True)),
-        "bad_rows": {"known": served.blocks.quarantine.num_bad_rows, "on_bad_row": snapshot.recipe.on_bad_row},
-        "columns": list(snapshot.recipe.token_columns),
-        "recipe": snapshot.recipe.describe(),
-        "token_dtype": snapshot.token_dtype,
-        "snapshot": snapshot.fingerprint,
-    }
-
-
-def _describe_held(held: Held) -> dict[str, Any]:
-    snapshots = [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots]
-    return {"snapshots": snapshots, "refresh_error": held.error}
 
 
 def _etag(plan: Plan, epoch: int, rank: int, steps: range, format: str) -> str:
