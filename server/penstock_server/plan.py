@@ -243,5 +243,5 @@ def _no_sequence(name: str, spec: Spec) -> str:
     where = "" if spec.split == "all" else f" in split={spec.split}"
     share = "" if spec.split == "all" else ", or raise its share (validation, in penstock.toml), or use split=all"
     if spec.packing == "concat":
-        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where}. Lower seq_len{share}."
-    return f"{name} has no row{where} that its filter keeps and that can be used. Mend the filter or the data{share}."
+        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. Lower seq_len{share}."
+    return f"{name} has no row{where} that is kept by its filter and can be used. Mend the filter or the data{share}."
