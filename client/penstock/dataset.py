@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
 from typing import Any
 
 import torch
@@ -237,7 +239,12 @@ class RemoteDataset(IterableDataset[Batch]):
 
 
 def _spelled(mix: str | Mapping[str, float] | None) -> str | None:
-    return ",".join(f"{name}:{weight}" for name, weight in mix.items()) if isinstance(mix, Mapping) else mix
+    if not isinstance(mix, Mapping):
+        return mix
+    # 1/3 is meant as such, whatever digits the number has.
+    weights = {name: Fraction(weight).limit_denominator(10_000) for name, weight in mix.items()}
+    scale = lcm(*(weight.denominator for weight in weights.values()))
+    return ",".join(f"{name}:{int(weight * scale)}" for name, weight in weights.items())
 
 
 def _check_amount(name: str, amount: object) -> None:

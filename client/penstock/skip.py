@@ -14,7 +14,7 @@ from penstock.errors import SpecError
 Ranges = tuple[tuple[int, int], ...]
 
 _SAMPLES = "samples:"
-_RANGE = re.compile(r"([0-9]{1,16})-([0-9]{1,16})")
+_RANGE = re.compile(r"([0-9]{1,16})(?:-([0-9]{1,16}))?")
 _LAST = 2**53  # as far as samples are counted: a range may end anywhere behind an epoch
 
 
@@ -25,9 +25,10 @@ def parse_skip(text: str, samples_per_step: int) -> Ranges:
     ranges = []
     for part in text.removeprefix(_SAMPLES).split(","):
         found = _RANGE.fullmatch(part)
-        if not found or int(found[1]) > int(found[2]):
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
             raise SpecError(f"skip={text!r}: {part!r} is no range FIRST-LAST, such as 41000-41200", ("skip",))
-        ranges.append((min(int(found[1]) * unit, _LAST), min((int(found[2]) + 1) * unit, _LAST)))
+        ranges.append((min(first * unit, _LAST), min((last + 1) * unit, _LAST)))
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if start == stop:  # behind the last sample

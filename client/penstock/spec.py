@@ -15,6 +15,7 @@ from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
 
 LARGEST_SEED = 2**63 - 1
+LARGEST_SEQ_LEN = 2**20
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 
@@ -34,7 +35,7 @@ class Spec:
     """
 
     batch_size: int = _count(8, 1, 65_536, "sequences in a batch of one rank")
-    seq_len: int = _count(1024, 1, 2**20, "tokens in a sequence; longer rows are truncated")
+    seq_len: int = _count(1024, 1, LARGEST_SEQ_LEN, "tokens in a sequence; longer rows are truncated")
     world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
     seed: int = _count(0, 0, LARGEST_SEED, "chooses the order; another seed is another order in every epoch")
     shuffle: str = _choice(

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.errors import SpecError
 from penstock.wire import Frame
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -53,8 +54,11 @@ def expand(frame: Frame, *, pin_memory: bool) -> Batch:
 def document_mask(batch: Batch) -> torch.Tensor:
     """Which tokens may attend to which, bool [batch_size, 1, width, width]: to those before them in their own document.
 
-    For models that take a mask of four dimensions, of a batch that has position_ids; in memory it is width squared.
+    For models that take a mask of four dimensions; in memory it is width squared. Raises SpecError: the batch has no
+    position_ids.
     """
+    if "position_ids" not in batch:
+        raise SpecError("this batch does not tell where documents begin: use packing='best_fit' or boundaries='documents'")
     document = (batch["position_ids"] == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
     return torch.tril(same)[:, None]

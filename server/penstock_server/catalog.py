@@ -148,6 +148,9 @@ class Catalog:
             try:
                 if name not in known:
                     mixtures[name] = read_mixture(name, folder)
+                    if missing := [own for own in mixtures[name].mix.datasets if own not in known]:
+                        del mixtures[name]
+                        refused[name] = f"{folder} mixes {', '.join(missing)}, of which there is no folder here."
             except DatasetRefused as refusal:
                 refused[name] = str(refusal)
         self._known = _Known(dict(sorted(known.items())), mixtures, refused)

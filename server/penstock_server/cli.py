@@ -13,12 +13,13 @@ from urllib.parse import quote
 import uvicorn
 
 from penstock import __version__
+from penstock.spec import LARGEST_SEQ_LEN
 from penstock_server.app import create_app
 from penstock_server.cache import CacheFolder
 from penstock_server.catalog import Catalog, open_catalog
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.prepare import failure_of, prepare
-from penstock_server.problems import DatasetRefused, Problem, UnknownDataset
+from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
 from penstock_server.sample import write_sample
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
 from penstock_server.store import BlockStore
@@ -79,7 +80,9 @@ def _prepare(arguments: argparse.Namespace) -> int:
         catalog = open_catalog(settings.data_dir, settings.tokenizer, BlockStore(_cache(settings)))
         names = arguments.dataset or catalog.datasets
         datasets = [catalog[name].latest for name in names]
-    except (SettingsError, DatasetRefused, UnknownDataset) as error:
+        if wrong := [length for length in arguments.best_fit if not 1 <= length <= LARGEST_SEQ_LEN]:
+            raise SettingsError(f"--best-fit must be a seq_len from 1 to {LARGEST_SEQ_LEN:,}, not {wrong[0]}")
+    except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
         print(f"penstock prepare: {error}", file=sys.stderr)
         return 2
     failed = [f"{name}: {reason}" for name, reason in catalog.refused.items() if not arguments.dataset]

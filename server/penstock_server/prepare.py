@@ -23,8 +23,12 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
     yield f"{served.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
     served.index.row_lengths("all")
+    served.blocks.quarantine.check(bad)
     num_stored = _fill(served)
     yield f"{served.name}: {num_stored:,} of {served.snapshot.num_blocks:,} blocks are in the cache"
+    if seq_lens and len(served.snapshot.recipe.features) > 1:
+        yield f"{served.name}: preference pairs are not packed"
+        return
     for seq_len in seq_lens:
         with _progress(f"{served.name}: packing for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
             num_bins = int(served.index.packing("all", seq_len).make(advance).bins_per_pool.sum())

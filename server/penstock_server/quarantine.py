@@ -90,9 +90,9 @@ class Quarantine:
         with self._lock:
             return [self._groups[key] for key in sorted(self._groups)]
 
-    def check(self) -> None:
-        """Raises DatasetRefused: more rows are bad than the recipe allows to substitute."""
-        recipe, num_bad = self._snapshot.recipe, self.num_bad_rows
+    def check(self, num_counted: int = 0) -> None:
+        """Raises DatasetRefused: more rows, met or counted, are bad than the recipe allows to substitute."""
+        recipe, num_bad = self._snapshot.recipe, max(num_counted, self.num_bad_rows)
         if recipe.on_bad_row == "substitute" and num_bad > recipe.max_bad_share * self._snapshot.num_rows:
             raise too_many_bad_rows(self._snapshot, num_bad)
 

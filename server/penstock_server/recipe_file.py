@@ -93,7 +93,8 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
     try:
         return _Reader(folder, given, schema, default_tokenizer).recipe()
     except (FieldError, FilterError, TransformError, TemplateError) as error:
-        raise DatasetRefused(f"{folder}: {str(error).rstrip('.')}. Mend {FILE_NAME}, or the data.") from error
+        hint = " The transform was called with no rows, to learn its columns: give them types." if "transform" in given else ""
+        raise DatasetRefused(f"{folder}: {str(error).rstrip('.')}. Mend {FILE_NAME}, or the data.{hint}") from error
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
@@ -229,7 +230,25 @@ class _Reader:
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
-        return ChatTemplate(text=text, special_tokens=load_special_tokens(path))
+        special = load_special_tokens(path)
+        for name, declared, usual in (("eos_token", "eos", _EOS_NAMES), ("bos_token", "bos", ())):
+            if name in text and name not in special:
+                special[name] = self._written(name, declared, usual, load_tokenizer(path))
+        return ChatTemplate(text=text, special_tokens=special)
+
+    def _written(self, name: str, key: str, usual: tuple[str, ...], tokenizer: TokenizerFile) -> str:
+        """The text of a special token that a template writes and no file beside the tokenizer names."""
+        declared = self._given.get(key)
+        if isinstance(declared, str):
+            return declared
+        for token in usual:
+            if tokenizer.tokenizer.token_to_id(token) is not None:
+                return token
+        raise DatasetRefused(
+            f"{self._folder.name}: its chat template writes {name}, and nothing says what that is: turns would never be closed "
+            f'or opened. Name it in tokenizer_config.json beside {tokenizer.path}, as {{"{name}": "..."}}, or in '
+            f'{self._folder / FILE_NAME}: {key} = "<the token>".'
+        )
 
     def _read_text(self, path: Path) -> str:
         try:

@@ -226,14 +226,16 @@ async def _loaded(
             yield chunk, [future.result() for future in futures]
             continue
         try:
-            # Shielded: a client that leaves must not cancel a block that others wait for.
-            blocks = asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
-            while not (await asyncio.wait([blocks], timeout=_LOOK_SECONDS))[0]:
-                if not streams and await request.is_disconnected():
-                    blocks.cancel()
+            # Only waited for, never cancelled: a client that leaves must not take a block from others.
+            pending = {asyncio.wrap_future(future) for future in futures}
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                for future in done:
+                    future.result()  # raises what its load raised
+                if pending and not streams and await request.is_disconnected():
                     raise ClientDisconnect
             streams = True
-            yield chunk, blocks.result()
+            yield chunk, [future.result() for future in futures]
         finally:
             chunk.forget(futures)
 

@@ -27,6 +27,8 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     write_numbered(data / "other", 40)
     (data / "blend").mkdir()
     (data / "blend" / "penstock.toml").write_text(f'mix = "{MIX}"\nmix_stop = "all"')
+    (data / "stray").mkdir()
+    (data / "stray" / "penstock.toml").write_text('mix = "few:1,absent:2"')
     (data / "typo").mkdir()
     (data / "typo" / "penstock.toml").write_text('mix = "few"')
     write_pairs(data / "pairs", [("the dog", "jumps")] * 30)
@@ -140,6 +142,7 @@ def test_weights_may_change_on_the_way(server: Server) -> None:
 
 
 def test_an_epoch_that_never_ends_has_batches_far_out(server: Server) -> None:
+    assert dataset(server, mix={"few": 1 / 3, "many": 2 / 3}).spec.mix == "few:1,many:2"
     data = dataset(server, mix_stop="never", mix={"few": 0.5, "many": 1.5})
     assert len(data) > 10**12
     far: dict[str, Any] = {"mix": "few:0.5,many:1.5", "mix_stop": "never", "batch_size": 4, "seq_len": 4, "window": 40}
@@ -214,6 +217,7 @@ def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> Non
     }  # fmt: skip
     assert [mixture["name"] for mixture in server.json("/v1/datasets")["mixtures"]] == ["blend"]
     assert "is not a dataset's name, a colon and a weight" in server.get("/v1/datasets/typo").json()["detail"]
+    assert "mixes absent, of which there is no folder here" in server.get("/v1/datasets/stray").json()["detail"]
     declared = samples(server, name="blend", mix=None)
     assert declared == samples(server, mix_stop="all")
     assert samples(server, name="blend", mix="few:1,some:1") == samples(server, name="few", mix="few:1,some:1")

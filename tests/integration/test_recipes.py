@@ -20,7 +20,7 @@ from serving import Server
 
 NUM_ROWS = 120
 CHATML = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -43,7 +43,7 @@ def chat(row: int) -> list[dict[str, str | None]]:
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tmp_path_factory.mktemp("data")
     write_tokenizer(data / "tokenizer.json")
-    (data / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
+    (data / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     numbers = range(NUM_ROWS)
     meta = [{"title": f"dog {n}", "lang": "en" if n % 3 else "de", "stars": n % 7} for n in numbers]
     write(
