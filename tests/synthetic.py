@@ -1,0 +1,53 @@
+"""Plans over datasets that are nowhere: for what needs an order of any size and reads no block. Whatever reads one, fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.spec import Spec
+from penstock_server.blocks import Blocks
+from penstock_server.cache import CacheFolder
+from penstock_server.fields import Field
+from penstock_server.index import Index
+from penstock_server.member import Member, OrderKey
+from penstock_server.plan import Plan, make_plan
+from penstock_server.recipe import Recipe
+from penstock_server.shard import Shard
+from penstock_server.snapshot import Snapshot
+from penstock_server.store import BlockStore
+
+Geometry = Sequence[Sequence[int]]  # rows of each row group of each shard
+
+
+def synthetic_plan(cache_dir: Path, datasets: Mapping[str, Geometry], member: type[Member] = Member, **spec: Any) -> Plan:
+    """The plan of a spec over such datasets; several are mixed, and the spec says how. `member` makes their orders."""
+    asked = Spec(**spec)
+    cache = CacheFolder(cache_dir, 0)
+    members = []
+    for name in sorted(datasets):
+        snapshot = _snapshot(name, datasets[name])
+        blocks = Blocks(snapshot, BlockStore(cache))
+        members.append(member(name, snapshot, blocks, Index(name, snapshot, blocks, cache.folder), OrderKey.of(asked)))
+    fingerprint = "+".join(member.snapshot.fingerprint for member in members)
+    return make_plan(members[0].name, tuple(members), replace(asked, snapshot=fingerprint))
+
+
+def _snapshot(name: str, geometry: Geometry) -> Snapshot:
+    shards = [
+        Shard(
+            path=Path(f"{name}-{number:05}.parquet"),
+            size_bytes=1,
+            mtime_ns=0,
+            inode=0,
+            digest=f"{number:032x}",
+            rows_per_group=tuple(rows),
+            bytes_per_group=(1 << 20,) * len(rows),
+            null_rows=(0,) * len(rows),
+            token_range=(0, 50_000),
+        )
+        for number, rows in enumerate(geometry)
+    ]
+    return Snapshot(Path(name), shards, Recipe(kind="tokens", fields=(("tokens", Field("tokens", (("", ("tokens",)),))),)))
