@@ -24,6 +24,8 @@ from penstock_server.lookup import find_row, show_quarantine, show_row
 from penstock_server.plan import Plan
 from penstock_server.problems import BadParameter
 from penstock_server.readable import as_json, provenance_of
+from penstock_server.shuffle_picture import draw_png
+from penstock_server.shuffle_report import report
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
@@ -112,6 +114,23 @@ def make_router(catalog: Catalog) -> APIRouter:
         plan = plan_of(request, dataset)
         plan.check_room()
         return describe_spec(plan)
+
+    @router.get(
+        "/{dataset}/shuffle-report",
+        summary="How well an order mixes",
+        tags=["datasets"],
+        responses={200: {"content": {"image/png": {}}, "description": "the measures and a verdict, or a picture of them"}},
+        openapi_extra=_SPEC_PARAMETERS,
+    )
+    def shuffle_report(
+        request: Request,
+        dataset: Name,
+        epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+        format: Annotated[Literal["json", "png"], Query(description="json: numbers and sentences; png: a picture")] = "json",
+    ) -> Any:
+        """How far apart neighbours in the source are served, how evenly shards are spread, and a verdict."""
+        found = report(plan_of(request, dataset, "epoch", "format"), epoch)
+        return found.to_dict() if format == "json" else Response(draw_png(found), media_type="image/png")
 
     batches = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
     batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": _SPEC_PARAMETERS}
