@@ -196,7 +196,7 @@ class _LookUp:
         mixture = self._plan.mixture
         if mixture is None:
             return own
-        first, begin = (source.epoch + 1) * source.num_sequences, self._epoch * self._plan.schedule.num_positions
+        first, begin = source.epoch * source.num_sequences, self._epoch * self._plan.schedule.num_positions
         samples = (mixture.sample(source.member, first + number) for number in own.reshape(-1).tolist())
         return np.array([_NEVER if sample is None else sample - begin for sample in samples], np.int64).reshape(own.shape)
 
