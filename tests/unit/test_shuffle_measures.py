@@ -181,6 +181,8 @@ def test_the_spread_counts_each_part_in_each_stretch_and_rank(tmp_path: Path) ->
         counted[block // 5, sample * num_stretches // num_samples] += 1
     assert (spread.kind, spread.counted.tolist()) == ("shards", counted.tolist())
     assert spread.expected == pytest.approx(np.tile(counted.sum(axis=0) / 12, (12, 1)))
+    drawn = counted.sum(axis=0)  # without putting back: hypergeometric
+    assert spread.variance == pytest.approx(np.tile(drawn * 500 * 5500 / 6000**2 * (6000 - drawn) / 5999, (12, 1)))
     to_move = np.abs(counted - counted.sum(axis=0) / 12).sum() / 2 / num_samples
     assert spread.unevenness.measured == pytest.approx(to_move)
     by_rank = np.zeros((12, 3))

@@ -77,6 +77,14 @@ def test_a_window_of_few_large_blocks_is_weak_however_many_sequences_it_has(tmp_
     assert "a global batch draws on 4 blocks (uniform: 77)" in found.verdict
 
 
+@pytest.mark.parametrize(("window", "grade"), [(500, "weak"), (1500, "windowed")])
+def test_where_many_neighbours_meet_in_a_batch_the_order_is_weak(tmp_path: Path, window: int, grade: str) -> None:
+    found = report(synthetic_plan(tmp_path, {"a": [[10] * 10] * 60}, batch_size=8, world_size=4, window=window), 0)
+    [blocks] = [finding.measure for finding in found.findings if finding.name == "blocks_per_batch"]
+    assert blocks.measured > 20  # enough of them, so neighbours decide
+    assert found.grade == grade
+
+
 def test_a_mixture_is_measured_in_each_of_its_datasets(tmp_path: Path) -> None:
     found = report(synthetic_plan(tmp_path, MEMBERS, mix=MIX, mix_stop="all", window=200, batch_size=4), 0)
     assert found.grade == "windowed"
