@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from penstock.spec import Spec
-from penstock_server.blocks import Blocks
-from penstock_server.cache import CacheFolder
-from penstock_server.fields import Field
-from penstock_server.index import Index
-from penstock_server.member import Member, OrderKey
-from penstock_server.plan import make_plan
-from penstock_server.recipe import Recipe
-from penstock_server.shard import Shard
-from penstock_server.snapshot import Snapshot
-from penstock_server.store import BlockStore
+from penstock_server.batches.member import Member, OrderKey
+from penstock_server.batches.plan import make_plan
+from penstock_server.counts.index import Index
+from penstock_server.recipes.fields import Field
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.snapshots.shard import Shard
+from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 GROUPS, ROWS = 100, 1000
 NUM_BATCHES = 300

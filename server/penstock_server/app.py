@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 
 from penstock import __version__
 from penstock.errors import SpecError
-from penstock_server.catalog import Catalog
+from penstock_server.datasets.catalog import Catalog
 from penstock_server.problems import BadParameter, IndexNotReady, Problem
 from penstock_server.routes import make_router
 

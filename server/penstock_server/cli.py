@@ -15,15 +15,15 @@ import uvicorn
 from penstock import __version__
 from penstock.spec import LARGEST_SEQ_LEN
 from penstock_server.app import create_app
-from penstock_server.cache import CacheFolder
-from penstock_server.catalog import Catalog, open_catalog
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.datasets.prepare import failure_of, prepare
+from penstock_server.datasets.watch import watching
 from penstock_server.importing.command import add_command as add_import
-from penstock_server.prepare import failure_of, prepare
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
 from penstock_server.sample import write_sample
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
-from penstock_server.store import BlockStore
-from penstock_server.watch import watching
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

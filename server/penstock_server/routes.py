@@ -16,16 +16,16 @@ from starlette.requests import ClientDisconnect
 
 from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
-from penstock_server.batch import Chunk, chunks, frames, frames_nbytes, gather, load
-from penstock_server.block import Block
-from penstock_server.catalog import Catalog
-from penstock_server.describe import describe_dataset, describe_held, describe_mixture, describe_spec
-from penstock_server.lookup import find_row, show_quarantine, show_row
-from penstock_server.plan import Plan
+from penstock_server.batches.batch import Chunk, chunks, frames, frames_nbytes, gather, load
+from penstock_server.batches.plan import Plan
+from penstock_server.batches.readable import as_json, provenance_of
+from penstock_server.datasets.catalog import Catalog
+from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
+from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
-from penstock_server.readable import as_json, provenance_of
-from penstock_server.shuffle_picture import draw_png
-from penstock_server.shuffle_report import report
+from penstock_server.shuffling.picture import draw_png
+from penstock_server.shuffling.report import report
+from penstock_server.storage.block import Block
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]

@@ -8,7 +8,7 @@ import pytest
 
 from penstock import wire
 from penstock.wire import Address, Layout
-from penstock_server.order import EpochOrder, key, permute, unpermute
+from penstock_server.geometry.order import EpochOrder, key, permute, unpermute
 
 HERE = Path(__file__).parent
 ORDER = json.loads((HERE / "order.json").read_text())

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock_server.recipe_file import read_recipe
+from penstock_server.recipes.recipe_file import read_recipe
 from serving import Server
 
 ROOT = Path(__file__).parents[2]

@@ -11,15 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
-from penstock_server import encode
-from penstock_server import snapshot as snapshot_module
-from penstock_server import store as store_module
-from penstock_server.block import Block
-from penstock_server.blocks import Blocks
-from penstock_server.cache import CacheFolder
 from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
-from penstock_server.snapshot import open_snapshot
-from penstock_server.store import BlockStore
+from penstock_server.recipes import encode
+from penstock_server.snapshots import snapshot as snapshot_module
+from penstock_server.snapshots.snapshot import open_snapshot
+from penstock_server.storage import store as store_module
+from penstock_server.storage.block import Block
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 
 @pytest.fixture

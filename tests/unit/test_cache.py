@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_server.cache import CacheFolder
+from penstock_server.storage.cache import CacheFolder
 
 KIB = 1 << 10
 OVERHEAD = 8  # the digest behind each file
@@ -147,7 +147,7 @@ def test_threads_that_write_at_once_never_exceed_the_budget(tmp_path: Path) -> N
 FULL_DISK = """
 import logging, sys
 from pathlib import Path
-from penstock_server.cache import CacheFolder
+from penstock_server.storage.cache import CacheFolder
 logging.basicConfig(format="%(message)s")
 folder = Path(sys.argv[1])
 cache = CacheFolder(folder, 1 << 30)

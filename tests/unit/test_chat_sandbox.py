@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from penstock_server.chat import ChatError, ChatTemplate, TemplateError
-from penstock_server.chat_sandbox import MAX_CHARACTERS
+from penstock_server.recipes.chat import ChatError, ChatTemplate, TemplateError
+from penstock_server.recipes.chat_sandbox import MAX_CHARACTERS
 
 
 def render(text: str, chat: list[dict[str, Any]]) -> str:

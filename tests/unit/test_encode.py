@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from corpora import EOS, write_tokenizer
-from penstock_server import encode as encode_module
-from penstock_server.encode import Place
-from penstock_server.fields import Field
-from penstock_server.recipe import Kind, Recipe
-from penstock_server.tokenizer import TokenizerFile, load_tokenizer
+from penstock_server.recipes import encode as encode_module
+from penstock_server.recipes.encode import Place
+from penstock_server.recipes.fields import Field
+from penstock_server.recipes.recipe import Kind, Recipe
+from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 
 ROLES: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "text": ("text",), "prompt_response": ("prompt", "response")}
 

@@ -17,16 +17,16 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from penstock import Spec, wire
-from penstock_server import batch as batch_module
-from penstock_server import member as member_module
-from penstock_server.batch import chunks, frames, gather, load
-from penstock_server.cache import CacheFolder
-from penstock_server.catalog import Catalog, open_catalog
-from penstock_server.lookup import find_row, show_row
-from penstock_server.plan import Plan
+from penstock_server.batches import batch as batch_module
+from penstock_server.batches import member as member_module
+from penstock_server.batches.batch import chunks, frames, gather, load
+from penstock_server.batches.plan import Plan
+from penstock_server.batches.readable import as_json, provenance_of
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.datasets.lookup import find_row, show_row
 from penstock_server.problems import BadParameter, BadRow, IndexNotReady
-from penstock_server.readable import as_json, provenance_of
-from penstock_server.store import BlockStore
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 Sequence = tuple[int, ...]
 Row = tuple[int, bool]  # its tokens, 0 for a bad row; whether the filter keeps it

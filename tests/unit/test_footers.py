@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import write_numbered
-from penstock_server import footers as footers_module
-from penstock_server import shard as shard_module
-from penstock_server.cache import CacheFolder
-from penstock_server.folders import list_folder
-from penstock_server.footers import Footers
-from penstock_server.notes import drop_old_notes, open_notes, read_note, write_note
 from penstock_server.problems import DatasetRefused
-from penstock_server.snapshot import Snapshot, read_folder
+from penstock_server.snapshots import footers as footers_module
+from penstock_server.snapshots import shard as shard_module
+from penstock_server.snapshots.folders import list_folder
+from penstock_server.snapshots.footers import Footers
+from penstock_server.snapshots.notes import drop_old_notes, open_notes, read_note, write_note
+from penstock_server.snapshots.snapshot import Snapshot, read_folder
+from penstock_server.storage.cache import CacheFolder
 
 HOUR_AGO_NS = time.time_ns() - 3600 * 10**9
 

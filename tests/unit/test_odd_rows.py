@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpora import EOS, write_tokenizer
-from penstock_server import encode as encode_module
-from penstock_server.block import Block
-from penstock_server.blocks import Blocks
-from penstock_server.cache import CacheFolder
-from penstock_server.index import Index
+from penstock_server.counts.index import Index
 from penstock_server.problems import DatasetRefused, ShardUnreadable
-from penstock_server.snapshot import open_snapshot
-from penstock_server.store import BlockStore
+from penstock_server.recipes import encode as encode_module
+from penstock_server.snapshots.snapshot import open_snapshot
+from penstock_server.storage.block import Block
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 IDS = pa.list_(pa.int32())
 CHATML = (

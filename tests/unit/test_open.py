@@ -12,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from penstock_server import dataset as dataset_module
-from penstock_server.cache import CacheFolder
-from penstock_server.catalog import Catalog, open_catalog
+from penstock_server.datasets import dataset as dataset_module
+from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused, UnknownDataset
-from penstock_server.snapshot import Snapshot, open_snapshot, read_folder
-from penstock_server.store import BlockStore
+from penstock_server.snapshots.snapshot import Snapshot, open_snapshot, read_folder
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 Opener = Callable[..., Catalog]
 

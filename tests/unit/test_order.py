@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.order import EpochOrder, IntArray, key, permute, unpermute
+from penstock_server.geometry.order import EpochOrder, IntArray, key, permute, unpermute
+from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
-from penstock_server.schedule import Schedule
 
 keys = st.integers(0, 2**64 - 1)
 

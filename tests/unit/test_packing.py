@@ -7,10 +7,10 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.best_fit import POOL_ROWS, pack, pools_of
-from penstock_server.bins import BestFit, PackedPools, keep_bins
-from penstock_server.order import starts_of
-from penstock_server.packing import STREAM, Concat, Packing, Piece, Rows, SplitRows, fill, fill_bits, fill_learned
+from penstock_server.counts.bins import BestFit, PackedPools, keep_bins
+from penstock_server.geometry.best_fit import POOL_ROWS, pack, pools_of
+from penstock_server.geometry.order import starts_of
+from penstock_server.geometry.packing import STREAM, Concat, Packing, Piece, Rows, SplitRows, fill, fill_bits, fill_learned
 
 
 def pieces(*lists: list[int]) -> list[Piece]:

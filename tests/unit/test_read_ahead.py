@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-import penstock_server.read_ahead
+import penstock_server.storage.read_ahead
 from penstock_server.problems import BadRow
-from penstock_server.read_ahead import ReadAhead
+from penstock_server.storage.read_ahead import ReadAhead
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -57,7 +57,7 @@ def test_jobs_take_turns_and_a_new_window_drops_the_old() -> None:
 
 
 def test_what_nobody_asks_for_any_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock_server.read_ahead, "_FORGET_SECONDS", 0.05)
+    monkeypatch.setattr(penstock_server.storage.read_ahead, "_FORGET_SECONDS", 0.05)
     loaded: list[int] = []
 
     def load(block: int) -> None:

@@ -12,15 +12,15 @@ import pytest
 
 from corpora import write_shards
 from penstock import Spec
-from penstock_server.cache import CacheFolder
-from penstock_server.catalog import Catalog, open_catalog
-from penstock_server.length_order import LengthOrder
-from penstock_server.packing import Packing
-from penstock_server.plan import Plan
+from penstock_server.batches.plan import Plan
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.geometry.length_order import LengthOrder
+from penstock_server.geometry.packing import Packing
 from penstock_server.problems import IndexNotReady
-from penstock_server.shuffle_report import report
-from penstock_server.shuffle_sample import Sample, draw
-from penstock_server.store import BlockStore
+from penstock_server.shuffling.report import report
+from penstock_server.shuffling.sample import Sample, draw
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 from synthetic import Geometry, synthetic_plan
 
 MIX = "a:3,b:2,c:1"
@@ -221,7 +221,7 @@ def test_grouping_by_length_is_named_as_what_it_is(catalog: Catalog) -> None:
 
 
 def test_where_windows_have_to_be_sorted_only_the_first_ones_are(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock_server.shuffle_extent._MOST_EFFORT", 5000)
+    monkeypatch.setattr("penstock_server.shuffling.extent._MOST_EFFORT", 5000)
     plan = plan_of(catalog, batch_size=4, group_by_length=4, window=30)
     arranged: set[int] = set()
     arrange = LengthOrder._arrange

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock_server.shuffle_picture import DOTS_PER_INCH, INCHES, draw_png
-from penstock_server.shuffle_report import report
+from penstock_server.shuffling.picture import DOTS_PER_INCH, INCHES, draw_png
+from penstock_server.shuffling.report import report
 from synthetic import Geometry, synthetic_plan
 
 SIZE = tuple(round(inches * DOTS_PER_INCH) for inches in INCHES)

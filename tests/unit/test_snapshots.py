@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from penstock_server.app import create_app
-from penstock_server.cache import CacheFolder
-from penstock_server.catalog import Catalog, open_catalog
-from penstock_server.history import History
-from penstock_server.snapshot import open_snapshot
-from penstock_server.store import BlockStore
-from penstock_server.watch import watching
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.datasets.history import History
+from penstock_server.datasets.watch import watching
+from penstock_server.snapshots.snapshot import open_snapshot
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 
 def write_shard(folder: Path, number: int, variant: int) -> None:

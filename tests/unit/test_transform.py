@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from penstock_server.transform import TransformError, load_transform
+from penstock_server.recipes.transform import TransformError, load_transform
 
 ROWS = pa.record_batch({"text": ["fox"]})
 SAYS = "import pyarrow as pa\n\ndef say(rows):\n    return pa.record_batch({{'text': ['{}'] * rows.num_rows}})\n"

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock_server.column_types import is_tokens
 from penstock_server.importing.source import ImportRefused, Survey
+from penstock_server.recipes.column_types import is_tokens
 
 _MOST_LEAVES = 1_000  # columns, those within objects counted too; each takes memory in a writer
 _INT32 = (-(2**31), 2**31 - 1)

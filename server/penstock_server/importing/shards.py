@@ -15,8 +15,8 @@ from secrets import token_hex
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.folders import list_folder
 from penstock_server.importing.source import ImportRefused
+from penstock_server.snapshots.folders import list_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,156 @@
+"""A member: one dataset in one order, as a plan reads it. A plain dataset is a mixture of one member."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.spec import LARGEST_COUNT, Spec
+from penstock_server.counts.bins import BestFit
+from penstock_server.counts.index import Index
+from penstock_server.geometry.length_order import LengthOrder
+from penstock_server.geometry.order import EpochOrder, IntArray, key
+from penstock_server.geometry.packing import Concat, Packing, Rows, SplitRows, by_value
+from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.storage.blocks import Blocks
+
+_PLANNED_POOLS = 1 << 25  # of all epochs that are remembered, a few words each
+_LEAST_POOLS = 1 << 13  # as which an epoch counts at least: the smallest take memory, too
+_Epoch = tuple[Packing, EpochOrder | LengthOrder]
+
+
+class OrderKey(NamedTuple):
+    """What of a spec decides which sequence of a dataset stands where. `seq_len` is that of a row's tokens, turns and all."""
+
+    split: str
+    packing: str
+    seq_len: int
+    long_rows: str
+    group_by_length: int
+    shuffle: str
+    window: int
+    seed: int
+
+    @classmethod
+    def of(cls, spec: Spec) -> OrderKey:
+        """The key of a spec."""
+        # In seq2seq prompt and response are cut apart, each to a length of its own.
+        seq_len = LARGEST_COUNT if spec.task == "seq2seq" else spec.seq_len
+        return cls(
+            spec.split, spec.packing, seq_len, spec.long_rows, spec.group_by_length, spec.shuffle, spec.window, spec.seed
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A dataset and the order in which it is read."""
+
+    name: str
+    snapshot: Snapshot
+    blocks: Blocks
+    index: Index
+    order: OrderKey
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each of its epochs. Raises what Index raises."""
+        return self.epoch(0)[1].num_sequences
+
+    def epoch(self, epoch: int) -> _Epoch:
+        """How blocks become sequences in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
+        return _PLANNED.get(self, epoch)
+
+    def read_ahead(self, epoch: int, position: int) -> None:
+        """Has the blocks of the window behind a position's loaded in the background, if the cache has room for both."""
+        packing, order = self.epoch(epoch)
+        window = order.window(position)
+
+        def blocks() -> list[int]:
+            return [block for pool in order.pools_of_window(window + 1).tolist() for block in packing.blocks_of(pool)]
+
+        self.blocks.read_ahead((self.snapshot, self.order, epoch), window, blocks)
+
+
+class _Planned:
+    """The epochs that were planned last, of all members: thousands of small ones, of which a mixture may need many at once."""
+
+    def __init__(self) -> None:
+        self._epochs: OrderedDict[tuple[Member, int], _Epoch] = OrderedDict()
+        self._num_pools = 0
+        self._lock, self._planning = threading.Lock(), threading.Lock()
+
+    def get(self, member: Member, epoch: int) -> _Epoch:
+        """The epoch as it was planned, or is now. Raises what Index raises."""
+        if found := self._find(member, epoch):
+            return found
+        with self._planning:  # all ranks come to an epoch at once, and one of them is to plan it
+            if found := self._find(member, epoch):
+                return found
+            made = _plan(member, epoch)
+        with self._lock:
+            self._epochs[member, epoch] = made
+            self._num_pools += _num_pools(made)
+            while self._num_pools > _PLANNED_POOLS and len(self._epochs) > 1:
+                _, oldest = self._epochs.popitem(last=False)
+                self._num_pools -= _num_pools(oldest)
+        return made
+
+    def _find(self, member: Member, epoch: int) -> _Epoch | None:
+        with self._lock:
+            found = self._epochs.get((member, epoch))
+            if found:
+                self._epochs.move_to_end((member, epoch))
+            return found
+
+
+_PLANNED = _Planned()
+
+
+def _num_pools(epoch: _Epoch) -> int:
+    return max(_LEAST_POOLS, len(epoch[0].sequences_per_pool))
+
+
+def _plan(member: Member, epoch: int) -> _Epoch:
+    of = member.order
+    packing = _packing(member, epoch)
+    groups = member.snapshot.blocks_per_group
+    if of.packing == "best_fit":
+        _, groups = member.snapshot.pools
+    order = EpochOrder(packing.sequences_per_pool, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
+    if of.group_by_length:
+        return packing, LengthOrder(order, _Lengths(member, packing), of.group_by_length, key(of.seed, epoch, "runs"))
+    return packing, order
+
+
+def _packing(member: Member, epoch: int) -> Packing:
+    of, index = member.order, member.index
+    if of.packing == "concat":
+        return Concat(index.tokens_per_block(of.split), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
+    if of.packing == "best_fit":
+        starts, _ = member.snapshot.pools
+        return BestFit(starts, index.bins(of.split, of.seq_len), index.rows_per_block(of.split), of.seq_len)
+    if of.long_rows == "split":
+        return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
+    if of.group_by_length:
+        index.row_lengths(of.split)  # said now, not when the first window is sorted
+    return Rows(index.rows_per_block(of.split), of.seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """Tokens of sequences, shape of `pools`: of rows, or parts of rows, cut to seq_len."""
+
+    member: Member
+    packing: Packing
+
+    def __call__(self, pools: IntArray, indices: IntArray) -> IntArray:
+        _, blocks, rows, starts, stops = self.packing.spans(pools, indices)
+        of_block = self.member.index.row_lengths(self.member.order.split)
+        lengths = np.empty_like(rows)
+        for block, mine in by_value(blocks):
+            lengths[mine] = of_block(block)[rows[mine]]
+        return np.minimum(lengths, stops) - starts

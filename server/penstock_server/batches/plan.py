@@ -1,0 +1,247 @@
+"""The plan: a dataset and a spec, resolved. Everything about an epoch that is known before a single block is read.
+
+    (step, rank) --Schedule--> positions --Mixture--> members' own positions --EpochOrder--> sequences --Packing--> spans
+
+A plain dataset is a mixture of one member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from penstock.spec import LARGEST_COUNT, Spec
+from penstock.wire import Address, Layout
+from penstock_server.batches.member import Member
+from penstock_server.batches.tensor import Tensor, tensors_of
+from penstock_server.geometry.length_order import LARGEST_WINDOW
+from penstock_server.geometry.mixture import Mixture, mixture_of
+from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.packing import Spans
+from penstock_server.geometry.schedule import Schedule
+from penstock_server.problems import BadParameter
+
+MAX_BATCH_BYTES = 1 << 30
+_REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, also when the folder has moved on
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSpans:
+    """What one member gives to some sequences; the spans' `sequences` count over all members."""
+
+    member: int
+    spans: Spans
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How one spec cuts one dataset, or several, into batches. `spec` has every parameter resolved, the snapshot included.
+
+    `sizes` are the sequences of an epoch of each member.
+    """
+
+    dataset: str
+    members: tuple[Member, ...]
+    sizes: tuple[int, ...]
+    mixture: Mixture | None
+    spec: Spec
+    schedule: Schedule
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a batch holds on the wire; attention masks and labels are derived from it by the client."""
+        return tensors_of([member.snapshot for member in self.members], self.spec)
+
+    @cached_property
+    def has_fixed_shapes(self) -> bool:
+        """Whether every batch has the same shapes, and so the same length in bytes."""
+        is_padded = self.spec.pad == "seq_len" or self.spec.packing != "rows"
+        return is_padded and not any(tensor.is_ragged for tensor in self.tensors)
+
+    @property
+    def shapes(self) -> list[tuple[int | None, ...]]:
+        """The shape of each tensor, with None for a width that differs from batch to batch."""
+        fixed = self.spec.pad == "seq_len" or self.spec.packing != "rows"
+        return [t.shape(self.spec.batch_size, t.longest if fixed and not t.is_ragged else None) for t in self.tensors]
+
+    @cached_property
+    def step_nbytes(self) -> int:
+        """About the bytes of a batch: of what travels as text, by what a row takes in the shards on average."""
+        if not any(tensor.is_ragged for tensor in self.tensors):
+            return self.largest_layout.nbytes
+        snapshots = [member.snapshot for member in self.members]
+        per_row = max(sum(sum(shard.bytes_per_group) for shard in s.shards) // max(1, s.num_rows) for s in snapshots)
+        return self.largest_layout.nbytes + self.spec.batch_size * per_row
+
+    @cached_property
+    def largest_layout(self) -> Layout:
+        """The payload of a batch whose every line is as long as it can be; of texts that travel only the frame of them."""
+        size = self.spec.batch_size
+        return Layout.of([(t.name, t.dtype, t.shape(size, t.longest)) for t in self.tensors])
+
+    @property
+    def snapshot(self) -> str:
+        """The fingerprint of the data."""
+        assert self.spec.snapshot  # a plan's spec is resolved
+        return self.spec.snapshot
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Every token id is below it; None if nobody knows."""
+        sizes = [member.snapshot.vocab_size for member in self.members]
+        return None if None in sizes else max(size for size in sizes if size is not None)
+
+    @property
+    def padding(self) -> float | None:
+        """The share of padding in an epoch's sequences; None where it depends on rows that nobody has counted."""
+        if self.spec.packing == "concat":
+            return 0.0
+        if self.spec.packing == "rows" or self.mixture:
+            return None
+        num_tokens = int(self.members[0].index.tokens_per_block(self.spec.split).sum())
+        return 1 - num_tokens / (self.sizes[0] * self.spec.seq_len)
+
+    @property
+    def pad_id(self) -> int:
+        """What fills a line behind its tokens."""
+        return self.members[0].snapshot.recipe.pad_id
+
+    def address(self, epoch: int, rank: int, step: int) -> Address:
+        """The address that a frame of this plan carries."""
+        return Address(dataset=self.dataset, snapshot=self.snapshot, epoch=epoch, rank=rank, step=step)
+
+    def check_room(self) -> None:
+        """Whether the cache has room for what the shuffle needs. Raises BadParameter: it has not; both numbers are told."""
+        if self.spec.shuffle != "global":
+            return
+        needed, budget = (
+            sum(member.blocks.estimated_bytes for member in self.members),
+            self.members[0].blocks.cache.configured_bytes,
+        )
+        if needed > budget:
+            raise BadParameter(
+                f"shuffle=global needs every block in the cache at once: {self.dataset} takes about {needed:,} bytes there, "
+                f"and the budget is {budget:,}. Each batch would decode most of its rows anew. Raise --cache-bytes, or use "
+                f"shuffle=window: with the largest window that fits it mixes nearly as well."
+            )
+
+    def check(self, epoch: int, step: int, rank: int) -> None:
+        """Whether there is such a batch. Raises StepOutOfRange, RankOutOfRange, BadParameter: there is none."""
+        self.schedule.check(step, rank)
+        self.check_epoch(epoch)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Whether there is such an epoch. Raises BadParameter: there is none."""
+        if self.spec.mix_stop == "never" and epoch:
+            raise BadParameter(f"epoch {epoch} does not exist: with mix_stop=never the first does not end.")
+        if self.mixture and (epoch + 1) * self.schedule.num_positions > LARGEST_COUNT:
+            last = LARGEST_COUNT // self.schedule.num_positions - 1
+            raise BadParameter(f"epoch {epoch:,} does not exist: samples of a mixture are counted as far as epoch {last:,}.")
+
+    def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
+        """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
+
+        Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
+        """
+        found = []
+        for number, own_epoch, lines, positions in self._by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
+            packing, order = self.members[number].epoch(own_epoch)
+            spans = packing.spans(*order.sequences(positions))
+            found.append(MemberSpans(number, spans._replace(sequences=lines[spans.sequences])))
+        return found
+
+    def read_ahead(self, epoch: int, rank: int, step: int) -> None:
+        """Has the blocks behind this step's window loaded in the background, if the cache has room for both."""
+        for number, own_epoch, _, positions in self._by_member(epoch, self.schedule.positions([step], rank)[0]):
+            self.members[number].read_ahead(own_epoch, int(positions[0]))
+
+    def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int) -> list[int]:
+        """Where positions `own` of a member's own epoch stand in an epoch; those that it does not show are left out."""
+        if self.mixture is None:
+            return own.tolist() if own_epoch == epoch else []
+        first = own_epoch * self.sizes[member]
+        samples = [self.mixture.sample(member, first + number) for number in own.tolist()]
+        begin = epoch * self.schedule.num_positions
+        return [s - begin for s in samples if s is not None and begin <= s < begin + self.schedule.num_positions]
+
+    def own_epochs(self, member: int, epoch: int) -> range:
+        """The epochs of a member that an epoch shows, whole or in part."""
+        if self.mixture is None:
+            return range(epoch, epoch + 1)
+        ends = (epoch * self.schedule.num_positions, (epoch + 1) * self.schedule.num_positions)
+        first, last = (self.mixture.num_before(member, end) // self.sizes[member] for end in ends)
+        return range(first, last + 1)
+
+    def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
+        """The positions in parts of one member and one of its epochs: (member, its epoch, which of them, its own positions)."""
+        if self.mixture is None:
+            return [(0, epoch, np.arange(len(positions)), positions)]
+        datasets, numbers = self.mixture.locate(epoch * self.schedule.num_positions + positions)
+        parts = []
+        for member in np.unique(datasets).tolist():
+            lines = np.flatnonzero(datasets == member)
+            epochs, own = np.divmod(numbers[lines], self.sizes[member])
+            parts += [
+                (member, own_epoch, lines[epochs == own_epoch], own[epochs == own_epoch])
+                for own_epoch in np.unique(epochs).tolist()
+            ]
+        return parts
+
+
+@lru_cache(maxsize=_REMEMBERED_PLANS)
+def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
+    """The plan of a spec that is resolved, for the members that it names, or for the one that is the dataset.
+
+    Raises BadParameter: the parameters are sound one by one, but not together or not for this data.
+    Raises IndexNotReady, and what else Index raises: the packing needs counts.
+    """
+    if spec.group_by_length and spec.window > LARGEST_WINDOW:
+        raise BadParameter(
+            f"group_by_length sorts the sequences of a window; window={spec.window:,} is above {LARGEST_WINDOW:,}."
+        )
+    tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
+    mix, skipped = spec.mixed(), spec.skipped()
+    mixture = mixture_of(mix) if mix else None
+    sizes = tuple(member.num_sequences for member in members)
+    if empty := [member.name for member, size in zip(members, sizes, strict=True) if not size]:
+        raise BadParameter(_no_sequence(empty[0], spec))
+    num_positions = mixture.epoch_length(sizes, spec.mix_stop or "first") if mixture else sizes[0]
+    if num_positions is None:
+        raise BadParameter(
+            f"mix_stop={spec.mix_stop} never ends an epoch of mix={spec.mix}: the dataset it waits for has no weight from some "
+            f"sample on. Use mix_stop=first or mix_stop=never, or give it a weight."
+        )
+    if spec.offset > num_positions:
+        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {num_positions:,} sequences.")
+    schedule = Schedule(
+        num_positions=num_positions,
+        batch_size=spec.batch_size,
+        world_size=spec.world_size,
+        offset=spec.offset,
+        tail=spec.tail,
+        skipped=skipped,
+    )
+    if spec.offset == 0 and schedule.num_steps == 0:
+        raise BadParameter(
+            f"no step fits: {dataset} has {num_positions:,} sequences{', too many of them skipped' if skipped else ''}, one "
+            f"step takes batch_size x world_size = {spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, "
+            f"which fills the step from the epoch's start."
+        )
+    plan = Plan(dataset, members, sizes, mixture, spec, schedule)
+    if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:
+        raise BadParameter(
+            f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be up to {nbytes:,} bytes; the limit "
+            f"is {MAX_BATCH_BYTES:,}. Lower batch_size or seq_len."
+        )
+    return plan
+
+
+def _no_sequence(name: str, spec: Spec) -> str:
+    where = "" if spec.split == "all" else f" in split={spec.split}"
+    share = "" if spec.split == "all" else ", or raise its share (validation, in penstock.toml), or use split=all"
+    if spec.packing == "concat":
+        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. Lower seq_len{share}."
+    return f"{name} has no row{where} that is kept by its filter and can be used. Mend the filter or the data{share}."

@@ -1,0 +1,119 @@
+"""The tensors of a batch: what travels of a sequence, by what its rows are and what the spec asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.spec import Spec
+from penstock_server.problems import BadParameter
+from penstock_server.recipes.column_types import is_text
+from penstock_server.snapshots.snapshot import Snapshot
+
+Width = TypeVar("Width", int, int | None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A tensor of every batch, made of one feature of the rows or of a column beside them.
+
+    tokens   the tokens themselves, shape [batch_size, width]; a line has at most `longest`
+    mask     1 where a token is learned, shape [batch_size, width]
+    count    the number of tokens, shape [batch_size]
+    starts   a bit a token, set where a document or the padding begins, shape [batch_size, width / 8 rounded up]
+    column   a column that travels, shape [batch_size, *item]; texts and bytes see penstock.wire
+
+    `turn` takes of the tokens only those that are no response, or only those that are; None takes all.
+    """
+
+    name: str
+    kind: Literal["tokens", "mask", "count", "starts", "column"]
+    dtype: str
+    feature: str = ""
+    turn: Literal["prompt", "response"] | None = None
+    longest: int = 0
+    item: tuple[int, ...] = ()
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its size in bytes differs from batch to batch, whatever the padding."""
+        return self.dtype in ("utf8", "binary")
+
+    def shape(self, batch_size: int, width: Width) -> tuple[int | Width, ...]:
+        """The shape, where the lines of a tensor of tokens are `width` long, or texts that many bytes in all; None varies."""
+        if self.kind in ("tokens", "mask"):
+            return (batch_size, width)
+        if self.kind == "starts":
+            return (batch_size, -(-self.longest // 8))
+        return (batch_size, width) if self.is_ragged else (batch_size, *self.item)
+
+
+def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
+    """What a batch of a spec holds on the wire, over all members of a mixture.
+
+    Raises BadParameter: the members, or the packing, do not go together.
+    """
+    recipes = [snapshot.recipe for snapshot in snapshots]
+    features = recipes[0].features
+    if any(recipe.features != features for recipe in recipes):
+        raise BadParameter("preference pairs and single sequences cannot be mixed: they make other tensors. Mix one kind.")
+    if spec.packing != "rows" and len(features) > 1:
+        raise BadParameter(f"packing={spec.packing} makes one stream of tokens; preference pairs have two. Use packing=rows.")
+    dtype = str(np.result_type(*(snapshot.token_dtype for snapshot in snapshots)))
+    if spec.task == "seq2seq":
+        return (*_seq2seq(snapshots, spec, dtype), *_columns(snapshots))
+    tensors = []
+    for feature in features:
+        prefix = "" if feature == "tokens" else f"{feature}_"
+        tensors.append(Tensor(name=f"{prefix}input_ids", kind="tokens", dtype=dtype, feature=feature, longest=spec.seq_len))
+        if spec.packing != "concat":
+            tensors.append(Tensor(name=f"{prefix}lengths", kind="count", dtype="int32", feature=feature))
+        if spec.loss == "response" and any(recipe.has_turns for recipe in recipes):
+            # A prompt before a response is told by its length; turns that alternate are not.
+            if spec.packing == "rows" and not any(recipe.chat for recipe in recipes):
+                name = f"{prefix}prompt_lengths"
+                tensors.append(Tensor(name=name, kind="count", dtype="int32", feature=feature, turn="prompt"))
+            else:
+                name = f"{prefix}loss_mask"
+                tensors.append(Tensor(name=name, kind="mask", dtype="uint8", feature=feature, longest=spec.seq_len))
+    if spec.packing == "best_fit" or spec.boundaries == "documents":
+        tensors.append(Tensor(name="document_starts", kind="starts", dtype="uint8", feature=features[0], longest=spec.seq_len))
+    return (*tensors, *(_columns(snapshots) if spec.packing == "rows" else ()))
+
+
+def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Tensor, ...]:
+    if lacking := [snapshot for snapshot in snapshots if snapshot.recipe.kind != "prompt_response"]:
+        recipe = lacking[0].recipe
+        raise BadParameter(
+            f"task=seq2seq needs prompt and response; {lacking[0].folder.name} has only {recipe.fields[0][1].text!r}."
+        )
+    assert spec.target_len  # a plan's spec is resolved
+    return (
+        Tensor(name="input_ids", kind="tokens", dtype=dtype, feature="tokens", turn="prompt", longest=spec.seq_len),
+        Tensor(name="lengths", kind="count", dtype="int32", feature="tokens", turn="prompt", longest=spec.seq_len),
+        Tensor(name="labels", kind="tokens", dtype=dtype, feature="tokens", turn="response", longest=spec.target_len),
+        Tensor(name="label_lengths", kind="count", dtype="int32", feature="tokens", turn="response", longest=spec.target_len),
+    )
+
+
+def _columns(snapshots: Sequence[Snapshot]) -> list[Tensor]:
+    """The columns that travel: those that every member has, of one type."""
+    found = [{column.name: _column(column.name, column.type) for column in s.recipe.columns} for s in snapshots]
+    return [tensor for name, tensor in found[0].items() if all(other.get(name) == tensor for other in found)]
+
+
+def _column(name: str, type_: pa.DataType) -> Tensor:
+    if is_text(type_):
+        return Tensor(name=name, kind="column", dtype="utf8")
+    if pa.types.is_dictionary(type_):
+        return _column(name, type_.value_type)
+    if pa.types.is_binary(type_) or pa.types.is_large_binary(type_):
+        return Tensor(name=name, kind="column", dtype="binary")
+    item = (type_.list_size,) if pa.types.is_fixed_size_list(type_) else ()
+    number = type_.value_type if item else type_
+    dtype = "float32" if pa.types.is_float16(number) else str(np.dtype(number.to_pandas_dtype()))
+    return Tensor(name=name, kind="column", dtype=dtype, item=item)

@@ -1,0 +1,135 @@
+"""The index: what a packing must know of all blocks before its first batch. Counted once, in the background, and kept.
+
+rows per block        from the footers; where a filter or a split leaves rows out, from the columns that these read
+row lengths           from the tokens of every block; for concat, best_fit, split rows and batches of similar length
+bins                  from the row lengths; for best_fit
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from penstock_server.counts.bins import PackedPools, keep_bins
+from penstock_server.counts.counting import Counting
+from penstock_server.counts.lengths import RowLengths, count_lengths, write_whole
+from penstock_server.geometry.best_fit import Bins, pack
+from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.packing import SplitRows
+from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.storage.blocks import Blocks
+
+_FORMAT = 3
+_DIGEST_BYTES = 8
+
+
+class Index:
+    """The counts of one snapshot.
+
+    Every method raises IndexNotReady while what it needs is being counted, and whatever stopped that.
+    """
+
+    def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks, folder: Path) -> None:
+        self._name, self._snapshot, self._blocks, self._folder = name, snapshot, blocks, folder
+        num_blocks = snapshot.num_blocks
+        self.lengths = Counting(f"the tokens of {name}", num_blocks, partial(count_lengths, snapshot, blocks, folder))
+        self._rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows)
+        self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
+        self._lock, self._packing = threading.Lock(), threading.Lock()
+
+    def rows_per_block(self, split: str) -> IntArray:
+        """Rows of a split in each block, after the filter and with the bad ones; shape [num_blocks]."""
+        if split == "all" and self._snapshot.recipe.filter is None:
+            return self._snapshot.rows_per_block
+        if self.lengths.is_ready:
+            served: IntArray = self.lengths.get().per_block(split)[0]
+            return served
+        rows = self._rows.get()
+        by_split: dict[str, IntArray] = {"train": rows[0], "validation": rows[1], "all": rows[0] + rows[1]}
+        return by_split[split]
+
+    def tokens_per_block(self, split: str) -> IntArray:
+        """Tokens of each block's rows, shape [num_blocks]. Raises BadRow: see row_lengths."""
+        tokens: IntArray = self._sound_lengths(split).per_block(split)[1]
+        return tokens
+
+    def row_lengths(self, split: str) -> Callable[[int], IntArray]:
+        """Gives the tokens of each row of a block, shape [rows of the split in the block], 0 for bad rows.
+
+        Raises BadRow: there is one, and the recipe does not allow to do without it.
+        """
+        lengths = self._sound_lengths(split)
+        return lambda block: lengths.of_block(block, split)
+
+    def parts_per_block(self, split: str, seq_len: int) -> IntArray:
+        """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
+        return self._sound_lengths(split).sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
+
+    def bins(self, split: str, seq_len: int) -> PackedPools:
+        """The bins of each pool of blocks; see best_fit. Raises BadRow."""
+        self._sound_lengths(split)
+        return self.packing(split, seq_len).get()
+
+    def packing(self, split: str, seq_len: int) -> Counting[PackedPools]:
+        """The counting of bins; it needs the row lengths."""
+        with self._lock:
+            if (seq_len, split) not in self._bins:
+                make = partial(self._count_bins, split, seq_len)
+                what = f"the sequences that the documents of {self._name} fill"
+                self._bins[seq_len, split] = Counting(what, self._snapshot.num_blocks, make)
+            return self._bins[seq_len, split]
+
+    def progress(self) -> tuple[int, int]:
+        """Blocks whose tokens are counted, and blocks in all."""
+        total = self._snapshot.num_blocks
+        return (total if self.lengths.is_ready else self.lengths.num_done), total
+
+    def _sound_lengths(self, split: str) -> RowLengths:
+        lengths = self.lengths.get()
+        num_bad = lengths.per_block(split)[2]
+        if num_bad.any() and self._snapshot.recipe.on_bad_row == "fail":
+            index = int(np.flatnonzero(num_bad)[0])
+            self._blocks.check_bad_rows(self._blocks.get([index], split)[0], index)
+        return lengths
+
+    def _count_rows(self, advance: Callable[[int], None]) -> IntArray:
+        return self._kept("rows", (2, self._snapshot.num_blocks), partial(self._read_rows, advance))
+
+    def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
+        counts = []
+        for shard in range(len(self._snapshot.shards)):
+            counts.append(self._blocks.count_rows(shard))
+            advance(self._snapshot.blocks_of_shard(shard).stop)
+        return np.concatenate(counts, axis=1)
+
+    def _count_bins(self, split: str, seq_len: int, advance: Callable[[int], None]) -> PackedPools:
+        starts, _ = self._snapshot.pools
+        lengths = self.row_lengths(split)
+
+        def pack_all() -> Iterator[Bins]:
+            for start, stop in pairwise(starts.tolist()):
+                yield pack(np.concatenate([lengths(block) for block in range(start, stop)]), seq_len)
+                advance(stop)
+
+        path = self._folder / f"{self._blocks.identity}-bins-{split}-{seq_len}-{_FORMAT}.index"
+        with self._packing:  # one at a time: each keeps a core busy
+            return keep_bins(path, len(starts) - 1, pack_all)
+
+    def _kept(self, name: str, shape: tuple[int, ...], make: Callable[[], IntArray]) -> IntArray:
+        """Counts that were stored, else made and stored; a file is the numbers, little-endian, and the xxh3-64 of them."""
+        path = self._folder / f"{self._blocks.identity}-{name}-{_FORMAT}.index"
+        size = 8 * int(np.prod(shape))
+        content = path.read_bytes() if path.is_file() else b""
+        body = content[:-_DIGEST_BYTES]
+        if len(body) == size and xxhash.xxh3_64_digest(body) == content[size:]:
+            return np.frombuffer(body, "<i8").astype(np.int64).reshape(shape)
+        counts = make()
+        body = counts.astype("<i8").tobytes()
+        write_whole(path, body + xxhash.xxh3_64_digest(body))
+        return counts

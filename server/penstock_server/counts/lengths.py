@@ -1,0 +1,148 @@
+"""Row lengths: how many tokens each row of a snapshot has, in a file a shard beside the cached blocks, mapped into memory.
+
+A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; a word a row, uint32 [num_rows]; the
+xxh3-64 of all that. A word is the row's tokens, 0 for a bad row; its highest bit is set for rows of the validation split.
+Files of shards that stay are used again when others come, and what was counted before an interruption is not counted again.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from penstock_server.geometry.order import IntArray, starts_of
+from penstock_server.recipes.encode import is_validation
+from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.storage.block import Block
+from penstock_server.storage.blocks import Blocks
+
+log = logging.getLogger("penstock.lengths")
+
+SUFFIX = ".lengths"
+_AT_A_TIME = 8  # blocks that are loaded side by side
+_DIGEST_BYTES = 8
+_VALIDATION = np.uint32(1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardLengths:
+    """The words of one shard's rows, and where those of each of its blocks start."""
+
+    starts: IntArray
+    words: npt.NDArray[np.uint32]
+
+
+class RowLengths:
+    """The lengths of all rows of a snapshot, by block."""
+
+    def __init__(self, first_block: IntArray, shards: list[_ShardLengths]) -> None:
+        self._first_block, self._shards = first_block, shards
+        self.per_block = lru_cache(maxsize=16)(self._per_block)
+
+    def of_block(self, block: int, split: str) -> IntArray:
+        """Tokens of each row of a block that is in the split, shape [rows]; 0 for a bad row."""
+        shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        found, number = self._shards[shard], block - int(self._first_block[shard])
+        return _lengths(found.words[found.starts[number] : found.starts[number + 1]], split)
+
+    def sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
+        """The sums over each block of what a function makes of its rows' lengths, shape [num_blocks]."""
+        sums = []
+        for shard in self._shards:
+            inside = (
+                np.ones(len(shard.words), bool)
+                if split == "all"
+                else ((shard.words & _VALIDATION) > 0) == (split == "validation")
+            )
+            values = np.where(inside, function((shard.words & ~_VALIDATION).astype(np.int64)), 0)
+            sums.append(np.diff(starts_of(values)[shard.starts]))
+        return np.concatenate(sums)
+
+    def _per_block(self, split: str) -> IntArray:
+        """Rows, tokens and bad rows of each block, shape [3, num_blocks]; the last few splits asked for are remembered."""
+        functions = (np.ones_like, lambda lengths: lengths, lambda lengths: lengths == 0)
+        return np.array([self.sum_per_block(split, function) for function in functions])
+
+
+def _lengths(words: npt.NDArray[np.uint32], split: str) -> IntArray:
+    if split != "all":
+        words = words[((words & _VALIDATION) > 0) == (split == "validation")]
+    return (words & ~_VALIDATION).astype(np.int64)
+
+
+def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Callable[[int], None]) -> RowLengths:
+    """Counts the tokens of all rows, by loading every block of which they are not known; `advance` is told the blocks done.
+
+    Raises what a block raises that cannot be read.
+    """
+    shards = []
+    for number in range(len(snapshot.shards)):
+        indices = snapshot.blocks_of_shard(number)
+        path = folder / f"{blocks.identity_of_shard(number)}{SUFFIX}"
+        shard = _load(path, len(indices))
+        if shard is None:
+            num_rows, words = _count(blocks, indices, snapshot.recipe.validation, advance)
+            body = num_rows.astype("<i8").tobytes() + words.astype("<u4").tobytes()
+            write_whole(path, body + xxhash.xxh3_64_digest(body))
+            shard = _load(path, len(indices)) or _ShardLengths(starts_of(num_rows), words)
+        shards.append(shard)
+        advance(indices.stop)
+    return RowLengths(snapshot.first_block_of_shard, shards)
+
+
+def _count(
+    blocks: Blocks, indices: range, validation: float, advance: Callable[[int], None]
+) -> tuple[IntArray, npt.NDArray[np.uint32]]:
+    num_rows, words = [], []
+    for first in range(indices.start, indices.stop, _AT_A_TIME):
+        some = range(first, min(first + _AT_A_TIME, indices.stop))
+        for block in blocks.get(some):
+            num_rows.append(block.num_rows)
+            words.append(_words(block, validation))
+        advance(some.stop)
+    return np.array(num_rows, np.int64), np.concatenate([*words, np.zeros(0, np.uint32)])
+
+
+def _words(block: Block, validation: float) -> npt.NDArray[np.uint32]:
+    words = block.row_lengths.astype(np.uint32)
+    words[is_validation(block.splits, validation)] |= _VALIDATION
+    return words
+
+
+def _load(path: Path, num_blocks: int) -> _ShardLengths | None:
+    try:
+        # Arrow's map keeps no descriptor open, as Python's does: ten thousand shards would take ten thousand.
+        content = memoryview(pa.memory_map(str(path)).read_buffer())
+    except (OSError, ValueError):  # a file of no bytes cannot be mapped
+        return None
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    head = 8 * num_blocks
+    if xxhash.xxh3_64_digest(body) == bytes(digest) and len(body) >= head:
+        starts = starts_of(np.frombuffer(body[:head], "<i8").astype(np.int64))
+        if len(body) == head + 4 * int(starts[-1]):
+            return _ShardLengths(starts, np.frombuffer(body[head:], "<u4"))
+    log.warning("%s is damaged and will be made again", path)
+    return None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that is whole or absent whatever crashes. If it cannot be written, that is logged: it is made again."""
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be stored: %s; it is counted again after a restart", path, error)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

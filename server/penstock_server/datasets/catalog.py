@@ -1,0 +1,218 @@
+"""The catalog: every dataset below the data folder, by name; and what cannot be served, with the reason."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from penstock.skip import spell_skip
+from penstock.spec import Spec
+from penstock_server.batches.plan import Plan, make_plan
+from penstock_server.datasets.dataset import Change, Dataset
+from penstock_server.datasets.declared import DeclaredMixture, read_mixture
+from penstock_server.datasets.held import Served
+from penstock_server.problems import BadParameter, DatasetRefused, SnapshotGone, UnknownDataset
+from penstock_server.recipes.tokenizer import load_tokenizer
+from penstock_server.snapshots.folders import Survey, survey
+from penstock_server.snapshots.notes import drop_old_notes
+from penstock_server.storage.store import BlockStore
+
+_JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The datasets, opened or not, mixtures, and names that stand for none, with the reason; never changed, but followed."""
+
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)
+    mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class Catalog:
+    """The datasets of one data folder; `tokenizer` is for text whose recipe names none.
+
+    A dataset that is refused holds back no other: a half-written file must not stop the jobs that train on its neighbours.
+    """
+
+    def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore) -> None:
+        self._data_dir, self._tokenizer, self._store = data_dir, tokenizer, store
+        self._known = _Known()
+        self._looking = threading.Lock()
+
+    @property
+    def datasets(self) -> dict[str, Served]:
+        """The latest snapshot of each dataset that is served, by its name, in the order of names."""
+        return {name: latest for name, dataset in self._known.datasets.items() if (latest := dataset.held.latest)}
+
+    @property
+    def mixtures(self) -> Mapping[str, DeclaredMixture]:
+        """The mixtures that are declared, by their names."""
+        return self._known.mixtures
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The names that are not served, with the reason."""
+        known = self._known
+        held = {name: dataset.held for name, dataset in known.datasets.items()}
+        return {**known.refused, **{name: h.error for name, h in held.items() if h.error and not h.latest}}
+
+    def __getitem__(self, name: str) -> Dataset:
+        """The dataset of that name.
+
+        Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder. Raises BadParameter: it is of a
+        mixture.
+        """
+        known = self._known
+        if name in known.datasets:
+            return known.datasets[name]
+        if name in known.refused:
+            raise DatasetRefused(known.refused[name])
+        if name in known.mixtures:
+            raise BadParameter(
+                f"{name} is a mixture, which has batches and a spec; rows and snapshots are of its datasets: "
+                f"{', '.join(known.mixtures[name].mix.datasets)}. With mix={known.mixtures[name].mix} they tell of the mixture."
+            )
+        names = [*known.datasets, *known.mixtures, *known.refused]
+        close = get_close_matches(name, names, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(names)}.")
+
+    def refresh(self, name: str) -> Change:
+        """Takes in what changed in a dataset's folder, at once.
+
+        Raises UnknownDataset: there is none. Raises DatasetRefused: it cannot be opened as it is; what was served is
+        served on.
+        """
+        with self._looking:
+            found = survey(self._data_dir)
+            if name not in found.folders:
+                self._add(found)
+                dataset = self[name]
+                raise DatasetRefused(self._miss(dataset, found))
+            dataset = self._dataset(name, found.folders[name])
+            try:
+                return dataset.refresh(found.shards[name])
+            except DatasetRefused as refusal:
+                latest = dataset.held.latest
+                served = f"\nUntil then snapshot {latest.snapshot.fingerprint} is served." if latest else ""
+                raise DatasetRefused(f"{refusal}{served}") from refusal
+            finally:
+                self._add(found, dataset)
+
+    def poll(self) -> bool:
+        """Takes in what changed in all folders, once nothing changes there any more. False: something does."""
+        with self._looking:
+            found = survey(self._data_dir)
+            quiet = True
+            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
+            for dataset in datasets:
+                quiet = dataset.poll(found.shards[dataset.name]) and quiet
+            self._add(found, *datasets)
+            for name, dataset in self._known.datasets.items():
+                if name not in found.folders:
+                    self._miss(dataset, found)
+            return quiet
+
+    def open(self) -> None:
+        """Opens what is in the data folder.
+
+        Raises DatasetRefused: there is no Parquet in it, or nothing of it can be served; the message lists why.
+        """
+        with self._looking:
+            found = survey(self._data_dir)
+            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
+            for dataset in datasets:
+                with suppress(DatasetRefused):  # it says so itself when it is asked
+                    dataset.refresh(found.shards[dataset.name])
+            self._add(found, *datasets)
+        if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
+            if not self.refused:
+                raise DatasetRefused(f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it.")
+            reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
+            raise DatasetRefused(f"nothing in {self._data_dir} can be served.\n{reasons}")
+
+    def _dataset(self, name: str, folder: Path) -> Dataset:
+        known = self._known.datasets.get(name)
+        return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
+
+    def _add(self, found: Survey, *datasets: Dataset) -> None:
+        known = {**self._known.datasets, **{dataset.name: dataset for dataset in datasets}}
+        refused = {name: reason for name, reason in found.refused.items() if name not in known}
+        mixtures = {}
+        for name, folder in found.declared.items():
+            try:
+                if name not in known:
+                    mixtures[name] = read_mixture(name, folder)
+                    if missing := [own for own in mixtures[name].mix.datasets if own not in known]:
+                        del mixtures[name]
+                        refused[name] = f"{folder} mixes {', '.join(missing)}, of which there is no folder here."
+            except DatasetRefused as refusal:
+                refused[name] = str(refusal)
+        self._known = _Known(dict(sorted(known.items())), mixtures, refused)
+
+    def _miss(self, dataset: Dataset, found: Survey) -> str:
+        """Tells a dataset that its folder holds no shards any more; gives the reason."""
+        folder = dataset.folder
+        if reason := found.refused.get(dataset.name):
+            dataset.fail(reason)
+        elif found.folders and not folder.exists():
+            reason = f"{folder} was removed. Put it back, or restart the server to forget it."
+            dataset.remove(reason)
+        else:  # with all folders gone at once it is rather the disk that is: what is cached can be served meanwhile
+            reason = f"{folder} holds no shard any more. Put them back, or remove the folder too."
+            dataset.fail(reason)
+        return reason
+
+    def plan(self, name: str, spec: Spec) -> Plan:
+        """The spec resolved against a dataset, or against all that its mix names, this one among them.
+
+        Raises BadParameter: the mix leaves it out. Raises SnapshotGone, and what make_plan raises.
+        """
+        declared = self._known.mixtures.get(name)
+        if declared and spec.mix is None:
+            spec = replace(spec, mix=str(declared.mix), mix_stop=spec.mix_stop or declared.mix_stop)
+        mix = spec.mixed()
+        names = mix.datasets if mix else (name,)
+        if name not in names and declared is None:
+            raise BadParameter(f"mix={spec.mix} leaves out {name}, which the URL names. Name one of {', '.join(names)} there.")
+        fingerprints = spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
+        if len(fingerprints) != len(names):
+            raise SnapshotGone(
+                f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
+            )
+        found = [self[own].served(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
+        if spec.mix_stop and not mix:
+            raise BadParameter(
+                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is none: give a mix."
+            )
+        members = tuple(served.member(spec) for served in found)
+        resolved = replace(
+            spec,
+            snapshot=_JOINT.join(member.snapshot.fingerprint for member in members),
+            target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
+            skip=spell_skip(spec.skipped()),
+            mix=str(mix) if mix else None,
+            mix_stop=(spec.mix_stop or "first") if mix else None,
+        )
+        return make_plan(name, members, resolved)
+
+
+def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
+    """The catalog of a folder, opened.
+
+    Raises DatasetRefused: there is no such folder, the tokenizer is none, or see Catalog.open.
+    """
+    if not data_dir.is_dir():
+        what = "is a file, not a folder" if data_dir.exists() else "does not exist"
+        raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
+    if tokenizer:
+        load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
+    drop_old_notes(store.cache.folder)
+    catalog = Catalog(data_dir, tokenizer, store)
+    catalog.open()
+    return catalog

@@ -1,0 +1,181 @@
+"""A dataset: a folder of shards under a name. What changes in the folder is taken in as a whole, once it can be opened.
+
+One thread at a time looks at the folder and puts another Held in place; requests read whichever is there, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock_server.counts.index import Index
+from penstock_server.datasets.held import Held, Served
+from penstock_server.datasets.history import History
+from penstock_server.problems import DatasetRefused
+from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, look
+from penstock_server.snapshots.footers import Footers
+from penstock_server.snapshots.notes import open_notes
+from penstock_server.snapshots.shard import Date
+from penstock_server.snapshots.snapshot import Reading, Snapshot, read_folder, recipe_key
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.store import BlockStore
+
+log = logging.getLogger("penstock.dataset")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """What a look at a folder changed: the latest snapshot, the one before, and how many of its shards differ."""
+
+    snapshot: str
+    previous: str | None
+    changed: bool
+    added: int
+    removed: int
+    rewritten: int
+
+    @classmethod
+    def between(cls, before: Snapshot | None, after: Snapshot) -> Change:
+        """The change from one snapshot, if there was one, to the next."""
+        old = {shard.path.name: shard.digest for shard in before.shards} if before else {}
+        new = {shard.path.name: shard.digest for shard in after.shards}
+        return cls(
+            snapshot=after.fingerprint,
+            previous=before.fingerprint if before else None,
+            changed=before is None or before.fingerprint != after.fingerprint,
+            added=len(new.keys() - old.keys()),
+            removed=len(old.keys() - new.keys()),
+            rewritten=sum(old[name] != new[name] for name in old.keys() & new.keys()),
+        )
+
+
+class Dataset:
+    """The snapshots of one folder.
+
+    `held`, `latest` and `served` are for all threads, the others for one at a time.
+    """
+
+    def __init__(self, name: str, folder: Path, default_tokenizer: Path | None, store: BlockStore) -> None:
+        self.name, self.folder = name, folder
+        self._tokenizer, self._store = default_tokenizer, store
+        notes = open_notes(store.cache.folder, folder)
+        self._footers, self._history = Footers(folder, notes / "footers"), History(notes)
+        self._held = Held(name=name)
+        self._seen: tuple[Sight, float] | None = None  # the last sight, and since when it has been the same
+        self._read: Sight | None = None  # what is held is of this one; None if it was too young to be relied on
+        self._recipe_dates: Mapping[str, Date] = {}
+
+    @property
+    def held(self) -> Held:
+        """What is held now; the next look may give another."""
+        return self._held
+
+    @property
+    def latest(self) -> Served:
+        """The latest snapshot. Raises DatasetRefused: there is none, because the folder could not be opened."""
+        return self._held.find(None, self._serve)
+
+    def served(self, fingerprint: str | None) -> Served:
+        """The snapshot of this name, None for the latest, for a job. Raises what Held.find raises."""
+        served = self._held.find(fingerprint, self._serve)
+        self._history.touch(served.snapshot.fingerprint)
+        return served
+
+    def poll(self, shards: Mapping[str, Date]) -> bool:
+        """Takes in what changed in the folder, whose shards have these dates, if nothing has changed for a while.
+
+        False: something has; what is being written must not become a snapshot.
+        """
+        sight, now = look(self.folder, shards, self._tokenizer), time.monotonic()
+        if self._seen is None or self._seen[0] != sight:
+            self._seen = (sight, now)
+        if sight == self._read and not self._held.error:
+            return True
+        if now - self._seen[1] < QUIET_SECONDS:
+            return False
+        known = self._held.error
+        try:
+            self._take_in(sight, settled=True)
+        except DatasetRefused as refusal:
+            self._log(known, str(refusal))
+        return True
+
+    def refresh(self, shards: Mapping[str, Date]) -> Change:
+        """Takes in what changed in the folder, whose shards have these dates, at once.
+
+        Raises DatasetRefused: it cannot be opened as it is; what was served is served on.
+        """
+        return self._take_in(look(self.folder, shards, self._tokenizer), settled=False)
+
+    def fail(self, reason: str) -> None:
+        """The folder cannot be looked at; what was served is served on."""
+        self._log(self._held.error, reason)
+        self._held = replace(self._held, error=reason)
+
+    def remove(self, reason: str) -> None:
+        """The folder is gone, and so is every snapshot of it."""
+        if self._held.latest or self._held.error != reason:
+            self._log(self._held.error, reason)
+            self._read = None
+            self._follow(None, None, {}, reason)
+
+    def _take_in(self, sight: Sight, *, settled: bool) -> Change:
+        reliable, before, reading = settled or sight.is_quiet(), self._held.latest, None
+        try:
+            reading = self._read_folder(sight, settled=settled)
+            latest = self._latest_of(reading)
+            self._history.add(latest.snapshot)
+            self._follow(latest, reading, sight.recipe, None)
+        except DatasetRefused as refusal:
+            self._refuse(str(refusal), reading, sight)
+            raise
+        except Exception as error:  # a fault of ours in one dataset must not stop the others
+            reason = f"{self.folder} cannot be opened, by a fault of penstock: {type(error).__name__}: {error}"
+            if reason != self._held.error:  # it will be tried again and again
+                log.exception("%s cannot be opened", self.folder)
+            self._refuse(reason, None, sight)
+            raise DatasetRefused(reason) from error
+        self._read = sight if reliable else None
+        return Change.between(before.snapshot if before else None, latest.snapshot)
+
+    def _read_folder(self, sight: Sight, *, settled: bool) -> Reading:
+        reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, settled=settled)
+        known = self._held.recipe
+        if known and sight.recipe == self._recipe_dates and recipe_key(known) == recipe_key(reading.recipe):
+            return replace(reading, recipe=known)  # the same files: what is held by it may stay
+        return reading
+
+    def _latest_of(self, reading: Reading) -> Served:
+        before, snapshot = self._held.latest, reading.snapshot()
+        if before and before.snapshot.shards == snapshot.shards and before.snapshot.recipe.is_like(snapshot.recipe):
+            return before
+        return self._serve(snapshot)
+
+    def _refuse(self, reason: str, reading: Reading | None, sight: Sight) -> None:
+        if self._held.latest or reading is None:
+            self._held = replace(self._held, error=reason)
+        else:  # jobs on older snapshots need not wait until the new one is mended
+            self._follow(None, reading, sight.recipe, reason)
+
+    def _follow(
+        self, latest: Served | None, reading: Reading | None, recipe_dates: Mapping[str, Date], error: str | None
+    ) -> None:
+        self._recipe_dates = recipe_dates
+        self._held = self._held.followed_by(
+            latest,
+            shards=reading.shards if reading else {},
+            recipe=reading.recipe if reading else None,
+            records={record.fingerprint: record for record in self._history.records()},
+            error=error,
+        )
+
+    def _serve(self, snapshot: Snapshot) -> Served:
+        blocks = Blocks(snapshot, self._store)
+        return Served(self.name, snapshot, blocks, Index(self.name, snapshot, blocks, self._store.cache.folder))
+
+    def _log(self, known: str | None, reason: str) -> None:
+        if reason != known:
+            log.warning("%s: %s", self.name, reason)

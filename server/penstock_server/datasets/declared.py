@@ -1,0 +1,47 @@
+"""Declared mixtures: folders without shards, whose penstock.toml says which datasets make them up, and with which weights.
+
+mix = "wiki:0.7,code:0.3"   # see penstock.mix
+mix_stop = "first"          # or "all", "never"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import SpecError
+from penstock.mix import Mix
+from penstock.spec import Spec
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.recipe_file import FILE_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredMixture:
+    """A mixture by its name: the mix and the rule that ends its epochs, for specs that name neither."""
+
+    name: str
+    mix: Mix
+    mix_stop: str
+
+
+def read_mixture(name: str, folder: Path) -> DeclaredMixture:
+    """The mixture that a folder declares. Raises DatasetRefused: its penstock.toml is wrong."""
+    path = folder / FILE_NAME
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
+    if unknown := [key for key in given if key not in ("mix", "mix_stop")]:
+        raise DatasetRefused(
+            f"{path} has the keys {', '.join(unknown)}, but no shard lies beside it. A mixture has mix and mix_stop, no more."
+        )
+    try:
+        spec = Spec(mix=given.get("mix"), mix_stop=given.get("mix_stop"))
+    except SpecError as error:
+        raise DatasetRefused(f"{path}: {error}.") from error
+    mix = spec.mixed()
+    if mix is None:
+        raise DatasetRefused(f'{path} stands in a folder without shards and names no mix, such as mix = "wiki:0.7,code:0.3".')
+    return DeclaredMixture(name, mix, spec.mix_stop or "first")

@@ -1,0 +1,61 @@
+"""What is told of datasets, mixtures and specs, as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock_server.batches.plan import Plan
+from penstock_server.datasets.declared import DeclaredMixture
+from penstock_server.datasets.held import Held, Served
+
+
+def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
+    """A mixture that is declared."""
+    return {"name": mixture.name, "mix": str(mixture.mix), "mix_stop": mixture.mix_stop, "datasets": list(mixture.mix.datasets)}
+
+
+def describe_dataset(served: Served) -> dict[str, Any]:
+    """A snapshot that is served. `tokens` is null until they are counted; the cache is that of all datasets."""
+    snapshot, index, cache = served.snapshot, served.index, served.blocks.cache
+    rows, tokens, _ = (
+        index.lengths.get().per_block("all").sum(axis=1).tolist() if index.lengths.is_ready else (None, None, None)
+    )
+    return {
+        "name": served.name,
+        "rows": snapshot.num_rows,
+        "rows_served": rows if snapshot.recipe.filter else snapshot.num_rows,
+        "tokens": tokens,
+        "shards": len(snapshot.shards),
+        "blocks": snapshot.num_blocks,
+        "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
+        "index": dict(zip(("blocks_done", "blocks"), index.progress(), strict=True)),
+        "bad_rows": {"known": served.blocks.quarantine.num_bad_rows, "on_bad_row": snapshot.recipe.on_bad_row},
+        "cache": {"used_bytes": cache.used_bytes, "budget_bytes": cache.budget_bytes, "asked_bytes": cache.configured_bytes},
+        "columns": list(snapshot.recipe.token_columns),
+        "recipe": snapshot.recipe.describe(),
+        "token_dtype": snapshot.token_dtype,
+        "snapshot": snapshot.fingerprint,
+    }
+
+
+def describe_held(held: Held) -> dict[str, Any]:
+    """The snapshots of a dataset that are held, newest first, and what keeps new data out."""
+    snapshots = [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots]
+    return {"snapshots": snapshots, "refresh_error": held.error}
+
+
+def describe_spec(plan: Plan) -> dict[str, Any]:
+    """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
+    tensors = [
+        {"name": tensor.name, "dtype": tensor.dtype, "shape": shape}
+        for tensor, shape in zip(plan.tensors, plan.shapes, strict=True)
+    ]
+    return {
+        "snapshot": plan.snapshot,
+        "num_steps": plan.schedule.num_steps,
+        "num_sequences": plan.schedule.num_positions,
+        "vocab_size": plan.vocab_size,
+        "padding": plan.padding,
+        "tensors": tensors,
+        "spec": plan.spec.to_dict(),
+    }

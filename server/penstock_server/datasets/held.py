@@ -1,0 +1,147 @@
+"""The snapshots of a dataset that are held at one time: the latest, and older ones whose shards are all still there.
+
+A folder has grown from one snapshot to the next, so an older one is a part of its shards, and needs no files of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from penstock.spec import Spec
+from penstock_server.batches.member import Member, OrderKey
+from penstock_server.counts.index import Index
+from penstock_server.datasets.history import Record
+from penstock_server.problems import DatasetRefused, SnapshotGone
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.snapshots.shard import Shard
+from penstock_server.snapshots.snapshot import Snapshot, recipe_key
+from penstock_server.storage.blocks import Blocks
+
+_OTHER_RECIPE = "the recipe was changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A snapshot of a dataset that is served."""
+
+    name: str
+    snapshot: Snapshot
+    blocks: Blocks
+    index: Index
+
+    def member(self, spec: Spec) -> Member:
+        """The snapshot as a spec reads it. Raises DatasetRefused: too many rows are bad."""
+        self.blocks.quarantine.check()
+        return Member(self.name, self.snapshot, self.blocks, self.index, OrderKey.of(spec))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What is held of a dataset; never changed once made, but followed by another.
+
+    latest   what is served to who names no snapshot; None where the folder could not be opened
+    error    why the folder could not be opened when it was last looked at; what is held is of before then
+    shards   the shards of the folder, by name, and `recipe` its recipe: older snapshots must agree with them
+    records  the snapshots that are known, by fingerprint, newest first
+    gone     why some of them can no longer be served
+    former   older snapshots as they were served before
+    """
+
+    name: str
+    latest: Served | None = None
+    error: str | None = None
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    records: Mapping[str, Record] = field(default_factory=dict)
+    gone: Mapping[str, str] = field(default_factory=dict)
+    former: Mapping[str, Served] = field(default_factory=dict)
+    _again: dict[str, Served] = field(default_factory=dict)  # those that were asked for
+    _making: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def snapshots(self) -> list[Record]:
+        """Those that are served, newest first."""
+        return [record for record in self.records.values() if record.fingerprint not in self.gone]
+
+    def find(self, fingerprint: str | None, serve: Callable[[Snapshot], Served]) -> Served:
+        """The snapshot of this name, None for the latest; an older one is made by `serve` when it is first asked for.
+
+        Raises SnapshotGone: it is not, or no longer, on this server. Raises DatasetRefused: there is no latest.
+        """
+        if self.latest and fingerprint in (None, self.latest.snapshot.fingerprint):
+            return self.latest
+        if fingerprint and (reason := self.gone.get(fingerprint)):
+            raise self._gone(fingerprint, reason)
+        if fingerprint and fingerprint in self.records:
+            with self._making:
+                if fingerprint not in self._again:
+                    self._again[fingerprint] = self._make(self.records[fingerprint], serve)
+                return self._again[fingerprint]
+        if self.latest is None:
+            raise DatasetRefused(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
+        raise SnapshotGone(
+            f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.latest.snapshot.fingerprint}: the "
+            f"shards or the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
+        )
+
+    def _make(self, record: Record, serve: Callable[[Snapshot], Served]) -> Served:
+        former, shards = self.former.get(record.fingerprint), tuple(self.shards[name] for name, _, _ in record.shards)
+        if former and former.snapshot.recipe is self.recipe and former.snapshot.shards == shards:
+            return former
+        if self.recipe:
+            snapshot = Snapshot(shards[0].path.parent, shards, self.recipe)
+            if snapshot.fingerprint == record.fingerprint:
+                return serve(snapshot)
+        if former is None:
+            raise self._gone(record.fingerprint, _OTHER_RECIPE)
+        # What is known of its shards is by its own recipe; only their dates may be new.
+        pairs = zip(former.snapshot.shards, shards, strict=True)
+        own = [replace(shard, mtime_ns=now.mtime_ns, inode=now.inode) for shard, now in pairs]
+        return serve(Snapshot(former.snapshot.folder, own, former.snapshot.recipe))
+
+    def _gone(self, fingerprint: str, reason: str) -> SnapshotGone:
+        what = f"snapshot {fingerprint} of {self.name} is gone: {reason} since it was made"
+        return SnapshotGone(f"{what}. Put back what was there, or start a new run.")
+
+    def followed_by(
+        self,
+        latest: Served | None,
+        *,
+        shards: Mapping[str, Shard],
+        recipe: Recipe | None,
+        records: Mapping[str, Record],
+        error: str | None = None,
+    ) -> Held:
+        """What is held from now on: of the older snapshots those that agree with the shards."""
+        with self._making:
+            former = {**self.former, **self._again}
+        if self.latest:
+            former[self.latest.snapshot.fingerprint] = self.latest
+        key = recipe_key(recipe) if recipe else ""
+        reasons = {
+            fingerprint: _reason(record, shards, record.recipe == key or fingerprint in former)
+            for fingerprint, record in records.items()
+        }
+        return Held(
+            name=self.name,
+            latest=latest,
+            error=error,
+            shards=shards,
+            recipe=recipe,
+            records=records,
+            gone={fingerprint: reason for fingerprint, reason in reasons.items() if reason},
+            former={fingerprint: served for fingerprint, served in former.items() if fingerprint in records},
+        )
+
+
+def _reason(record: Record, shards: Mapping[str, Shard], has_recipe: bool) -> str | None:
+    """Why a snapshot can no longer be served: the first of its shards that changed."""
+    for name, size_bytes, digest in record.shards:
+        shard = shards.get(name)
+        if shard is None:
+            return f"{name} was removed"
+        if (shard.size_bytes, shard.digest) != (size_bytes, digest):
+            return f"{name} was rewritten"
+    return None if has_recipe else _OTHER_RECIPE

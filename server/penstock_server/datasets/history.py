@@ -1,0 +1,113 @@
+"""The history of a dataset: which shards its snapshots are of, so that a job keeps its own over a restart.
+
+Only names, sizes and digests are noted, under the fingerprint. Where they fit the shards that are there, the snapshot is
+made again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_server.snapshots.notes import read_note, write_note
+from penstock_server.snapshots.snapshot import Snapshot, recipe_key
+
+_FORMAT = 1
+_SUFFIX = ".snapshot"
+_KEPT = 16  # older snapshots of a dataset
+_TOUCH_SECONDS = 60.0
+
+ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its digest
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is remembered of a snapshot. `made_at_ns` is when it last became the latest, in nanoseconds since the epoch."""
+
+    fingerprint: str
+    made_at_ns: int
+    num_rows: int
+    recipe: str
+    shards: tuple[ShardName, ...]
+
+
+class History:
+    """The records of one dataset: of the latest snapshot and of sixteen older ones.
+
+    With more, what no job ever asked for goes first, then what was asked for longest ago. A note's mtime is when its
+    snapshot was last asked for, or `made_at_ns` if it never was. `touch` is for all threads, the others for one at a time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._records: dict[str, Record] = {}
+        self._touched_at: dict[str, float] = {}
+
+    def records(self) -> list[Record]:
+        """All of them, newest first; also what other servers with the same cache folder have made meanwhile."""
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            if path.stem not in self._records and (record := self._load(path)):
+                self._records[path.stem] = record
+        return sorted(self._records.values(), key=lambda record: record.made_at_ns, reverse=True)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Records what has become the latest snapshot."""
+        records = self.records()
+        if records and records[0].fingerprint == snapshot.fingerprint:
+            return
+        was_asked_for = self._asked_for(snapshot.fingerprint)
+        made_at_ns = max([time.time_ns(), *(record.made_at_ns + 1 for record in records[:1])])
+        shards = _interned((shard.path.name, shard.size_bytes, shard.digest) for shard in snapshot.shards)
+        record = Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe_key(snapshot.recipe), shards)
+        self._records[record.fingerprint] = record
+        path = self._path(record.fingerprint)
+        write_note(path, (_FORMAT, made_at_ns, record.num_rows, record.recipe, shards))
+        with suppress(OSError):
+            os.utime(path, ns=(made_at_ns, made_at_ns + was_asked_for))
+        self._drop_oldest(record.fingerprint)
+
+    def touch(self, fingerprint: str) -> None:
+        """A job has asked for this snapshot now."""
+        now = time.monotonic()
+        if now - self._touched_at.get(fingerprint, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
+            self._touched_at[fingerprint] = now
+            with suppress(OSError):
+                os.utime(self._path(fingerprint))
+
+    def _drop_oldest(self, latest: str) -> None:
+        older = sorted((f for f in self._records if f != latest), key=lambda f: (self._asked_for(f), self._used_at_ns(f)))
+        for fingerprint in older[:-_KEPT]:
+            del self._records[fingerprint]
+            self._touched_at.pop(fingerprint, None)
+            with suppress(OSError):
+                self._path(fingerprint).unlink()
+
+    def _asked_for(self, fingerprint: str) -> bool:
+        record = self._records.get(fingerprint)
+        return record is not None and self._used_at_ns(fingerprint) > record.made_at_ns
+
+    def _used_at_ns(self, fingerprint: str) -> int:
+        try:
+            return self._path(fingerprint).stat().st_mtime_ns
+        except OSError:
+            return self._records[fingerprint].made_at_ns
+
+    def _load(self, path: Path) -> Record | None:
+        kept = read_note(path)
+        if kept is None or kept[0] != _FORMAT:
+            return None
+        _, made_at_ns, num_rows, recipe, shards = kept
+        return Record(path.stem, made_at_ns, num_rows, recipe, _interned(shards))
+
+    def _path(self, fingerprint: str) -> Path:
+        return self._folder / f"{fingerprint}{_SUFFIX}"
+
+
+def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:
+    # Snapshots have most shards in common: each name is to be in memory once.
+    return tuple((sys.intern(name), size_bytes, sys.intern(digest)) for name, size_bytes, digest in shards)

@@ -1,0 +1,156 @@
+"""Look-ups from a row: what it holds, and when an epoch shows it. Nothing is searched: the order is invertible."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock_server.batches.member import Member
+from penstock_server.batches.plan import Plan
+from penstock_server.batches.readable import shown_columns
+from penstock_server.datasets.held import Served
+from penstock_server.geometry.order import IntArray
+from penstock_server.problems import BadParameter, RowOutOfRange
+from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.storage.block import Block
+
+# Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
+_FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 100, 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """One place of an epoch."""
+
+    epoch: int
+    step: int
+    rank: int
+    index: int
+
+
+def show_row(served: Served, row: int) -> dict[str, Any]:
+    """A row of a whole snapshot, counted over all shards in their order: its place, its tokens and its text.
+
+    Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
+    """
+    snapshot = served.snapshot
+    index, stored = _locate(served.name, snapshot, row)
+    [block] = served.blocks.get([index])
+    at = snapshot.block(index)
+    facts: dict[str, Any] = {
+        "row": row,
+        "shard": at.shard.path.name,
+        "row_group": at.row_group,
+        "row_in_group": at.first_row + stored,
+    }
+    number = _number(block, stored)
+    if number is None:
+        assert snapshot.recipe.filter
+        return facts | {"left_out_by": f"filter: {snapshot.recipe.filter.text}"}
+    if number in block.bad:
+        return facts | {"bad": block.bad[number]}
+    facts["split"] = "validation" if block.is_validation(number, snapshot.recipe.validation) else "train"
+    for name, feature in block.features.items():
+        prefix = "" if name == "tokens" else f"{name}_"
+        turns = list(feature.pieces(number, 0, int(feature.tokens.lengths[number])))
+        ids = [piece.source[piece.start : piece.start + piece.length].tolist() for piece in turns]
+        if snapshot.recipe.tokenizer:
+            facts[f"{prefix}text"] = snapshot.recipe.tokenizer.decode([token for turn in ids for token in turn])
+        if feature.turns:
+            facts[f"{prefix}turns"] = [
+                {"learned": piece.learned, "num_tokens": piece.length} | _text(snapshot, turn)
+                for piece, turn in zip(turns, ids, strict=True)
+            ]
+        facts[f"{prefix}tokens"] = [token for turn in ids for token in turn]
+    return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
+
+
+def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
+    """What is known to be bad in a dataset: `limit` rows behind the first `start`, and all row groups.
+
+    Once the tokens of all rows are counted, every bad row is known.
+    """
+    if served.index.lengths.is_ready:
+        bad = np.flatnonzero(served.index.lengths.get().per_block("all")[2]).tolist()
+        for index in bad:  # a restart forgets reasons, but not where to find them
+            served.blocks.get([index])
+    quarantine = served.blocks.quarantine
+    return {
+        "num_bad_rows": quarantine.num_bad_rows,
+        "complete": served.index.lengths.is_ready,
+        "on_bad_row": served.snapshot.recipe.on_bad_row,
+        "rows": [asdict(row) for row in quarantine.rows()[start : start + limit]],
+        "row_groups": [asdict(group) for group in quarantine.groups()],
+    }
+
+
+def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, Any]]:
+    """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
+
+    An epoch of a mixture may go through a dataset over and over, or for ever: the first hundred times are told, of a large
+    dataset fewer.
+
+    Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself. Raises what a block raises
+    that cannot be read.
+    """
+    names = [member.name for member in plan.members]
+    if dataset not in names:
+        raise BadParameter(
+            f"{dataset} is a mixture; rows are of its datasets: {', '.join(names)}. Name one of them in the URL, with "
+            f"mix={plan.spec.mix}."
+        )
+    plan.check_epoch(epoch)
+    number = names.index(dataset)
+    member = plan.members[number]
+    index, stored = _locate(dataset, member.snapshot, row)
+    [block] = member.blocks.get([index], member.order.split)
+    held = _number(block, stored)
+    if held is None:  # left out by the filter, or of the other split
+        return []
+    found = []
+    most = max(_FEWEST_PASSES, min(_MOST_PASSES, _MOST_POOLS // member.snapshot.num_blocks))
+    for own_epoch in plan.own_epochs(number, epoch)[:most]:
+        own = _positions(member, block, index, held, own_epoch)
+        for position in plan.positions_of(number, epoch, own, own_epoch):
+            found += [Occurrence(epoch, *place) for place in plan.schedule.locate(position)]
+    return [asdict(occurrence) for occurrence in sorted(found, key=lambda o: (o.step, o.rank, o.index))]
+
+
+def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:
+    """Where a row of a block stands in an epoch of its dataset."""
+    packing, order = member.epoch(epoch)
+    if member.order.packing == "rows" and member.order.long_rows == "truncate":
+        # A row also stands where bad rows gave way to it, and a bad row nowhere.
+        rows = _served_as(member.snapshot, block, row)
+    else:
+        rows = [row] if row not in block.bad else []
+    stream = block.stream
+    held = [packing.holding(index, number, int(stream[number]), int(stream[number + 1])) for number in rows]
+    return np.concatenate([np.zeros(0, np.int64), *(order.positions(*sequences) for sequences in held)])
+
+
+def _served_as(snapshot: Snapshot, block: Block, row: int) -> list[int]:
+    if not block.bad or snapshot.recipe.on_bad_row == "fail":
+        return [row]
+    if len(block.bad) == block.num_rows:
+        return []
+    return np.flatnonzero(block.substitutes == row).tolist()
+
+
+def _number(block: Block, stored: int) -> int | None:
+    """The number in a block of the row that is stored as this one; None if it is not in it."""
+    found = np.flatnonzero(block.rows == stored).tolist()
+    return found[0] if found else None
+
+
+def _text(snapshot: Snapshot, ids: list[int]) -> dict[str, str]:
+    tokenizer = snapshot.recipe.tokenizer
+    return {"text": tokenizer.decode(ids)} if tokenizer else {}
+
+
+def _locate(name: str, snapshot: Snapshot, row: int) -> tuple[int, int]:
+    if not 0 <= row < snapshot.num_rows:
+        raise RowOutOfRange(f"row {row} does not exist: {name} has {snapshot.num_rows:,} rows, 0 to {snapshot.num_rows - 1}.")
+    return snapshot.locate(row)

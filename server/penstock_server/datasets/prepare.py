@@ -1,0 +1,67 @@
+"""Preparing: the index and the cache of datasets, made ahead of time. Stopped at any moment, it goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from penstock_server.datasets.held import Served
+from penstock_server.problems import Problem
+
+_AT_A_TIME = 8  # blocks that are loaded side by side
+
+
+def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
+    """Counts the tokens of a dataset, fills the cache as far as its budget goes, packs for packing=best_fit; says what is done.
+
+    Raises what a block raises that cannot be read, and BadRow where the recipe does not substitute.
+    """
+    with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
+        lengths = served.index.lengths.make(advance)
+    rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
+    yield f"{served.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
+    served.index.row_lengths("all")
+    served.blocks.quarantine.check(bad)
+    num_stored = _fill(served)
+    yield f"{served.name}: {num_stored:,} of {served.snapshot.num_blocks:,} blocks are in the cache"
+    if seq_lens and len(served.snapshot.recipe.features) > 1:
+        yield f"{served.name}: preference pairs are not packed"
+        return
+    for seq_len in seq_lens:
+        with _progress(f"{served.name}: packing for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
+            num_bins = int(served.index.packing("all", seq_len).make(advance).bins_per_pool.sum())
+        padding = 1 - tokens / max(1, num_bins * seq_len)
+        yield f"{served.name}: {num_bins:,} sequences of {seq_len:,} tokens, {padding:.1%} of them padding"
+
+
+def _fill(served: Served) -> int:
+    """Loads blocks that are not in the cache until its budget is used; how many are there then."""
+    blocks, cache = served.blocks, served.blocks.cache
+    missing = [index for index in range(served.snapshot.num_blocks) if not blocks.is_stored(index)]
+    with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
+        for first in range(0, len(missing), _AT_A_TIME):
+            some = missing[first : first + _AT_A_TIME]
+            needed = sum(served.snapshot.block(index).nbytes for index in some)
+            if cache.used_bytes + 2 * needed > cache.budget_bytes:  # beyond it blocks would put each other out
+                break
+            blocks.get(some)
+            advance(first + len(some))
+    return sum(blocks.is_stored(index) for index in range(served.snapshot.num_blocks))
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with rate and remaining time on a terminal; its function takes the number of blocks done."""
+    with tqdm(desc=what, total=total, unit="block", disable=None if total else True) as bar:
+
+        def advance(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield advance
+
+
+def failure_of(problem: Problem) -> str:
+    """What to say when a dataset cannot be prepared."""
+    return f"{problem} What is done is kept; run the command again to go on."

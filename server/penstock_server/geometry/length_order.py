@@ -1,0 +1,72 @@
+"""An order whose neighbours are of similar length: less padding in a batch that is padded to its longest sequence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.geometry.order import EpochOrder, IntArray, permute, starts_of
+from penstock_server.geometry.packing import by_value
+
+_REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
+_Places = npt.NDArray[np.int32]
+
+LARGEST_WINDOW = 1 << 23  # sequences that are sorted at a time
+
+
+class LengthOrder:
+    """Each window of an order, sorted by length and cut into runs of `run` sequences, the runs permuted.
+
+    So batches are of similar length and yet mixed: which sequences make a run, among equals, is the underlying order's word,
+    and where a run stands is the permutation's. `lengths(pools, indices)` are tokens of sequences; `run_key` is the epoch's.
+    """
+
+    def __init__(self, order: EpochOrder, lengths: Callable[[IntArray, IntArray], IntArray], run: int, run_key: int) -> None:
+        self._order, self._lengths, self._run, self._run_key = order, lengths, run, run_key
+        self._arranged = lru_cache(maxsize=_REMEMBERED_WINDOWS)(self._arrange)
+        self._lock = threading.Lock()
+        self.num_sequences = order.num_sequences
+
+    def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """The (pool, index in the pool) at each position; positions are in [0, num_sequences)."""
+        return self._order.sequences(self._moved(positions, inverse=False))
+
+    def positions(self, pools: IntArray, indices: IntArray) -> IntArray:
+        """The inverse: the position at which each (pool, index in the pool) stands."""
+        return self._moved(self._order.positions(pools, indices), inverse=True)
+
+    def window(self, position: int) -> int:
+        """In which window a position lies."""
+        return self._order.window(position)
+
+    def pools_of_window(self, window: int) -> IntArray:
+        """The pools of a window; none past the last one."""
+        return self._order.pools_of_window(window)
+
+    def _moved(self, positions: IntArray, *, inverse: bool) -> IntArray:
+        moved = np.empty_like(positions)
+        for window, mine in by_value(self._order.windows(positions)):
+            start, _ = self._order.bounds_of_window(window)
+            with self._lock:  # all ranks come to a window at once, and one of them is to sort it
+                moves = self._arranged(window)[int(inverse)]
+            moved[mine] = start + moves[positions[mine] - start]
+        return moved
+
+    def _arrange(self, window: int) -> tuple[_Places, _Places]:
+        """Where each place of a window takes its sequence from, and the inverse; both from the window's start."""
+        start, stop = self._order.bounds_of_window(window)
+        lengths = self._lengths(*self._order.sequences(np.arange(start, stop)))
+        by_length = np.argsort(lengths, kind="stable")
+        num_runs = -(-len(by_length) // self._run)
+        runs = permute(np.arange(num_runs), num_runs, np.uint64(self._run_key ^ window))
+        sizes = np.minimum(self._run, len(by_length) - runs * self._run)
+        taken = by_length[
+            np.repeat(runs * self._run, sizes) + np.arange(len(by_length)) - np.repeat(starts_of(sizes)[:-1], sizes)
+        ]
+        inverse = np.empty(len(taken), np.int32)
+        inverse[taken] = np.arange(len(taken), dtype=np.int32)
+        return taken.astype(np.int32), inverse

@@ -1,0 +1,207 @@
+"""Packing: how rows become sequences. Pure arithmetic on counts and lengths; no token is looked at.
+
+    Rows      one row, one sequence, cut to its longest length; from row counts
+    SplitRows one row, as many sequences as it fills; from row lengths
+    Concat    the documents of all blocks, one behind the other, are a ring of tokens, cut into sequences; from token counts
+    BestFit   whole documents in bins; from row lengths (see best_fit and bins)
+
+Each cuts the blocks into pools and says how many sequences each pool has, which is what an order permutes, and what a sequence
+is made of. A pool is one block, but for BestFit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.geometry.order import IntArray, find, starts_of
+
+STREAM = -1  # in place of a row: the whole block's tokens, its rows one behind the other
+
+
+class Spans(NamedTuple):
+    """Runs of tokens, in the order of the sequences that they make up.
+
+    Span i, of sequence `sequences[i]`, is tokens [starts[i], stops[i]) of row `rows[i]` of block `blocks[i]`, cut at the row's
+    end; of the block's stream where the row is STREAM.
+    """
+
+    sequences: IntArray
+    blocks: IntArray
+    rows: IntArray
+    starts: IntArray
+    stops: IntArray
+
+
+class Packing(Protocol):
+    """How the blocks of one snapshot become sequences in one epoch."""
+
+    @property
+    def sequences_per_pool(self) -> IntArray:
+        """How many sequences each pool has, shape [num_pools]."""
+
+    def blocks_of(self, pool: int) -> range:
+        """The blocks that a pool's sequences are made of; those of Concat may run on into the blocks behind them."""
+
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """What sequences are made of; sequence i is the one with number indices[i] of pools[i]."""
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """The inverse: the (pool, number) of each sequence that a row is in, whose tokens are [start, stop) of its block's."""
+
+
+class Rows:
+    """One row, one sequence, of at most `seq_len` tokens."""
+
+    def __init__(self, rows_per_block: IntArray, seq_len: int) -> None:
+        self.sequences_per_pool = rows_per_block
+        self._seq_len = seq_len
+
+    def blocks_of(self, pool: int) -> range:
+        """The one block."""
+        return range(pool, pool + 1)
+
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """The first tokens of one row each."""
+        return Spans(np.arange(len(pools)), pools, indices, np.zeros_like(indices), np.full_like(indices, self._seq_len))
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """The one that is the row."""
+        return np.array([block]), np.array([row])
+
+
+class SplitRows:
+    """One row, as many sequences of `seq_len` tokens as it takes; the last may be shorter.
+
+    `row_lengths(block)` are the tokens of each of a block's rows, shape [rows of the block]; a row without tokens is none.
+    """
+
+    def __init__(self, sequences_per_block: IntArray, row_lengths: Callable[[int], IntArray], seq_len: int) -> None:
+        self.sequences_per_pool = sequences_per_block
+        self._row_lengths, self._seq_len = row_lengths, seq_len
+
+    @staticmethod
+    def count(lengths: IntArray, seq_len: int) -> IntArray:
+        """The sequences that rows of these lengths make, shape of `lengths`."""
+        return -(-lengths // seq_len)
+
+    def blocks_of(self, pool: int) -> range:
+        """The one block."""
+        return range(pool, pool + 1)
+
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """A part of one row each."""
+        rows, starts = np.zeros_like(indices), np.zeros_like(indices)
+        for block, mine in by_value(pools):
+            firsts = self._firsts(block)
+            rows[mine] = find(firsts, indices[mine])
+            starts[mine] = (indices[mine] - firsts[rows[mine]]) * self._seq_len
+        return Spans(np.arange(len(pools)), pools, rows, starts, starts + self._seq_len)
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """All parts of the row."""
+        first, last = self._firsts(block)[row : row + 2].tolist()
+        return np.full(last - first, block), np.arange(first, last)
+
+    def _firsts(self, block: int) -> IntArray:
+        """The number of each row's first sequence in the block, and at last that of all."""
+        return starts_of(self.count(self._row_lengths(block), self._seq_len))
+
+
+class Concat:
+    """The ring of tokens, cut every `seq_len` tokens from token `shift` on, 0 <= shift < seq_len.
+
+    Sequence s is [s * seq_len + shift, (s + 1) * seq_len + shift) of the ring. Nothing is left out but what is too short
+    for a sequence; with another shift in each epoch that is something else each time, and so are the borders.
+    """
+
+    def __init__(self, tokens_per_block: IntArray, seq_len: int, shift: int) -> None:
+        self._starts = starts_of(tokens_per_block)
+        self._seq_len, self._shift = seq_len, shift
+        self.num_sequences = int(self._starts[-1]) // seq_len
+        # The first sequence that begins at a block's first token or behind it.
+        self._first = np.clip(-((shift - self._starts) // seq_len), 0, self.num_sequences)
+        self.sequences_per_pool = np.diff(self._first)
+
+    def blocks_of(self, pool: int) -> range:
+        """The block that its sequences begin in."""
+        return range(pool, pool + 1)
+
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """As many spans as a sequence meets blocks; on the ring the first block follows the last."""
+        begins = (self._first[pools] + indices) * self._seq_len + self._shift
+        ends = begins + self._seq_len
+        first, last = self._place(begins), self._place(ends - 1)
+        num_spans = last - first + 1
+        sequences = np.repeat(np.arange(len(pools)), num_spans)
+        turn = np.arange(len(sequences)) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)
+        rounds, blocks = np.divmod(first[sequences] + turn, len(self._starts) - 1)
+        block_begins = self._starts[blocks] + rounds * self._starts[-1]
+        block_ends = self._starts[blocks + 1] + rounds * self._starts[-1]
+        starts = np.maximum(begins[sequences], block_begins) - block_begins
+        stops = np.minimum(ends[sequences], block_ends) - block_begins
+        filled = stops > starts  # blocks without a token lie in between
+        spans = (sequences, blocks, np.full_like(blocks, STREAM), starts, stops)
+        return Spans(*(values[filled] for values in spans))
+
+    def _place(self, tokens: IntArray) -> IntArray:
+        """In which block tokens of the ring lie, going round it: as many more than in the first round as there are blocks."""
+        rounds, inside = np.divmod(tokens, self._starts[-1])
+        return rounds * (len(self._starts) - 1) + find(self._starts, inside)
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """Those that the row's tokens meet, also where the ring closes; none if they are what is left out."""
+        total = int(self._starts[-1])
+        begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
+        turns = [np.arange((begin + turn) // self._seq_len, -(-(end + turn) // self._seq_len)) for turn in (0, total)]
+        sequences = np.unique(np.concatenate(turns))
+        sequences = sequences[(sequences >= 0) & (sequences < self.num_sequences)]
+        pools = find(self._first, sequences)
+        return pools, sequences - self._first[pools]
+
+
+def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Each value once, and where it stands; in the time of a sort, however many there are."""
+    order = np.argsort(values, kind="stable")
+    for places in np.split(order, np.flatnonzero(np.diff(values[order])) + 1) if len(values) else ():
+        yield int(values[places[0]]), places
+
+
+class Piece(NamedTuple):
+    """A run of tokens of one row: source[start : start + length]. `learned`: it is no prompt."""
+
+    source: npt.NDArray[np.integer[Any]]
+    start: int
+    length: int
+    learned: bool
+
+
+def fill(out: npt.NDArray[np.unsignedinteger[Any]], lines: Sequence[Sequence[Piece]], pad_id: int) -> None:
+    """Writes line i, its pieces one behind the other, into out[i], shape [batch_size, width], and pads the rest."""
+    for line, pieces in zip(out, lines, strict=True):
+        end = 0
+        for source, start, length, _ in pieces:
+            line[end : end + length] = source[start : start + length]
+            end += length
+        line[end:] = pad_id
+
+
+def fill_learned(out: npt.NDArray[np.uint8], lines: Sequence[Sequence[Piece]]) -> None:
+    """Writes 1 for each token that is learned and 0 for every other, in the places that `fill` gives the tokens."""
+    for line, pieces in zip(out, lines, strict=True):
+        line[:] = 0
+        end = 0
+        for piece in pieces:
+            line[end : end + piece.length] = piece.learned
+            end += piece.length
+
+
+def fill_bits(out: npt.NDArray[np.uint8], lines: Sequence[Sequence[int]]) -> None:
+    """Sets the bits of out[i], shape [batch_size, bytes], that line i lists; bit b is bit b % 8 of byte b // 8."""
+    out[:] = 0
+    for line, bits in zip(out, lines, strict=True):
+        at = np.array(bits, np.int64)
+        np.bitwise_or.at(line, at // 8, (1 << (at % 8)).astype(np.uint8))

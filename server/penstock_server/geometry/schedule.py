@@ -1,0 +1,99 @@
+"""The schedule: (step, rank, index) -> epoch position, and back. How ranks slice an epoch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.skip import Ranges
+from penstock_server.geometry.order import IntArray, find, starts_of
+from penstock_server.problems import RankOutOfRange, StepOutOfRange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How ranks slice an epoch: sample n = (step * world_size + rank) * batch_size + index of those behind `offset`.
+
+    The order is of samples; another world size or batch size slices the same order differently. Every rank has the same
+    number of steps: unequal ranks would hang the trainer's collectives. `skipped` positions, half-open ranges, are no samples.
+    """
+
+    num_positions: int
+    batch_size: int
+    world_size: int
+    offset: int
+    tail: str
+    skipped: Ranges = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
+        left = self._num_kept - self._num_before(self.offset)
+        per_step = self.batch_size * self.world_size
+        return left // per_step if self.tail == "drop" else -(-left // per_step)
+
+    def check(self, step: int, rank: int) -> None:
+        """Whether the epoch has such a batch.
+
+        Raises StepOutOfRange: step is not in [0, num_steps).
+        Raises RankOutOfRange: rank is not in [0, world_size).
+        """
+        if not 0 <= rank < self.world_size:
+            raise RankOutOfRange(
+                f"rank {rank} does not exist: world_size is {self.world_size}, so ranks are 0 to {self.world_size - 1}. "
+                f"Pass the trainer's world_size, or a rank below it."
+            )
+        if not 0 <= step < self.num_steps:
+            raise StepOutOfRange(
+                f"step {step} does not exist: this epoch has {self.num_steps} steps, 0 to {self.num_steps - 1}. "
+                f"Go on with step 0 of the next epoch."
+            )
+
+    def positions(self, steps: Sequence[int], rank: int) -> IntArray:
+        """Epoch positions of some batches of a rank, shape [len(steps), batch_size], each in [0, num_positions).
+
+        Raises StepOutOfRange, RankOutOfRange: see check.
+        """
+        for step in steps:
+            self.check(step, rank)
+        starts = self._num_before(self.offset) + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
+        samples = (starts[:, None] + np.arange(self.batch_size)) % self._num_kept
+        if not self.skipped:
+            return samples
+        starts, stops = self._kept()
+        firsts = starts_of(stops - starts)
+        run = find(firsts, samples)
+        return starts[run] + samples - firsts[run]
+
+    def locate(self, position: int) -> list[tuple[int, int, int]]:
+        """Each (step, rank, index) that shows a position: none if it is skipped or dropped, several where the tail wraps."""
+        if any(start <= position < stop for start, stop in self.skipped):
+            return []
+        begin = self._num_before(self.offset)
+        end = begin + self.num_steps * self.world_size * self.batch_size
+        first = self._num_before(position)
+        first += self._num_kept if first < begin else 0
+        found = []
+        for sample in range(first, end, self._num_kept):
+            step, within = divmod(sample - begin, self.world_size * self.batch_size)
+            found.append((step, *divmod(within, self.batch_size)))
+        return found
+
+    @property
+    def _num_kept(self) -> int:
+        return self._num_before(self.num_positions)
+
+    def _num_before(self, position: int) -> int:
+        """Positions below this one that are not skipped."""
+        return position - sum(min(stop, position) - start for start, stop in self.skipped if start < position)
+
+    def _kept(self) -> tuple[IntArray, IntArray]:
+        """The runs [start, stop) of positions between those that are skipped."""
+        inside = [(start, min(stop, self.num_positions)) for start, stop in self.skipped if start < self.num_positions]
+        starts = [0, *(stop for _, stop in inside)]
+        stops = [*(start for start, _ in inside), self.num_positions]
+        kept = [(start, stop) for start, stop in zip(starts, stops, strict=True) if stop > start]
+        both = np.array(kept, np.int64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]

@@ -1,0 +1,281 @@
+"""Chats: what a tokenizer's own template makes of messages, and which part of it the assistant says.
+
+A template may mark what the assistant says with {% generation %} and {% endgeneration %}. In one that does not, it is what a
+message of the assistant adds to the chat before it with the prompt to answer; that is told only of templates that render
+a chat as the beginning of the same chat that goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+
+from penstock_server.recipes import chat_sandbox
+from penstock_server.recipes.chat_sandbox import BEGIN, END, Refused, Sandbox
+
+FILES_BESIDE_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+_SANDBOX = Sandbox()
+_MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
+_WAY_OUT = "Mark what the assistant says in the template, with {% generation %} and {% endgeneration %}"
+_TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
+_ASKED = ({"role": "user", "content": "Who is there?"},)
+_ANSWERED = (*_ASKED, {"role": "assistant", "content": "An answer."})
+_ASKED_AGAIN = (*_ANSWERED, {"role": "user", "content": "And now?"})
+
+
+class TemplateError(ValueError):
+    """A chat template cannot be used, whatever the chat; the message says why and what to do."""
+
+
+class ChatError(ValueError):
+    """A chat cannot be rendered; the message goes on behind the name of its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A chat as text. `spans` are the half-open ranges of characters that carry loss, in their order, disjoint, not empty."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+    def segments(self) -> Iterator[tuple[str, bool]]:
+        """The text in pieces, none of them empty, and whether each carries loss."""
+        at = 0
+        for start, stop in (*self.spans, (len(self.text), len(self.text))):
+            for begin, end, carries in ((at, start, False), (start, stop, True)):
+                if begin < end:
+                    yield self.text[begin:end], carries
+            at = stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTemplate:
+    """A tokenizer's chat template: a Jinja text, and the special tokens that it may write, by name, as `eos_token`.
+
+    Raises TemplateError: the text is no template, or needs what is not there.
+    """
+
+    text: str
+    special_tokens: Mapping[str, str] = field(hash=False)
+    _template: jinja2.Template = field(init=False, repr=False, compare=False)
+    _is_marked: bool = field(init=False, repr=False, compare=False)
+    _prompt: str = field(init=False, repr=False, compare=False)
+    _tail: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            tree = _SANDBOX.parse(self.text)
+            template = _SANDBOX.from_string(self.text)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template is wrong in line {error.lineno}: {error.message}.") from error
+        except (SyntaxError, RecursionError) as error:
+            raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
+        object.__setattr__(self, "_template", template)
+        object.__setattr__(self, "_is_marked", any(name.name == BEGIN for name in tree.find_all(nodes.Name)))
+        for name, text in zip(("_prompt", "_tail"), self._try_out(), strict=True):
+            object.__setattr__(self, name, text)
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that a rendering depends on beside the messages."""
+        content = json.dumps(["penstock chat v1", self.text, sorted(self.special_tokens.items())])
+        return blake2b(content.encode(), digest_size=16).hexdigest()
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """The chat as text, and the spans of it that carry loss: what the assistant says and the mark that ends its turn.
+
+        A value that is null is as if it were not there, as in Parquet no column of a struct can be missing.
+
+        Raises ChatError: the template refuses the chat or fails on it, or what the assistant says cannot be told.
+        """
+        chat = [_checked(number, message) for number, message in enumerate(messages)]
+        if not chat:
+            raise ChatError("has a chat without messages")
+        return self._render_marked(chat) if self._is_marked else self._render_in_steps(chat)
+
+    def _render_marked(self, chat: list[Message]) -> Rendered:
+        text = self._write(chat)
+        marked = self._write(chat, marks=_MARKS)
+        begin, end = _MARKS
+        if begin in text or end in text:
+            raise ChatError("has a chat with U+FDD0 or U+FDD1 in it, which are no characters")
+        spans: list[Span] = []
+        at = depth = start = 0
+        for piece in re.split(f"([{begin}{end}])", marked):
+            if piece == begin:
+                start = at if depth == 0 else start
+                depth += 1
+            elif piece == end:
+                depth -= 1
+                if depth == 0 and start < at:
+                    spans.append((start, at))
+            else:
+                at += len(piece)
+        if depth or marked.replace(begin, "").replace(end, "") != text:
+            raise ChatError("has a chat whose template looks at or leaves its {% generation %}: put it around what is written")
+        return Rendered(text, tuple(spans))
+
+    def _render_in_steps(self, chat: list[Message]) -> Rendered:
+        spans: list[Span] = []
+        steps: list[str] = []
+        text = ""
+        for number, message in enumerate(chat):
+            if message["role"] == "assistant":
+                before, text = self._write(chat[:number], prompt=True), self._write(chat[: number + 1])
+                steps.append(text.removesuffix(self._tail))
+                if not steps[-1].startswith(before):
+                    raise ChatError(f"has a chat whose template does not begin message {number} as it asks for it. {_WAY_OUT}")
+                said = _without_blanks_behind_the_end(steps[-1][len(before) :], message)
+                prompted = self._prompt and before.endswith(self._prompt)
+                if not prompted and not _begins_with_content(said, message):
+                    raise ChatError(f"has a chat whose template does not prompt for message {number}. {_WAY_OUT}")
+                spans.append((len(before), len(before) + len(said)))
+        if chat[-1]["role"] != "assistant":
+            text = self._write(chat)
+        if not all(text.startswith(step) for step in steps):
+            raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")
+        return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
+
+    def _write(self, chat: Sequence[Message], *, prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
+        variables = {
+            **self.special_tokens,
+            "messages": chat,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            BEGIN: marks[0],
+            END: marks[1],
+        }
+        try:
+            return chat_sandbox.render(self._template, variables)
+        except Refused as error:
+            raise ChatError(f"has a chat that its template refuses: {_reason(error)}") from error
+        except Exception as error:  # a template is a program, and fails like one
+            raise ChatError(f"has a chat that its template fails on: {_reason(error)}") from error
+
+    def _try_out(self) -> tuple[str, str]:
+        """What the template writes to prompt for an answer, and behind a chat that ends, as Phi-3 does an EOS; "" for nothing.
+
+        Raises TemplateError: it writes today's date.
+        """
+        try:
+            asked, prompted = self._write(_ASKED), self._write(_ASKED, prompt=True)
+            once, again = self._write(_ANSWERED), self._write(_ASKED_AGAIN)
+        except ChatError as error:
+            if "'strftime_now' is undefined" not in str(error):
+                return "", ""
+            raise TemplateError(
+                "the chat template writes today's date (strftime_now), and a batch must be the same on every day. "
+                "Write a date into it."
+            ) from error
+        end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(once, again, strict=False)))
+        for token in _TOKEN.finditer(once):  # two tokens may begin alike
+            end = token.start() if token.start() < end < token.end() else end
+        tail = once[end:] if again.endswith(once[end:]) else ""
+        asked = asked.removesuffix(tail)
+        return prompted[len(asked) :] if prompted.startswith(asked) else "", tail
+
+
+def load_chat_template(tokenizer_path: Path) -> str | None:
+    """The chat template beside a tokenizer.json: chat_template.jinja, else the one in tokenizer_config.json; None for none.
+
+    `tokenizer_path` is where the tokenizer lies by name: in a folder of links, the template is where the link is.
+
+    Raises TemplateError: a file cannot be read, or has several templates and none of them is the default.
+    """
+    path = tokenizer_path.with_name("chat_template.jinja")
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TemplateError(f"{path} cannot be read: {error}.") from error
+    given = _read_json(tokenizer_path.with_name("tokenizer_config.json")).get("chat_template")
+    if isinstance(given, list):
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        if "default" not in named:
+            raise TemplateError(
+                f"tokenizer_config.json beside {tokenizer_path} has the chat templates {', '.join(map(str, named))}, and none "
+                f"of them is called default. Put the one to use there as chat_template.jinja."
+            )
+        given = named["default"]
+    return given if isinstance(given, str) else None
+
+
+def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
+    """The special tokens that the files beside a tokenizer.json name: eos_token and others, of those that are there.
+
+    Raises TemplateError: a file cannot be read.
+    """
+    config = _read_json(tokenizer_path.with_name("tokenizer_config.json"))
+    files = [_read_json(tokenizer_path.with_name("special_tokens_map.json")), config]
+    if "added_tokens_decoder" not in config:  # written before tokenizer_config.json had all of them
+        files.reverse()
+    tokens: dict[str, str] = {}
+    for name, value in (item for file in files for item in file.items()):
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"{path} cannot be read: {error}.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _checked(number: int, message: object) -> Message:
+    plain = _without_nulls(message)
+    if not isinstance(plain, dict) or not isinstance(plain.get("role"), str):
+        raise ChatError(f"has a chat whose message {number} has no role")
+    if not isinstance(plain.get("content"), (str, list)) and not plain.get("tool_calls"):
+        raise ChatError(f"has a chat whose message {number} has no content")
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _without_blanks_behind_the_end(said: str, message: Message) -> str:
+    """What the assistant says up to the mark that ends it. Where blanks are all that ends it, they are the mark."""
+    content, stripped = _content(message), said.rstrip()
+    if said.lstrip().startswith(content):
+        return stripped if said.lstrip()[len(content) :].strip() else said
+    return said if stripped.endswith(content) else stripped
+
+
+def _begins_with_content(said: str, message: Message) -> bool:
+    return bool(_content(message)) and said.lstrip().startswith(_content(message))
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+    reason = kind + " ".join(str(error).split())
+    return reason if len(reason) <= 200 else f"{reason[:200].rstrip()} ..."

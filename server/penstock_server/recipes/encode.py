@@ -1,0 +1,116 @@
+"""Rows to tokens: a block's rows in, one record batch of token lists out. Bad rows are null, with the reason beside them.
+
+rows --filter--> --transform--> fields --tokenizer, chat template--> token lists, and the lengths of their turns
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from penstock_server.geometry.order import permute
+from penstock_server.recipes.column_types import is_text
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.rows import Lists, Reasons, checked_ids, raw_texts, travelling
+from penstock_server.recipes.texts import chats, joined, messages, preference, tokenized, with_turns
+
+REASON = "bad"  # why a row cannot be used, null where it can
+ROW = "row"  # which row of the block it is; the filter leaves some out
+SPLIT = "split"  # its hash, by which it is of one split or the other; see split_hashes
+TURNS = "_turns"  # behind a feature's name: the lengths of a row's prompt, response, prompt, ...
+COLUMN = "column:"  # before the name of a column that travels
+
+LONGEST_ROW = (1 << 31) - 1  # tokens: lengths are kept in 31 bits
+
+_HASHES = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where rows come from: `first_row` is the first one's number in the shard called `shard`."""
+
+    shard: str
+    first_row: int
+
+
+def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: int, place: Place) -> pa.RecordBatch:
+    """The tokens of the rows that the recipe keeps, in the rows' order. A row that cannot be used is null in every feature.
+
+    Text is encoded without the tokenizer's special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in
+    [0, token_bound).
+
+    Raises ValueError: the tokenizer or the transform fails, or what it returns is not what the recipe reads.
+    """
+    kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
+    if recipe.filter:
+        rows = rows.take(pa.array(kept))
+    hashes = split_hashes(rows, recipe, place, kept)
+    if recipe.transform:
+        rows = recipe.transform(rows)
+        recipe.check_made(rows.schema)
+    reasons = Reasons([None] * rows.num_rows)
+    features = _features(rows, recipe, token_bound, reasons)
+    for lists in features.values():
+        for row in np.flatnonzero(lists.lengths > LONGEST_ROW).tolist():
+            reasons.add(row, f"has {lists.lengths[row]:,} tokens, more than {LONGEST_ROW:,}")
+    columns = {COLUMN + column.name: travelling(column.field.array(rows), column.name, reasons) for column in recipe.columns}
+    bad = np.array([reason is not None for reason in reasons], bool)
+    arrays: dict[str, pa.Array] = {}
+    for name, lists in features.items():
+        arrays[name] = _list_array(lists.values, lists.lengths, bad, token_dtype)
+        if lists.turns:
+            arrays[name + TURNS] = _list_array(*lists.turns, bad, "int32")
+    arrays |= columns | {REASON: pa.array(reasons, pa.string()), SPLIT: pa.array(hashes)}
+    if recipe.filter:
+        arrays[ROW] = pa.array(kept.astype(np.int32))
+    return pa.record_batch(arrays)
+
+
+def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """A uniform hash of each row, shape [num_rows]: of its place, or of the value of the field that the recipe names.
+
+    A row's place is the name of its shard and its number in it, so shards that come to the dataset move no row to the other
+    split. `kept` are the rows' numbers behind `place`.
+    """
+    if recipe.split_by is None:
+        key = xxhash.xxh3_64_intdigest(place.shard.encode())
+        hashes = permute((place.first_row + kept) % _HASHES, _HASHES, key) if len(kept) else kept
+        return hashes.astype(np.uint32)
+    found = recipe.split_by.array(rows)
+    # Text as its bytes: those that are no UTF-8 have a split, too.
+    values = (raw_texts(found) if is_text(found.type) else found).to_pylist()
+    contents = (value if value is not None and is_text(found.type) else str(value).encode() for value in values)
+    return np.array([xxhash.xxh3_64_intdigest(content) >> 32 for content in contents], np.uint32)
+
+
+def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:
+    """Which rows are of the validation split, which has that share of all rows; shape of `hashes`."""
+    return hashes < np.uint64(round(share * _HASHES))
+
+
+def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons) -> dict[str, Lists]:
+    fields = dict(recipe.fields)
+    if recipe.kind == "tokens":
+        return {"tokens": checked_ids(fields["tokens"].array(rows), bound, recipe.bos_id, recipe.eos_id, reasons)}
+    if recipe.kind == "text":
+        return {"tokens": joined([tokenized(rows, "text", recipe, reasons, opens=True, closes=True)])}
+    if recipe.kind == "prompt_response":
+        prompts = tokenized(rows, "prompt", recipe, reasons, opens=True)
+        return {"tokens": with_turns([prompts, tokenized(rows, "response", recipe, reasons, closes=True)])}
+    if recipe.kind == "messages":
+        return {"tokens": chats(messages(rows, "messages", recipe, reasons), None, recipe, "messages", reasons)}
+    return {side: preference(rows, side, recipe, reasons) for side in recipe.features}
+
+
+def _list_array(
+    values: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int64], bad: npt.NDArray[np.bool_], dtype: str
+) -> pa.LargeListArray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.where(bad, 0, lengths), out=offsets[1:])
+    kept = values[np.repeat(~bad, lengths)] if bad.any() else values
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(kept.astype(dtype, copy=False)), mask=pa.array(bad))

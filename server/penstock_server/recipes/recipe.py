@@ -1,0 +1,189 @@
+"""The recipe: how a dataset's rows become tokens. `recipe_file` reads it from a dataset's penstock.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from penstock_server.recipes.chat import ChatTemplate
+from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
+from penstock_server.recipes.fields import Field, FieldError
+from penstock_server.recipes.filters import Filter
+from penstock_server.recipes.tokenizer import TokenizerFile
+from penstock_server.recipes.transform import Transform
+
+Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
+
+TENSOR_NAMES = {
+    f"{side}{name}"
+    for side in ("", "chosen_", "rejected_")
+    for name in "input_ids lengths prompt_lengths loss_mask labels label_lengths attention_mask position_ids".split()
+} | {"document_starts", "cu_seqlens"}
+FEATURES: Mapping[Kind, tuple[str, ...]] = {
+    "tokens": ("tokens",),
+    "text": ("tokens",),
+    "prompt_response": ("tokens",),
+    "messages": ("tokens",),
+    "preference": ("chosen", "rejected"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column that travels beside the tokens, under a name and as values of one type, whatever shards have."""
+
+    name: str
+    field: Field
+    type: pa.DataType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recipe:
+    """How rows become tokens. Equal identities make equal tokens of equal rows.
+
+    kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
+                  and rejected
+    vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
+    bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
+    eos_id        closes a text or a response, likewise
+    chat          renders messages
+    columns       what travels beside the tokens
+    filter        which rows are served; None for all
+    validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
+    max_bad_share more bad rows than this share of all are not substituted: the dataset is refused
+    """
+
+    kind: Kind
+    fields: tuple[tuple[str, Field], ...]
+    tokenizer: TokenizerFile | None = None
+    vocab_size: int | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int = 0
+    chat: ChatTemplate | None = None
+    columns: tuple[Column, ...] = ()
+    filter: Filter | None = None
+    transform: Transform | None = None
+    validation: float = 0.005
+    split_by: Field | None = None
+    on_bad_row: Literal["fail", "substitute"] = "fail"
+    max_bad_share: float = 0.01
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The token lists that a row becomes."""
+        return FEATURES[self.kind]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether only parts of a row are learned: responses, not prompts."""
+        return self.kind in ("prompt_response", "messages", "preference")
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """The top-level columns that the tokens are made of."""
+        return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))
+
+    @property
+    def read_columns(self) -> list[str] | None:
+        """The top-level columns that are read from a shard; None for all, which a transform may use."""
+        if self.transform:
+            return None
+        sources = [source for _, source in self.fields] + [column.field for column in self.columns]
+        names = [name for source in (*sources, *([self.split_by] if self.split_by else ())) for name in source.columns]
+        return list(dict.fromkeys([*names, *(self.filter.columns if self.filter else ())]))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that changes a row's tokens or what travels with them."""
+        return {
+            "kind": self.kind,
+            "fields": [[role, source.text] for role, source in self.fields],
+            "tokenizer": self.tokenizer.digest if self.tokenizer else None,
+            "vocab_size": self.vocab_size,
+            "bos_id": self.bos_id,
+            "eos_id": self.eos_id,
+            "pad_id": self.pad_id,
+            "chat": self.chat.digest if self.chat else None,
+            "columns": [[column.name, str(column.type)] for column in self.columns],
+            "filter": self.filter.text if self.filter else None,
+            "transform": self.transform.digest if self.transform else None,
+            "split_by": self.split_by.text if self.split_by else None,
+        }
+
+    def is_like(self, other: Recipe) -> bool:
+        """Whether another recipe does the same, also with bad rows."""
+        mine, theirs = ((r.identity, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
+        return mine == theirs
+
+    def check(self, schema: pa.Schema) -> None:
+        """Whether a shard of this schema has all that is read. Raises FieldError: it has not."""
+        stored = [*(self.filter.columns if self.filter else ()), *(self.split_by.columns if self.split_by else ())]
+        for name in stored:
+            Field.parse(name, schema)
+        if not self.transform:  # what it makes of the columns is seen when a block is made
+            self.check_made(schema)
+
+    def check_made(self, schema: pa.Schema) -> None:
+        """Whether rows of this schema, transformed, have all that tokens are made of. Raises FieldError: they have not."""
+        for role, source in self.fields:
+            check_field(self.kind, role, source, schema)
+        for column in self.columns:
+            if column.field.type(schema) != column.type:
+                raise FieldError(f"column {column.name!r} is {column.field.type(schema)}, but {column.type} in the first shard")
+
+    def describe(self) -> str:
+        """The recipe in a line, for people."""
+        parts = [" + ".join(source.text for _, source in self.fields).replace("\n", "\\n")]
+        if self.tokenizer:
+            parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids)")
+        elif self.vocab_size:
+            parts.append(f"pre-tokenized, ids below {self.vocab_size:,}")
+        else:
+            parts.append("pre-tokenized")
+        if self.chat:
+            parts.append(f"chat template {self.chat.digest[:8]}")
+        elif self.kind != "tokens":
+            parts.append("no EOS" if self.eos_id is None else f"EOS {self.eos_id}")
+        if self.filter:
+            parts.append(f"where {self.filter.text}")
+        if self.transform:
+            parts.append(f"transform {self.transform.name}")
+        if self.columns:
+            parts.append(f"with {', '.join(column.name for column in self.columns)}")
+        return ", ".join(parts)
+
+
+def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None:
+    """Whether a field can play a role. Raises FieldError: it is not there, or of a type that will not do."""
+    type_ = source.type(schema)
+    fits = {
+        "tokens": is_tokens(type_),
+        "text": is_text(type_),
+        "prompt_response": is_text(type_),
+        "messages": is_messages(type_),
+        "preference": is_text(type_) or is_messages(type_),
+    }
+    wanted = {"tokens": "lists of integers", "messages": "lists of messages, each with a role and a content"}
+    wanted["preference"] = "text or lists of messages"
+    if not fits[kind]:
+        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted.get(kind, 'text')}")
+
+
+def travelling(name: str, schema: pa.Schema) -> Column:
+    """The column of that name: numbers, lists of a fixed number of them, text or bytes. Raises FieldError: it cannot travel."""
+    source = Field.parse(name, schema)
+    type_ = source.type(schema)
+    if name in TENSOR_NAMES:
+        raise FieldError(f"column {name!r} cannot travel: a batch has a tensor of that name. Rename the column")
+    item = type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
+    number = pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
+    text = is_text(item) or pa.types.is_binary(item) or pa.types.is_large_binary(item)
+    if not (number or (text and not pa.types.is_fixed_size_list(type_))):
+        raise FieldError(
+            f"column {name!r} is {type_} and cannot travel; numbers, lists of a fixed number of them, text and bytes can"
+        )
+    return Column(name, source, type_)

@@ -1,0 +1,293 @@
+r"""A dataset's penstock.toml: how its recipe is declared. Without the file the columns' names decide.
+
+text = "content"                   # a column, a nested field "meta.body", or a template "{title}\n\n{body}"
+prompt = "question"                # or prompt and response, joined as they are
+response = "answer"
+messages = "conversation"          # or a chat: a list of role and content, rendered with the tokenizer's chat template
+chosen = "good"                    # or a preference pair: text or chats, with or without a prompt
+rejected = "bad"
+tokens = "input_ids"               # or token ids
+
+tokenizer = "../tokenizer.json"    # relative to the folder
+chat_template = "chat.jinja"       # default: the one beside the tokenizer
+eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
+bos = "<s>"                        # a token or an id; default: none. Opens a text or a prompt
+pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
+vocab_size = 50257                 # of pre-tokenized data: ids must be below it
+columns = ["score", "meta.url"]    # travel with the tokens of their row
+filter = "lang = 'en' and score > 0.5"
+transform = "clean:strip_html"     # a function over record batches, of clean.py in the folder or of a module
+validation = 0.005                 # the share of rows in split=validation
+split_by = "document"              # rows of one value stay in one split; default: each row by its place
+on_bad_row = "substitute"          # or "fail"
+max_bad_share = 0.01               # with more bad rows than that the dataset is refused
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.chat import ChatTemplate, TemplateError, load_chat_template, load_special_tokens
+from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
+from penstock_server.recipes.fields import Field, FieldError, hint
+from penstock_server.recipes.filters import Filter, FilterError, parse_filter
+from penstock_server.recipes.recipe import Kind, Recipe, check_field, travelling
+from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
+from penstock_server.recipes.transform import Transform, TransformError, load_transform
+
+FILE_NAME = "penstock.toml"
+
+_ROLES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("tokens", ("tokens",)),
+    ("text", ("text",)),
+    ("prompt_response", ("prompt", "response")),
+    ("messages", ("messages",)),
+    ("preference", ("chosen", "rejected")),
+    ("preference", ("prompt", "chosen", "rejected")),
+)
+_ROLE_NAMES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")
+_EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
+_PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**32
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value)) and len(set(value)) == len(value)
+
+
+_KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(_ROLE_NAMES, (_is_text, "a text")),
+    **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
+    **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
+    "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
+    "columns": (_is_names, "a list of different names"),
+    "validation": (_is_share, "a share from 0 to below 1"),
+    "on_bad_row": (lambda value: value in ("fail", "substitute"), '"fail" or "substitute"'),
+    "max_bad_share": (_is_share, "a share from 0 to below 1"),
+}
+
+
+def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
+    """The recipe of a dataset folder whose first shard has this schema.
+
+    Raises DatasetRefused: penstock.toml is wrong, no column can be used, or a tokenizer is missing or is none.
+    """
+    given = read_declaration(folder)
+    try:
+        return _Reader(folder, given, schema, default_tokenizer).recipe()
+    except (FieldError, FilterError, TransformError, TemplateError) as error:
+        hint = " The transform was called with no rows, to learn its columns: give them types." if "transform" in given else ""
+        raise DatasetRefused(f"{folder}: {str(error).rstrip('.')}. Mend {FILE_NAME}, or the data.{hint}") from error
+
+
+def read_declaration(folder: Path) -> dict[str, Any]:
+    """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetRefused."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return {}
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
+    problems = [f"unknown key {key!r}{hint(key, list(_KEYS))}" for key in given if key not in _KEYS]
+    problems += [
+        f"{key} must be {_KEYS[key][1]}, not {value!r}"
+        for key, value in given.items()
+        if key in _KEYS and not _KEYS[key][0](value)
+    ]
+    if "tokenizer" in given and "vocab_size" in given:
+        problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
+    if "chat_template" in given and not {"messages", "chosen"} & set(given):
+        problems.append("chat_template renders messages; there are none")
+    if problems:
+        raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {', '.join(_KEYS)}.")
+    return given
+
+
+class _Reader:
+    """One recipe in the making: what is declared, and the data that it is for."""
+
+    def __init__(self, folder: Path, given: dict[str, Any], schema: pa.Schema, default_tokenizer: Path | None) -> None:
+        self._folder, self._given, self._default_tokenizer = folder, given, default_tokenizer
+        self._file_schema = schema
+        self._transform: Transform | None = load_transform(given["transform"], folder) if "transform" in given else None
+        self._schema = self._transform(pa.RecordBatch.from_pylist([], schema=schema)).schema if self._transform else schema
+
+    def recipe(self) -> Recipe:
+        given = self._given
+        kind, fields = self._fields()
+        tokenizer = self._tokenizer(kind, fields)
+        vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
+        chat = self._chat(kind, fields)
+        eos_id = self._eos(kind == "tokens" or chat is not None, tokenizer, vocab_size)
+        return Recipe(
+            kind=kind,
+            fields=fields,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            bos_id=self._token_id("bos", tokenizer, vocab_size) if given.get("bos", False) is not False else None,
+            eos_id=eos_id,
+            pad_id=self._pad(tokenizer, vocab_size, eos_id),
+            chat=chat,
+            columns=tuple(travelling(name, self._schema) for name in given.get("columns", [])),
+            filter=self._filter(),
+            transform=self._transform,
+            validation=float(given.get("validation", 0.005)),
+            split_by=Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None,
+            on_bad_row=given.get("on_bad_row", "fail"),
+            max_bad_share=float(given.get("max_bad_share", 0.01)),
+        )
+
+    def _fields(self) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
+        named = [role for role in _ROLE_NAMES if role in self._given]
+        if not named:
+            return self._guess()
+        for kind, roles in _ROLES:
+            if set(roles) == set(named):
+                fields = tuple((role, Field.parse(self._given[role], self._schema)) for role in roles)
+                for role, source in fields:
+                    check_field(kind, role, source, self._schema)
+                return kind, fields
+        raise DatasetRefused(
+            f"{self._folder / FILE_NAME} names {', '.join(named)}; name tokens, or text, or prompt and response, or messages, "
+            f"or chosen and rejected with or without prompt."
+        )
+
+    def _guess(self) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
+        """What the columns' names and types say, when nothing is declared."""
+        schema = self._schema
+        text = {field.name for field in schema if is_text(field.type)}
+        chats = {field.name for field in schema if is_messages(field.type)}
+        tokens = [name for name in ("input_ids", "tokens") if name in schema.names and is_tokens(schema.field(name).type)]
+
+        def made(kind: Kind, **columns: str) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
+            return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
+
+        if tokens:
+            return made("tokens", tokens=tokens[0])
+        if "text" in text:
+            return made("text", text="text")
+        if "messages" in chats:
+            return made("messages", messages="messages")
+        if {"prompt", "chosen", "rejected"} <= text or {"prompt", "chosen", "rejected"} <= chats:
+            return made("preference", prompt="prompt", chosen="chosen", rejected="rejected")
+        if {"chosen", "rejected"} <= text or {"chosen", "rejected"} <= chats:
+            return made("preference", chosen="chosen", rejected="rejected")
+        if {"prompt", "response"} <= text:
+            return made("prompt_response", prompt="prompt", response="response")
+        columns = [f"{field.name} ({field.type})" for field in schema]
+        found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
+        raise DatasetRefused(
+            f"{self._folder.name}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
+            f"response, messages, or chosen and rejected; found: {found}. Name the columns in {self._folder / FILE_NAME}, for "
+            f'example: text = "content".'
+        )
+
+    def _filter(self) -> Filter | None:
+        return parse_filter(self._given["filter"], self._file_schema) if "filter" in self._given else None
+
+    def _tokenizer(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> TokenizerFile | None:
+        path = self._tokenizer_path(kind)
+        if path is None and kind != "tokens":
+            columns = " and ".join(source.text for _, source in fields)
+            raise DatasetRefused(
+                f"the data is text (column {columns}) and no tokenizer is given. Start with --tokenizer FILE (a "
+                f'tokenizer.json), or name one in {self._folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
+            )
+        return load_tokenizer(path) if path else None
+
+    def _tokenizer_path(self, kind: Kind) -> Path | None:
+        named = self._given.get("tokenizer")
+        return self._folder / named if named else None if kind == "tokens" else self._default_tokenizer
+
+    def _chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> ChatTemplate | None:
+        if kind != "messages" and not (kind == "preference" and is_messages(dict(fields)["chosen"].type(self._schema))):
+            return None
+        # The path as it is given: a link may lead to a store where no template lies beside the file.
+        path, named = self._tokenizer_path(kind), self._given.get("chat_template")
+        assert path  # only token ids go without
+        text = self._read_text(self._folder / named) if named else load_chat_template(path)
+        if text is None:
+            raise DatasetRefused(
+                f"{self._folder.name}: its rows are chats, and beside {path} there is no chat template "
+                f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
+                f'{self._folder / FILE_NAME}: chat_template = "FILE".'
+            )
+        special = load_special_tokens(path)
+        for name, declared, usual in (("eos_token", "eos", _EOS_NAMES), ("bos_token", "bos", ())):
+            if name in text and name not in special:
+                special[name] = self._written(name, declared, usual, load_tokenizer(path))
+        return ChatTemplate(text=text, special_tokens=special)
+
+    def _written(self, name: str, key: str, usual: tuple[str, ...], tokenizer: TokenizerFile) -> str:
+        """The text of a special token that a template writes and no file beside the tokenizer names."""
+        declared = self._given.get(key)
+        if isinstance(declared, str):
+            return declared
+        for token in usual:
+            if tokenizer.tokenizer.token_to_id(token) is not None:
+                return token
+        raise DatasetRefused(
+            f"{self._folder.name}: its chat template writes {name}, and nothing says what that is: turns would never be closed "
+            f'or opened. Name it in tokenizer_config.json beside {tokenizer.path}, as {{"{name}": "..."}}, or in '
+            f'{self._folder / FILE_NAME}: {key} = "<the token>".'
+        )
+
+    def _read_text(self, path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DatasetRefused(f"the chat template {path} cannot be read: {error}. Check the path.") from error
+
+    def _eos(self, is_closed: bool, tokenizer: TokenizerFile | None, vocab_size: int | None) -> int | None:
+        declared = self._given.get("eos")
+        if declared is False:
+            return None
+        if declared is not None:
+            return self._token_id("eos", tokenizer, vocab_size)
+        # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
+        if is_closed:
+            return None
+        for name in _EOS_NAMES:
+            if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
+                return found
+        raise DatasetRefused(
+            f"{self._folder.name}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name it "
+            f'in {self._folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
+        )
+
+    def _pad(self, tokenizer: TokenizerFile | None, vocab_size: int | None, eos_id: int | None) -> int:
+        if "pad" in self._given:
+            return self._token_id("pad", tokenizer, vocab_size)
+        for name in _PAD_NAMES:
+            if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
+                return found
+        return 0 if eos_id is None else eos_id
+
+    def _token_id(self, key: str, tokenizer: TokenizerFile | None, vocab_size: int | None) -> int:
+        token, size = self._given[key], vocab_size or 2**32
+        if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < size:
+            return token
+        if isinstance(token, str) and tokenizer and (found := tokenizer.tokenizer.token_to_id(token)) is not None:
+            return found
+        raise DatasetRefused(
+            f"{self._folder / FILE_NAME}: {key} = {token!r} is no token of the vocabulary, of {size:,} ids. Name "
+            f"one that it has, by its text or id, or leave {key} out."
+        )

@@ -1,0 +1,165 @@
+"""Text to tokens: columns of text, prompts and responses, chats, and preference pairs of either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock_server.recipes.chat import ChatError
+from penstock_server.recipes.fields import Field
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.rows import Lists, Reasons, raw_texts
+from penstock_server.recipes.tokenizer import Ids
+
+_Chat = list[Any] | None
+
+
+def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons) -> Lists:
+    """One of a preference pair, behind the prompt that both have; without one, behind the messages that both begin with."""
+    fields = dict(recipe.fields)
+    if recipe.chat:
+        answers, prompts = _parted({role: messages(rows, role, recipe, reasons) for role in fields}, side)
+        return chats(answers, prompts, recipe, side, reasons)
+    texts = tokenized(rows, side, recipe, reasons, opens="prompt" not in fields, closes=True)
+    if "prompt" not in fields:
+        return with_turns([[text[:0] for text in texts], texts])
+    return with_turns([tokenized(rows, "prompt", recipe, reasons, opens=True), texts])
+
+
+def messages(rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons) -> list[_Chat]:
+    """The chats of a field, None for a bad one."""
+    array = dict(recipe.fields)[role].array(rows)
+    try:
+        found: list[_Chat] = array.to_pylist()
+    except UnicodeDecodeError:
+        found = [_chat(array[row], row, role, reasons) for row in range(len(array))]
+    for row, chat in enumerate(found):
+        if chat is None:
+            reasons.add(row, f"{role} is null")
+    return found
+
+
+def _chat(chat: pa.Scalar, row: int, role: str, reasons: Reasons) -> _Chat:
+    try:
+        found: _Chat = chat.as_py()
+        return found
+    except UnicodeDecodeError:
+        reasons.add(row, f"{role} is not valid UTF-8")
+        return None
+
+
+def _parted(values: dict[str, list[_Chat]], side: str) -> tuple[list[_Chat], list[_Chat]]:
+    """The answers of one side, and the messages before them, which are not learned."""
+    if "prompt" in values:
+        return values[side], values["prompt"]
+    shared = [
+        _shared(chosen or [], rejected or []) for chosen, rejected in zip(values["chosen"], values["rejected"], strict=True)
+    ]
+    answers = [None if chat is None else chat[length:] for chat, length in zip(values[side], shared, strict=True)]
+    return answers, [(chat or [])[:length] for chat, length in zip(values[side], shared, strict=True)]
+
+
+def _shared(chosen: list[Any], rejected: list[Any]) -> int:
+    """How many messages both begin with; at least the last one of each is an answer."""
+    longest = max(0, min(len(chosen), len(rejected)) - 1)
+    return next((i for i in range(longest) if chosen[i] != rejected[i]), longest)
+
+
+def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Recipe, name: str, reasons: Reasons) -> Lists:
+    """Chats, rendered and tokenized; what the assistant says is learned, but for what is in the prompt before them."""
+    assert recipe.tokenizer
+    texts, spans = [], []
+    for row, chat in enumerate(messages):
+        try:
+            text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], recipe)
+        except ChatError as error:
+            reasons.add(row, f"{name} {error}")
+            text, learned = "", ()
+        texts.append(text)
+        spans.append(learned)
+    ids, turns = [], []
+    opening, closing = _special(recipe.bos_id), _special(recipe.eos_id)
+    for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, name)):
+        if not len(tokens):
+            reasons.add(row, f"{name} has no tokens")
+        ids.append(np.concatenate([opening, tokens, closing]))
+        turns.append(np.concatenate([[len(opening) + runs[0]], runs[1:-1], [runs[-1] + len(closing)]]))
+    lists, num_turns = joined([ids]), np.fromiter(map(len, turns), np.int64, len(turns))
+    return Lists(lists.values, lists.lengths, (np.concatenate([*turns, num_turns[:0]]), num_turns))
+
+
+def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tuple[tuple[int, int], ...]]:
+    assert recipe.chat
+    if chat is None:
+        raise ChatError("is null")
+    before, messages = [*map(_message, prompt)], [*map(_message, chat)]
+    rendered = recipe.chat.render(before + messages)
+    # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
+    answered = any(message.get("role") == "assistant" for message in before)
+    return rendered.text, rendered.spans[len(recipe.chat.render(before).spans) if answered else 0 :]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    # Arrow gives every field that any message has; a template asks whether a message has it at all.
+    if not isinstance(message, dict):
+        raise ChatError("has a message that is null")
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def tokenized(
+    rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons, *, opens: bool = False, closes: bool = False
+) -> list[Ids]:
+    """The ids of a field of text, each opened by the recipe's BOS and closed by its EOS where asked for."""
+    assert recipe.tokenizer  # text has one, or the dataset was refused
+    source = dict(recipe.fields)[role]
+    opening, closing = _special(recipe.bos_id if opens else None), _special(recipe.eos_id if closes else None)
+    found = recipe.tokenizer.encode(_texts(source, rows, reasons), source.text)
+    for row, ids in enumerate(found):
+        if not len(ids):
+            reasons.add(row, f"{source.text} has no tokens")
+    return [np.concatenate([opening, ids, closing]) for ids in found]
+
+
+def _special(token: int | None) -> Ids:
+    return np.array([] if token is None else [token], np.int64)
+
+
+def _texts(source: Field, rows: pa.RecordBatch, reasons: Reasons) -> list[str]:
+    """The field's texts, "" for a bad one."""
+    texts: list[str] = []
+    for row, raw in enumerate(raw_texts(source.array(rows)).to_pylist()):
+        text, reason = _text(raw)
+        if reason:
+            reasons.add(row, f"{source.text} {reason}")
+        texts.append(text)
+    return texts
+
+
+def _text(raw: bytes | None) -> tuple[str, str | None]:
+    if raw is None:
+        return "", "is null"
+    if not raw:
+        return "", "is empty"
+    try:
+        return raw.decode(), None
+    except UnicodeDecodeError as error:
+        return "", f"is not valid UTF-8 at byte {error.start}"
+
+
+def joined(features: Sequence[Sequence[Ids]]) -> Lists:
+    """The ids of each row's features one behind the other."""
+    ids = list(chain.from_iterable(zip(*features, strict=True)))
+    sizes = [np.fromiter(map(len, feature), np.int64, len(feature)) for feature in features]
+    lengths: Ids = np.sum(sizes, axis=0, dtype=np.int64)
+    return Lists(np.concatenate(ids) if ids else np.zeros(0, np.int64), lengths)
+
+
+def with_turns(turns: Sequence[Sequence[Ids]]) -> Lists:
+    """The ids of each row's turns one behind the other, and the lengths of the turns."""
+    lists = joined(turns)
+    lengths = np.array([[len(ids) for ids in row] for row in zip(*turns, strict=True)], np.int64).reshape(-1)
+    return Lists(lists.values, lists.lengths, (lengths, np.full(len(lists.lengths), len(turns))))

@@ -1,0 +1,1 @@
+"""The shuffle report: how well an order mixes, measured on the served order itself."""

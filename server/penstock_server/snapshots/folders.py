@@ -1,0 +1,149 @@
+"""The folders below the data folder: which hold shards, and the date of each. Nothing is opened here."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock_server.recipes.chat import FILES_BESIDE_TOKENIZER
+from penstock_server.recipes.recipe_file import FILE_NAME
+from penstock_server.snapshots.shard import Date
+
+QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
+_ABSENT = Date(-1, 0, 0)  # of a link to nothing; no file is like it
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is directly in a folder: the date of each shard by its name, in the order of names, the folders, and a recipe."""
+
+    shards: Mapping[str, Date]
+    folders: tuple[str, ...]
+    has_recipe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The dates of all that a dataset is made of: of its shards by name, and of the files of its recipe by path."""
+
+    shards: Mapping[str, Date]
+    recipe: Mapping[str, Date]
+
+    def is_quiet(self) -> bool:
+        """Whether every file is."""
+        now = time.time()
+        return all(is_quiet(date, now) for dates in (self.shards, self.recipe) for date in dates.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The dataset folders below the data folder, by name: the path below it, joined with dots.
+
+    `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder,
+    or for more than one, with the reason.
+    """
+
+    folders: dict[str, Path] = field(default_factory=dict)
+    shards: dict[str, Mapping[str, Date]] = field(default_factory=dict)
+    declared: dict[str, Path] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def list_folder(folder: Path) -> Listing:
+    """Looks into a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
+    shards, folders, has_recipe = {}, [], False
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name[0] in "._":
+                continue
+            if entry.is_dir():
+                folders.append(entry.name)
+            elif entry.name.endswith(".parquet"):
+                shards[entry.name] = _date_of(entry)
+            has_recipe = has_recipe or entry.name == FILE_NAME
+    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), has_recipe)
+
+
+def survey(data_dir: Path) -> Survey:
+    """Looks for shards in a folder and all below it; costs a listing a folder and a stat a shard."""
+    found = Survey()
+    twice: dict[str, list[Path]] = {}
+    visited: set[tuple[int, int]] = set()
+    pending = [data_dir]
+    while pending:
+        folder = pending.pop()
+        name = ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
+        try:
+            identity = folder.stat()
+            if (identity.st_dev, identity.st_ino) in visited:  # a link that leads back
+                continue
+            visited.add((identity.st_dev, identity.st_ino))
+            listing = list_folder(folder)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and folder != data_dir:  # removed since its parent was listed
+                continue
+            found.refused[name] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
+            continue
+        pending += [folder / child for child in reversed(listing.folders)]
+        if listing.shards:
+            twice.setdefault(name, []).append(folder)
+            found.folders[name], found.shards[name] = folder, listing.shards
+        elif listing.has_recipe and folder != data_dir:
+            found.declared[name] = folder
+    for name, folders in twice.items():
+        if len(folders) > 1:
+            del found.folders[name], found.shards[name]
+            listed = " and ".join(map(str, folders))
+            found.refused[name] = f"{listed} would both be the dataset {name!r}. Rename one of the folders."
+    return found
+
+
+def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | None) -> Sight:
+    """The sight of a folder whose shards have these dates."""
+    recipe = folder / FILE_NAME
+    try:
+        texts = list(_texts(tomllib.loads(recipe.read_text(encoding="utf-8"))))
+        # "clean:strip" is a function of clean.py.
+        named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
+    except (OSError, ValueError):  # there is none, or reading it as a recipe will say what is wrong with it
+        named = []
+    tokenizers = [path for path in (*named, default_tokenizer) if path and path.suffix == ".json"]
+    paths = [recipe, *named, *tokenizers, *(path.parent / name for path in tokenizers for name in FILES_BESIDE_TOKENIZER)]
+    return Sight(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
+
+
+def is_quiet(date: Date, seconds: float | None = None) -> bool:
+    """Whether a file was last written to some time before `seconds`, since the epoch; by default before now.
+
+    A date in the future says nothing of when the file was written, so such a file is not quiet.
+    """
+    return date.mtime_ns / 1e9 + QUIET_SECONDS <= (time.time() if seconds is None else seconds)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a TOML document, of which those that are names of files are; the others are names of none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _date_of_file(path: Path) -> Date | None:
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # what is no file's name may be too long for one, or hold a null
+        return None
+    return Date.of(found) if stat.S_ISREG(found.st_mode) else None
+
+
+def _date_of(entry: os.DirEntry[str]) -> Date:
+    try:
+        return Date.of(entry.stat())
+    except OSError:
+        return _ABSENT  # listed, to be refused: left out, it would be a silently shorter epoch

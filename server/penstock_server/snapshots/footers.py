@@ -1,0 +1,125 @@
+"""The footers of one folder's shards: read many at a time, once, and remembered. What is remembered is not opened again.
+
+A shard is remembered by its date: size, mtime and inode. As git does with its index, a file whose date is so young that it
+may yet be written to without a change of it is not remembered (git's documentation calls it racy).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import pyarrow as pa
+
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.snapshots.folders import is_quiet
+from penstock_server.snapshots.notes import read_note, write_note
+from penstock_server.snapshots.shard import Date, Shard, read_schema, read_shard
+
+_FORMAT = 1  # of the note: to be raised when a field of Shard comes to mean something else
+_THREADS = 16  # waiting for disks, not for cores
+# All fields travel, whatever they are, and a note with other fields or other types of them is dropped.
+_FIELDS = tuple(f for f in fields(Shard) if f.name != "path")
+_VERSION = (_FORMAT, tuple((f.name, str(f.type)) for f in _FIELDS))
+
+
+class Footers:
+    """What is remembered of the shards of one folder; with a `note`, also after a restart.
+
+    Of one recipe at a time: a shard's facts are of the recipe's columns. Not for several threads at once.
+    """
+
+    def __init__(self, folder: Path, note: Path | None = None) -> None:
+        self._folder, self._note = folder, note
+        self._known = self._kept = _load(folder, note) if note else _Known()
+
+    def schema(self, dates: Mapping[str, Date]) -> pa.Schema:
+        """The columns of the first readable shard. Raises DatasetRefused: none is readable, with the reasons."""
+        failures, began = [], time.time()
+        for name, date in dates.items():
+            known = self._known.schema
+            if known and known[:2] == (name, date):
+                return known[2]
+            try:
+                schema = read_schema(self._folder / name)
+            except DatasetRefused as refusal:  # a broken first shard must not hide what is wrong with the others
+                failures.append(str(refusal))
+                continue
+            if is_quiet(date, began):
+                self._known = replace(self._known, schema=(name, date, schema))
+            return schema
+        raise DatasetRefused("\n".join(failures[:10]) or f"{self._folder} holds no shard.")
+
+    def read(self, dates: Mapping[str, Date], recipe: Recipe, *, settled: bool = False) -> dict[str, Shard | DatasetRefused]:
+        """The shards of these names, or why one is refused, in the same order; forgets all others.
+
+        A shard whose date is remembered is not opened. `settled` says that the dates have been the same for a while.
+        """
+        key, began = _key(recipe), time.time()
+        known = self._known.shards if key == self._known.recipe else {}
+        remembered = {name: known[name] for name, date in dates.items() if name in known and known[name].date == date}
+        missing = [name for name in dates if name not in remembered]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            read = dict(zip(missing, threads.map(lambda name: _try_read(self._folder / name, recipe), missing), strict=True))
+        found = {name: remembered.get(name) or read[name] for name in dates}
+        remembered |= {
+            name: shard
+            for name, shard in read.items()
+            if isinstance(shard, Shard) and (is_quiet(shard.date, began) or (settled and shard.date == dates[name]))
+        }
+        self._known = replace(self._known, recipe=key, shards=remembered)
+        if self._note and self._known != self._kept:
+            _store(self._note, self._known)
+            self._kept = self._known
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """`shards` are as the recipe of that key has them; `schema` is of the shard of that name and date."""
+
+    recipe: str = ""
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    schema: tuple[str, Date, pa.Schema] | None = None
+
+
+def _load(folder: Path, note: Path) -> _Known:
+    kept = read_note(note)
+    if kept is None or kept["version"] != _VERSION:
+        return _Known()
+    names = [f.name for f in _FIELDS]
+    shards = {
+        name: Shard(path=folder / name, **dict(zip(names, values, strict=True))) for name, values in kept["shards"].items()
+    }
+    schema = None
+    if kept["schema"]:
+        name, date, serialized = kept["schema"]
+        schema = (name, Date(*date), pa.ipc.read_schema(pa.py_buffer(serialized)))
+    return _Known(kept["recipe"], shards, schema)
+
+
+def _store(note: Path, known: _Known) -> None:
+    content = {
+        "version": _VERSION,
+        "recipe": known.recipe,
+        "shards": {name: [getattr(shard, f.name) for f in _FIELDS] for name, shard in known.shards.items()},
+        "schema": (*known.schema[:2], known.schema[2].serialize().to_pybytes()) if known.schema else None,
+    }
+    write_note(note, content)
+
+
+def _key(recipe: Recipe) -> str:
+    return blake2b(json.dumps(recipe.identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _try_read(path: Path, recipe: Recipe) -> Shard | DatasetRefused:
+    try:
+        return read_shard(path, recipe)
+    except DatasetRefused as refusal:
+        return refusal

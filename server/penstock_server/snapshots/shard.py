@@ -1,0 +1,219 @@
+"""A shard: one Parquet file, as its footer describes it. No data page is ever read here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.fields import FieldError
+from penstock_server.recipes.recipe import Recipe
+
+_MAGIC = b"PAR1"
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+class Date(NamedTuple):
+    """What differs once a file is written to or replaced."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> Date:
+        """The date of the file whose state this is."""
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One Parquet file as its footer describes it.
+
+    `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for
+    byte, and yet other tokens. Of the columns that the recipe reads, `bytes_per_group[g]` is the size in row group g,
+    uncompressed, `null_rows[g]` the number of rows known to be null, and `token_range` the least and the largest token id of
+    the file, None where the footer does not tell.
+    """
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    digest: str
+    rows_per_group: tuple[int, ...]
+    bytes_per_group: tuple[int, ...]
+    null_rows: tuple[int, ...]
+    token_range: tuple[int, int] | None
+
+    @property
+    def date(self) -> Date:
+        """Of the file when it was read."""
+        return Date(self.size_bytes, self.mtime_ns, self.inode)
+
+
+def read_shard(path: Path, recipe: Recipe) -> Shard:
+    """What the footer says of the recipe's columns.
+
+    Raises DatasetRefused: the file is truncated, damaged or no Parquet, lacks a column, or is being written to.
+    """
+    with _opened(path) as file:
+        date = Date.of(os.fstat(file.fileno()))
+        metadata = _metadata(path, file)
+        _check_columns(path, metadata.schema.to_arrow_schema(), recipe)
+        digest = _file_digest(file, date.size_bytes)
+        if Date.of(path.stat()) != date:  # by now it may be half of one file and half of another
+            raise DatasetRefused(f"{path} is being written to: it changed while it was read. Wait until it is whole.")
+    groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+    return Shard(
+        path=path,
+        size_bytes=date.size_bytes,
+        mtime_ns=date.mtime_ns,
+        inode=date.inode,
+        digest=digest,
+        rows_per_group=tuple(g.num_rows for g in groups),
+        bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
+        null_rows=tuple(_null_rows(g, recipe) for g in groups),
+        token_range=_token_range(metadata, recipe),
+    )
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """The columns of a Parquet file. Raises DatasetRefused: it is truncated, damaged or no Parquet."""
+    with _opened(path) as file:
+        return _metadata(path, file).schema.to_arrow_schema()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file to read its footer; no other place does. Raises OSError."""
+    return path.open("rb")
+
+
+def date_of(shard: Shard) -> Date:
+    """The date of a shard's file as it is now. Raises OSError: it is gone."""
+    return Date.of(shard.path.stat())
+
+
+def shard_changed(shard: Shard) -> bool:
+    """Whether the file is no longer the one whose footer was read. A new date on the same content is no change.
+
+    Raises OSError: that cannot be known now.
+    """
+    try:
+        date = date_of(shard)
+        if date == shard.date:
+            return False
+        with open_file(shard.path) as file:
+            return date.size_bytes != shard.size_bytes or _file_digest(file, date.size_bytes) != shard.digest
+    except FileNotFoundError:
+        return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with open_file(path) as file:
+            yield file
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror or error}") from error
+
+
+def _metadata(path: Path, file: BinaryIO) -> pq.FileMetaData:
+    _check_footer(path, file)
+    try:
+        metadata = pq.read_metadata(file)
+        metadata.schema.to_arrow_schema()
+        return metadata
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")  # some span lines
+        raise _refused(path, f"has a damaged footer: {reason}") from error
+
+
+def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
+    try:
+        recipe.check(schema)
+    except FieldError as error:
+        raise DatasetRefused(
+            f"{path}: {error}. Give all shards of a dataset the same columns, mend penstock.toml, or move this one to a folder "
+            f"of its own."
+        ) from error
+
+
+def _check_footer(path: Path, file: BinaryIO) -> None:
+    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
+    size = file.seek(0, os.SEEK_END)
+    if size < 12:
+        raise _refused(path, f"is {size} bytes long, too short for Parquet")
+    file.seek(size - 8)
+    tail = file.read(8)
+    length, magic = int.from_bytes(tail[:4], "little"), tail[4:]
+    if magic == b"PARE":
+        raise _refused(path, "is encrypted, which is not supported")
+    file.seek(0)
+    if magic != _MAGIC:
+        begins = file.read(4) == _MAGIC
+        raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
+    if length > size - 12:
+        raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
+
+
+def _refused(path: Path, what: str) -> DatasetRefused:
+    return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
+
+
+def _file_digest(file: BinaryIO, size: int) -> str:
+    """Of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
+    digest = blake2b(digest_size=16)
+    file.seek(size - 8)
+    footer_bytes = int.from_bytes(file.read(4), "little") + 8
+    for start in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64).tolist():
+        file.seek(start)
+        digest.update(file.read(_SAMPLE_BYTES))
+    file.seek(max(size - footer_bytes, 0))
+    digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _bytes(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
+    columns, read = [group.column(c) for c in range(group.num_columns)], recipe.read_columns
+    # A column's own name may hold a dot.
+    names = [(c, {c.path_in_schema, c.path_in_schema.split(".")[0]}) for c in columns]
+    return sum(c.total_uncompressed_size for c, name in names if read is None or not name.isdisjoint(read))
+
+
+def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
+    """Rows of a group that the footer knows to be null and to be served."""
+    # In nested columns a null may as well be an empty list, and what a filter leaves out may be null.
+    if recipe.transform or recipe.filter or recipe.kind == "tokens":
+        return 0
+    columns = [group.column(c) for c in range(group.num_columns)]
+    found = [c.statistics for c in columns if c.path_in_schema in recipe.token_columns and c.physical_type == "BYTE_ARRAY"]
+    return max((s.null_count for s in found if s and s.has_null_count), default=0)
+
+
+def _token_range(metadata: pq.FileMetaData, recipe: Recipe) -> tuple[int, int] | None:
+    """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
+    if recipe.kind != "tokens" or recipe.transform:
+        return None
+    name = recipe.fields[0][1].text
+    if name not in recipe.token_columns:
+        return None  # inside a struct
+    leaves = [metadata.schema.column(c) for c in range(metadata.num_columns)]
+    # A flat column called "tokens.n" is no part of the lists in "tokens".
+    [leaf] = [c for c, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.") and leaf.max_repetition_level == 1][:1]
+    chunks = [metadata.row_group(g).column(leaf) for g in range(metadata.num_row_groups)]
+    found = [c.statistics for c in chunks if c.num_values]
+    unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
+    ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]
+    if unknown:
+        return None
+    return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)

@@ -1,0 +1,221 @@
+"""The snapshot: the immutable list of a dataset's shards, read from their footers alone, and the blocks in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock_server.geometry.best_fit import pools_of
+from penstock_server.geometry.order import IntArray, find, starts_of
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.recipe_file import read_recipe
+from penstock_server.snapshots.folders import list_folder
+from penstock_server.snapshots.footers import Footers
+from penstock_server.snapshots.shard import Date, Shard
+
+_LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most
+_BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAddress:
+    """Where a block lies: rows [first_row, first_row + num_rows) of one row group of one shard.
+
+    `index` is its number among all blocks, `group` that of its row group among all, `number` its number in the group, whose
+    blocks have `rows_per_block` rows each but the last.
+    """
+
+    index: int
+    shard: Shard
+    row_group: int
+    first_row: int
+    num_rows: int
+    group: int
+    number: int
+    rows_per_block: int
+
+    @property
+    def first_row_in_shard(self) -> int:
+        """The number of its first row in the whole shard."""
+        return sum(self.shard.rows_per_group[: self.row_group]) + self.first_row
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of its columns, uncompressed; its tokens seldom take more."""
+        return self.shard.bytes_per_group[self.row_group] * self.num_rows // max(self.shard.rows_per_group[self.row_group], 1)
+
+
+class Snapshot:
+    """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.
+
+    fingerprint      16 hex digits over the shards (name, size, digest) and the recipe
+    rows_per_block   shape [num_blocks], in the order of shards, row groups and rows; before any filter
+    blocks_per_group shape [num_groups]: a row group is one block, a very large one several
+    first_block_of_shard shape [num_shards + 1]: where each shard's blocks start, and at last their number
+    vocab_size       every token id is below it; None where neither the recipe nor the footers know
+    token_bound      ids that are not below it make a bad row
+    token_dtype      the smallest of uint16 and uint32 that holds every token id
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], recipe: Recipe) -> None:
+        self.folder = folder
+        self.shards = tuple(shards)
+        self.recipe = recipe
+        rows = np.array([n for s in shards for n in s.rows_per_group], np.int64)
+        nbytes = np.array([n for s in shards for n in s.bytes_per_group], np.int64)
+        self._first_group = starts_of(np.array([len(s.rows_per_group) for s in shards], np.int64))
+        self._block_size, self.blocks_per_group = _split(rows, nbytes)
+        self._first_block = starts_of(self.blocks_per_group)
+        self.first_block_of_shard = self._first_block[self._first_group]
+        group = np.repeat(np.arange(len(rows)), self.blocks_per_group)
+        first_row = (np.arange(len(group)) - self._first_block[group]) * self._block_size[group]
+        self.rows_per_block: IntArray = np.minimum(self._block_size[group], rows[group] - first_row)
+        self._first_row = starts_of(self.rows_per_block)
+        self.num_rows = int(self._first_row[-1])
+        self.vocab_size = recipe.vocab_size or _vocab_size(self.shards, recipe)
+        self.token_bound = min(self.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
+        self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
+        content = {
+            "version": 1,
+            "shards": [[s.path.name, s.size_bytes, s.digest] for s in self.shards],
+            **_part_of_recipe(recipe),
+        }
+        self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def pools(self) -> tuple[IntArray, IntArray]:
+        """How best_fit packs blocks together; see best_fit.pools_of."""
+        return pools_of(self.rows_per_block, self.blocks_per_group)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all shards."""
+        return len(self.rows_per_block)
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """The (block, row in the block) of row `row`, in [0, num_rows), of all shards."""
+        index = int(find(self._first_row, np.array([row]))[0])
+        return index, row - int(self._first_row[index])
+
+    def block(self, index: int) -> BlockAddress:
+        """Where block `index`, in [0, num_blocks), lies."""
+        group = int(np.searchsorted(self._first_block, index, side="right")) - 1
+        shard = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        number, size = index - int(self._first_block[group]), int(self._block_size[group])
+        return BlockAddress(
+            index=index,
+            shard=self.shards[shard],
+            row_group=group - int(self._first_group[shard]),
+            first_row=number * size,
+            num_rows=int(self.rows_per_block[index]),
+            group=group,
+            number=number,
+            rows_per_block=size,
+        )
+
+    def first_row_of(self, block: int) -> int:
+        """The number of a block's first row among all rows."""
+        return int(self._first_row[block])
+
+    def blocks_of_shard(self, shard: int) -> range:
+        """The blocks of one shard."""
+        return range(*self.first_block_of_shard[shard : shard + 2].tolist())
+
+    def blocks_of_group(self, group: int) -> range:
+        """The blocks that a row group is split into."""
+        return range(int(self._first_block[group]), int(self._first_block[group + 1]))
+
+
+def recipe_key(recipe: Recipe) -> str:
+    """A name for what fingerprints are of beside the shards."""
+    return blake2b(json.dumps(_part_of_recipe(recipe), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a folder holds: the recipe, the readable shards by name, and what is wrong with the others."""
+
+    folder: Path
+    recipe: Recipe
+    shards: Mapping[str, Shard]
+    failures: tuple[str, ...]
+
+    def snapshot(self) -> Snapshot:
+        """The snapshot of all shards.
+
+        Raises DatasetRefused: a shard is truncated or no Parquet, shards disagree, there is no row, or rows are already
+        known to be unusable. The message lists every shard that is wrong, up to ten.
+        """
+        if self.failures:
+            more = [f"... and {len(self.failures) - 10} more"] if len(self.failures) > 10 else []
+            raise DatasetRefused("\n".join([*self.failures[:10], *more]))
+        snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe)
+        _check_rows(snapshot)
+        return snapshot
+
+
+def read_folder(
+    folder: Path, dates: Mapping[str, Date], default_tokenizer: Path | None, footers: Footers, *, settled: bool = False
+) -> Reading:
+    """Reads a folder's recipe, and the footers of those shards that are not remembered; `settled` as in Footers.read.
+
+    Raises DatasetRefused: the recipe is wrong, or no shard can be read to find out what the columns are.
+    """
+    recipe = read_recipe(folder, footers.schema(dates), default_tokenizer)
+    read = footers.read(dates, recipe, settled=settled)
+    shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
+    return Reading(folder, recipe, shards, tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused)))
+
+
+def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
+    """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
+    return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder)).snapshot()
+
+
+def _part_of_recipe(recipe: Recipe) -> dict[str, Any]:
+    return {"recipe": recipe.identity, "validation": recipe.validation}
+
+
+def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
+    """The rows of a block in each row group, and the blocks that makes; a block is a bounded number of bytes and of rows."""
+    # Bytes alone would not do: a column of few different values is small in the file, however many rows it has.
+    wanted = np.maximum(-(-nbytes // _BLOCK_BYTES), -(-rows // _BLOCK_ROWS)).clip(1)
+    size = np.maximum(-(-rows // wanted), 1)
+    return size, np.maximum(-(-rows // size), 1)
+
+
+def _vocab_size(shards: Sequence[Shard], recipe: Recipe) -> int | None:
+    known = [s.token_range for s in shards if s.token_range is not None]
+    if len(known) < len(shards):
+        return None
+    special = [token for token in (recipe.bos_id, recipe.eos_id, recipe.pad_id) if token is not None]
+    return max(*(high for _, high in known), *special) + 1
+
+
+def _check_rows(snapshot: Snapshot) -> None:
+    """Refuses what the footers alone show to be unusable."""
+    recipe = snapshot.recipe
+    if snapshot.num_rows == 0:
+        raise DatasetRefused(f"{snapshot.folder} holds {len(snapshot.shards)} shards and not one row.")
+    for shard in snapshot.shards:
+        low, high = shard.token_range or (0, 0)
+        outside = low < 0 or high >= snapshot.token_bound
+        if outside and recipe.on_bad_row == "fail" and recipe.filter is None:
+            raise DatasetRefused(
+                f"{shard.path}: column {recipe.fields[0][1].text!r} holds token ids from {low:,} to {high:,}, but ids must be "
+                f"from 0 to {snapshot.token_bound - 1:,}. Mend the shard, or set the right vocab_size in penstock.toml."
+            )
+        for group, nulls in enumerate(shard.null_rows):
+            if nulls and recipe.on_bad_row == "fail":
+                raise DatasetRefused(
+                    f"{shard.path}, row group {group}: {nulls:,} rows are null in {' or '.join(recipe.token_columns)}. Remove "
+                    f'them, or set on_bad_row = "substitute" in penstock.toml to serve a neighbour in their place.'
+                )

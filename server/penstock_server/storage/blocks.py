@@ -1,0 +1,187 @@
+"""Blocks: the unit of caching, a row group or a part of a very large one. Each is tokenized once, stored and mapped.
+
+    Snapshot --read a row group--> rows --encode--> tokens --store--> Block
+
+A block's name in the store is a hash of all that its tokens depend on, so a changed shard or recipe finds no old block.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Generator, Hashable, Iterable
+from concurrent.futures import Future
+from functools import cached_property, partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock_server.geometry.order import IntArray
+from penstock_server.problems import BadRow
+from penstock_server.recipes import encode
+from penstock_server.recipes.encode import Place, is_validation
+from penstock_server.snapshots.shard import Shard
+from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
+from penstock_server.storage.block import Block
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.decode import hashes_of_shard, reading, rows_of_group
+from penstock_server.storage.quarantine import Quarantine
+from penstock_server.storage.store import BlockStore
+
+log = logging.getLogger("penstock.blocks")
+
+EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
+
+_FORMAT = 3  # of the stored blocks: a change here rebuilds them
+
+
+class Blocks:
+    """The blocks of one snapshot, by their index in it."""
+
+    def __init__(self, snapshot: Snapshot, store: BlockStore) -> None:
+        self._snapshot = snapshot
+        self._store = store
+        self.quarantine = Quarantine(snapshot)
+        self._identity = json.dumps(
+            [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
+        )
+
+    @property
+    def identity(self) -> str:
+        """A name for the tokens and splits of all blocks: they depend on nothing else."""
+        return _digest([*map(self.identity_of_shard, range(len(self._snapshot.shards)))])
+
+    def identity_of_shard(self, shard: int) -> str:
+        """A name for the tokens and splits of one shard's blocks."""
+        blocks = self._snapshot.blocks_of_shard(shard)
+        sizes = self._snapshot.rows_per_block[blocks.start : blocks.stop].tolist()
+        identity = _identity_of(self._snapshot.shards[shard])
+        return _digest([identity, sizes, self._identity, self._snapshot.recipe.validation])
+
+    def request(self, indices: Iterable[int]) -> list[Future[Block]]:
+        """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
+        futures = []
+        for at in map(self._snapshot.block, indices):
+            futures.append(self._store.request(self._keys(at), at.number, partial(self._read, at)))
+            futures[-1].add_done_callback(partial(self.quarantine.look_at, at.index))
+        return futures
+
+    def get(self, indices: Iterable[int], split: str = "all") -> list[Block]:
+        """The blocks at these indices, each in [0, num_blocks), with the rows of one split.
+
+        Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable: its storage fails.
+        Raises SnapshotGone: a shard is no longer the one whose footer was read.
+        """
+        return [self.of_split(future.result(), split) for future in self.request(indices)]
+
+    def forget(self, futures: Iterable[Future[Block]]) -> None:
+        """Who asked for these no longer wants them."""
+        for future in futures:
+            self._store.forget(future)
+
+    def of_split(self, block: Block, split: str) -> Block:
+        """The rows of a block that are of one split."""
+        return block.of_split(split, self._snapshot.recipe.validation)
+
+    @cached_property
+    def estimated_bytes(self) -> int:
+        """About the bytes of all blocks in the cache, by what the first one takes there. Raises what `get` raises."""
+        [first], at = self.get([0]), self._snapshot.block(0)
+        nbytes = [self._snapshot.block(index).nbytes for index in range(self._snapshot.num_blocks)]
+        return int(sum(nbytes) * first.nbytes / max(at.nbytes, 1))
+
+    @property
+    def cache(self) -> CacheFolder:
+        """Where blocks are stored, those of all datasets."""
+        return self._store.cache
+
+    def is_stored(self, index: int) -> bool:
+        """Whether a block is in the cache."""
+        at = self._snapshot.block(index)
+        return self._store.cache.has(self._keys(at)[at.number])
+
+    def read_ahead(self, job: Hashable, window: int, indices: Callable[[], list[int]]) -> None:
+        """Has blocks loaded in the background that a job needs next; see ReadAhead.want."""
+
+        def affordable() -> list[int]:
+            wanted = indices()
+            nbytes = sum(self._snapshot.block(index).nbytes for index in wanted)
+            # As large again is what the job needs now: loading both into less room would evict the one for the other.
+            return wanted if 2 * nbytes <= self._store.cache.budget_bytes else []
+
+        self._store.ahead.want(job, window, affordable, lambda index: self.get([index]))
+
+    def usable_rows(self, block: Block, index: int, rows: IntArray) -> IntArray:
+        """The rows to serve for these rows of block `index`: themselves, or neighbours where the recipe substitutes.
+
+        Raises BadRow: a row cannot be used and the recipe does not substitute, or the block has no usable row at all.
+        """
+        bad = [row for row in rows.tolist() if row in block.bad] if block.bad else []
+        if not bad:
+            return rows
+        if len(block.bad) == block.num_rows or self._snapshot.recipe.on_bad_row == "fail":
+            raise self._bad_row(block, index, bad[0])
+        return block.substitutes[rows]
+
+    def check_bad_rows(self, block: Block, index: int) -> None:
+        """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
+        if block.bad and self._snapshot.recipe.on_bad_row == "fail":
+            raise self._bad_row(block, index, min(block.bad))
+
+    def _bad_row(self, block: Block, index: int, row: int) -> BadRow:
+        address, name = self._snapshot.block(index), self._snapshot.folder.name
+        place = f"row {address.first_row + int(block.rows[row])} of row group {address.row_group} in {address.shard.path.name}"
+        first = f"{name}: {place} {block.bad[row]}"
+        if len(block.bad) == block.num_rows:
+            return BadRow(f"{first}, and so is every one of the {block.num_rows:,} rows beside it. Mend the shard.")
+        return BadRow(
+            f"{first}; {len(block.bad):,} of the {block.num_rows:,} rows beside it cannot be used. Mend the shard, or "
+            f'set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a neighbour in '
+            f"place of each: that changes no other batch, so a run can go on where it stopped."
+        )
+
+    def _keys(self, address: BlockAddress) -> list[str]:
+        """The names in the cache of all blocks of the row group that a block is of."""
+        group = _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity])
+        return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
+
+    def count_rows(self, shard: int) -> IntArray:
+        """Rows of each of a shard's blocks that are of the train and of the validation split, shape [2, blocks of the shard].
+
+        Reads nothing but the columns that the filter and the split need, if any. Raises what `get` raises.
+        """
+        recipe, indices = self._snapshot.recipe, self._snapshot.blocks_of_shard(shard)
+        counts = np.zeros((2, len(indices)), np.int64)
+        for address, hashes in hashes_of_shard(self._snapshot, shard):
+            num_validation = int(is_validation(hashes, recipe.validation).sum())
+            counts[:, address.index - indices.start] = len(hashes) - num_validation, num_validation
+        return counts
+
+    def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
+        """Decodes and encodes the blocks of a row group, one at a time, from its start."""
+        with reading(self._snapshot, address):
+            for at, rows in rows_of_group(self._snapshot, address, self._snapshot.recipe.read_columns):
+                if needed(at.number):
+                    yield at.number, self._encode(at, rows)
+
+    def _encode(self, address: BlockAddress, rows: pa.RecordBatch) -> pa.RecordBatch:
+        snapshot = self._snapshot
+        place = Place(address.shard.path.name, address.first_row_in_shard)
+        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound, place)
+        num_bad = batch.num_rows - batch.column(encode.REASON).null_count
+        if num_bad:
+            policy = snapshot.recipe.on_bad_row
+            then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
+            log.warning("%s, row group %d: %d rows cannot be used; %s", address.shard.path, address.row_group, num_bad, then)
+        return batch
+
+
+def _digest(parts: list[Any]) -> str:
+    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _identity_of(shard: Shard) -> list[str | int]:
+    # By path and date too: the shard's digest is of samples.
+    return [str(shard.path.absolute()), shard.size_bytes, shard.mtime_ns, shard.digest]

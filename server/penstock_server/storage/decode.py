@@ -1,0 +1,107 @@
+"""Decoding: rows out of shards, block by block, and what it means when a shard cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from errno import ESTALE
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
+from penstock_server.recipes.encode import Place, split_hashes
+from penstock_server.snapshots.shard import date_of, shard_changed
+from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
+
+_BUFFER_BYTES = 1 << 20
+
+
+def rows_of_group(
+    snapshot: Snapshot, address: BlockAddress, columns: list[str] | None
+) -> Iterator[tuple[BlockAddress, pa.RecordBatch]]:
+    """The blocks of the row group that a block is of, with their rows, from the group's start; `columns` None is all columns.
+
+    Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError, ArrowException, ValueError.
+    """
+    shard = address.shard
+    opened = date_of(shard)
+    if shard_changed(shard):
+        raise SnapshotGone(
+            f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
+            f"file back, or begin a new run once the server has taken the new one in."
+        )
+    # Page by page: a row group of gigabytes must not be in memory as a whole.
+    with pq.ParquetFile(shard.path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+        batches = file.iter_batches(address.rows_per_block, [address.row_group], columns)
+        for index in snapshot.blocks_of_group(address.group):
+            at = snapshot.block(index)
+            rows = next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
+            if rows.num_rows != at.num_rows:
+                raise ValueError(f"block {at.number} has {rows.num_rows} rows, not {at.num_rows}")
+            rows.validate()
+            if date_of(shard) != opened:  # rewritten in place: what was just read may be of either file
+                raise OSError(ESTALE, "it is being written to")
+            yield at, rows
+
+
+def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddress, npt.NDArray[np.uint32]]]:
+    """The split hashes of the rows that the recipe keeps, of each block of a shard.
+
+    No more is read than the filter and the split need; row groups that the filter's statistics rule out are not read at all,
+    and their blocks are left out. Raises what `reading` raises.
+    """
+    recipe = snapshot.recipe
+    addresses = [snapshot.block(index) for index in snapshot.blocks_of_shard(shard)]
+    columns = list(
+        dict.fromkeys(
+            [*(recipe.filter.columns if recipe.filter else ()), *(recipe.split_by.columns if recipe.split_by else ())]
+        )
+    )
+    if not columns:
+        nothing = pa.RecordBatch.from_pylist([])
+        for at in addresses:
+            yield at, split_hashes(nothing, recipe, _place(at), np.arange(at.num_rows))
+        return
+    if not addresses:  # a shard without row groups
+        return
+    with reading(snapshot, addresses[0]):
+        groups = set(recipe.filter.groups_that_may_match(addresses[0].shard.path)) if recipe.filter else None
+    for first in (at for at in addresses if at.number == 0 and (groups is None or at.row_group in groups)):
+        with reading(snapshot, first):
+            for at, rows in rows_of_group(snapshot, first, columns):
+                kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
+                yield at, split_hashes(rows.take(pa.array(kept)), recipe, _place(at), kept)
+
+
+@contextmanager
+def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
+    """Gives what goes wrong while a row group is read its name.
+
+    Raises ShardUnreadable: it cannot be decoded.  Raises ShardUnavailable: the storage fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # pyarrow's word for a damaged file, too
+            raise _unreadable(snapshot, address, error) from error
+        raise ShardUnavailable(
+            f"{snapshot.folder.name}: {address.shard.path} cannot be read now: {error.strerror}. The client tries "
+            f"again; if it stays so, mend the storage or its permissions."
+        ) from error
+    except (pa.ArrowException, ValueError) as error:
+        raise _unreadable(snapshot, address, error) from error
+
+
+def _place(address: BlockAddress) -> Place:
+    return Place(address.shard.path.name, address.first_row_in_shard)
+
+
+def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:
+    reason = " ".join(str(error).split()).rstrip(".")
+    return ShardUnreadable(
+        f"{snapshot.folder.name}: row group {address.row_group} of {address.shard.path.name} cannot be read: "
+        f"{reason}. Batches that need it fail until the shard is mended; move it out of the folder to train without it."
+    )

@@ -1,0 +1,107 @@
+"""The quarantine: rows that cannot be used and row groups that cannot be read, as far as they were met, and why."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from penstock_server.problems import DatasetRefused, ShardUnreadable
+from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.storage.block import Block
+
+_LISTED_ROWS = 100_000  # with their reasons; beyond them rows are only counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadRow:
+    """A row that cannot be used. `row` counts over the whole dataset, `row_in_group` from the start of the row group."""
+
+    row: int
+    shard: str
+    row_group: int
+    row_in_group: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadGroup:
+    """A row group that cannot be read."""
+
+    shard: str
+    row_group: int
+    reason: str
+
+
+class Quarantine:
+    """What is known to be bad of one snapshot. Every block that is made or mapped is looked at once."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._lock = threading.Lock()
+        # Every request asks: to add up ten thousand footers would take longer than a batch.
+        self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
+        self._num_met = 0
+        self._rows: dict[int, list[BadRow]] = {}  # of each block that has some
+        self._num_listed = 0
+        self._groups: dict[tuple[str, int], BadGroup] = {}
+
+    def look_at(self, index: int, loaded: Future[Block]) -> None:
+        """Notes what is bad in a block that was loaded, or that it could not be."""
+        if loaded.cancelled():
+            return
+        error = loaded.exception()
+        if isinstance(error, ShardUnreadable):
+            at = self._snapshot.block(index)
+            group = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
+            with self._lock:
+                self._groups[group.shard, group.row_group] = group
+        elif error is None and (block := loaded.result()).bad and index not in self._rows:
+            at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
+            place = [(int(block.rows[row]), reason) for row, reason in sorted(block.bad.items())]
+            rows = [
+                BadRow(
+                    row=first + row,
+                    shard=at.shard.path.name,
+                    row_group=at.row_group,
+                    row_in_group=at.first_row + row,
+                    reason=reason,
+                )
+                for row, reason in place
+            ]
+            with self._lock:
+                if index not in self._rows:
+                    self._num_met += len(rows)
+                    self._rows[index] = rows[: max(0, _LISTED_ROWS - self._num_listed)]
+                    self._num_listed += len(self._rows[index])
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Bad rows met so far, or as many as the footers tell."""
+        return max(self._num_in_footers, self._num_met)
+
+    def rows(self) -> list[BadRow]:
+        """The bad rows met so far, in the order of the dataset; the first 100,000 that were met."""
+        with self._lock:
+            return [row for index in sorted(self._rows) for row in self._rows[index]]
+
+    def groups(self) -> list[BadGroup]:
+        """The row groups that could not be read."""
+        with self._lock:
+            return [self._groups[key] for key in sorted(self._groups)]
+
+    def check(self, num_counted: int = 0) -> None:
+        """Raises DatasetRefused: more rows, met or counted, are bad than the recipe allows to substitute."""
+        recipe, num_bad = self._snapshot.recipe, max(num_counted, self.num_bad_rows)
+        if recipe.on_bad_row == "substitute" and num_bad > recipe.max_bad_share * self._snapshot.num_rows:
+            raise too_many_bad_rows(self._snapshot, num_bad)
+
+
+def too_many_bad_rows(snapshot: Snapshot, num_bad: int) -> DatasetRefused:
+    """The refusal of a dataset whose bad rows are more than a few."""
+    name, share = snapshot.folder.name, num_bad / max(snapshot.num_rows, 1)
+    return DatasetRefused(
+        f"{name}: {num_bad:,} of {snapshot.num_rows:,} rows ({share:.2%}) are known to be bad, more than max_bad_share = "
+        f"{snapshot.recipe.max_bad_share:g} allows to substitute. GET /v1/datasets/{name}/quarantine lists them. Mend the "
+        f"data, or raise max_bad_share in penstock.toml."
+    )
