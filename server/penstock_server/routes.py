@@ -16,7 +16,8 @@ from starlette.requests import ClientDisconnect
 
 from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
-from penstock_server.batches.batch import Chunk, chunks, frames, frames_nbytes, gather, load
+from penstock_server.batches.batch import frames, frames_nbytes
+from penstock_server.batches.gather import Chunk, chunks, gather, load
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json, provenance_of
 from penstock_server.datasets.catalog import Catalog

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
-from penstock_server.problems import BadRow, ShardUnavailable, ShardUnreadable, SnapshotGone
+from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.snapshots.snapshot import open_snapshot
@@ -298,28 +297,19 @@ def test_a_damaged_row_group_is_named_and_the_others_are_served(open_blocks: Cal
     assert blocks.get([2])[0].num_rows == 32
 
 
-def test_a_bad_row_fails_with_its_place_or_gives_way_to_its_next_neighbour(data: Path, cache_dir: Path) -> None:
-    rows = [[1], [], [3], [], []]
-    write_shards(data.parent / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=9)
-    for policy in ("fail", "substitute"):
-        (data.parent / "holes" / "penstock.toml").write_text(f'on_bad_row = "{policy}"')
-        blocks = Blocks(open_snapshot(data.parent / "holes", None), BlockStore(CacheFolder(cache_dir)))
-        [block] = blocks.get([0])
-        assert block.bad == {1: "is empty", 3: "is empty", 4: "is empty"}
-        assert blocks.usable_rows(block, 0, np.array([0, 2])).tolist() == [0, 2]
-        if policy == "fail":
-            with pytest.raises(BadRow, match=r"row 1 of row group 0 in part-000.parquet is empty; 3 of the 5 rows"):
-                blocks.usable_rows(block, 0, np.array([0, 1]))
-        else:
-            assert blocks.usable_rows(block, 0, np.arange(5)).tolist() == [0, 2, 2, 0, 0]
+def test_who_leaves_at_the_moment_of_the_answer_breaks_nobody_elses(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = BlockStore._take
 
+    def taken_and_forgotten(store: BlockStore, *args: Any) -> Any:
+        future = take(store, *args)
+        if future:
+            store.forget(future)
+        return future
 
-def test_a_block_without_one_usable_row_fails_even_where_rows_are_substituted(data: Path, cache_dir: Path) -> None:
-    write_shards(data.parent / "void", "tokens", [[[], []]], type_=pa.list_(pa.int32()), row_group_size=9)
-    (data.parent / "void" / "penstock.toml").write_text('on_bad_row = "substitute"')
-    blocks = Blocks(open_snapshot(data.parent / "void", None), BlockStore(CacheFolder(cache_dir)))
-    with pytest.raises(BadRow, match="every one of the 2 rows beside it"):
-        blocks.usable_rows(blocks.get([0])[0], 0, np.array([0]))
+    monkeypatch.setattr(BlockStore, "_take", taken_and_forgotten)
+    assert [block.num_rows for block in open_blocks().get(range(4))] == [32, 2, 32, 2]
 
 
 def test_what_nobody_wants_any_more_is_not_made(

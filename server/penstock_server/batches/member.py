@@ -35,6 +35,11 @@ class OrderKey(NamedTuple):
     window: int
     seed: int
 
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether a bad row gives way to a good one; where lengths are counted, its own is 0 and it is in no sequence."""
+        return (self.packing, self.long_rows) == ("rows", "truncate")
+
     @classmethod
     def of(cls, spec: Spec) -> OrderKey:
         """The key of a spec."""

@@ -55,16 +55,20 @@ class Plan:
         """What a batch holds on the wire; attention masks and labels are derived from it by the client."""
         return tensors_of([member.snapshot for member in self.members], self.spec)
 
+    @property
+    def has_fixed_widths(self) -> bool:
+        """Whether every line of tokens is as long as it can be, padded if need be."""
+        return self.spec.pad == "seq_len" or self.spec.packing != "rows"
+
     @cached_property
     def has_fixed_shapes(self) -> bool:
         """Whether every batch has the same shapes, and so the same length in bytes."""
-        is_padded = self.spec.pad == "seq_len" or self.spec.packing != "rows"
-        return is_padded and not any(tensor.is_ragged for tensor in self.tensors)
+        return self.has_fixed_widths and not any(tensor.is_ragged for tensor in self.tensors)
 
     @property
     def shapes(self) -> list[tuple[int | None, ...]]:
         """The shape of each tensor, with None for a width that differs from batch to batch."""
-        fixed = self.spec.pad == "seq_len" or self.spec.packing != "rows"
+        fixed = self.has_fixed_widths
         return [t.shape(self.spec.batch_size, t.longest if fixed and not t.is_ragged else None) for t in self.tensors]
 
     @cached_property

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from penstock import wire
-from penstock_server.batches.batch import Chunk, TokenSequence, frames, gather
+from penstock_server.batches.batch import frames
+from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import Plan
+from penstock_server.batches.sequence import TokenSequence
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import Piece
 from penstock_server.storage.block import Block

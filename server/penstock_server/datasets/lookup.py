@@ -10,6 +10,7 @@ import numpy as np
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import shown_columns
+from penstock_server.batches.stand_ins import stands_for
 from penstock_server.datasets.held import Served
 from penstock_server.geometry.order import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange
@@ -121,22 +122,13 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
 def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:
     """Where a row of a block stands in an epoch of its dataset."""
     packing, order = member.epoch(epoch)
-    if member.order.packing == "rows" and member.order.long_rows == "truncate":
-        # A row also stands where bad rows gave way to it, and a bad row nowhere.
-        rows = _served_as(member.snapshot, block, row)
+    if member.order.has_stand_ins:
+        places = [(at, number) for at, rows in stands_for(member, index, block, row) for number in rows.tolist()]
+        held = [packing.holding(at, number, 0, 0) for at, number in places]
     else:
-        rows = [row] if row not in block.bad else []
-    stream = block.stream
-    held = [packing.holding(index, number, int(stream[number]), int(stream[number + 1])) for number in rows]
+        start, stop = block.stream[row : row + 2].tolist()
+        held = [packing.holding(index, row, start, stop)] if row not in block.bad else []
     return np.concatenate([np.zeros(0, np.int64), *(order.positions(*sequences) for sequences in held)])
-
-
-def _served_as(snapshot: Snapshot, block: Block, row: int) -> list[int]:
-    if not block.bad or snapshot.recipe.on_bad_row == "fail":
-        return [row]
-    if len(block.bad) == block.num_rows:
-        return []
-    return np.flatnonzero(block.substitutes == row).tolist()
 
 
 def _number(block: Block, stored: int) -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 from penstock_server.geometry.best_fit import pools_of
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.encode import Place
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.recipe_file import read_recipe
 from penstock_server.snapshots.folders import list_folder
@@ -43,9 +44,9 @@ class BlockAddress:
     rows_per_block: int
 
     @property
-    def first_row_in_shard(self) -> int:
-        """The number of its first row in the whole shard."""
-        return sum(self.shard.rows_per_group[: self.row_group]) + self.first_row
+    def place(self) -> Place:
+        """Where its rows are in the whole shard."""
+        return Place(self.shard.path.name, sum(self.shard.rows_per_group[: self.row_group]) + self.first_row)
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,14 @@ class Feature:
             if high > low:
                 yield Piece(self.tokens.values, start + low, high - low, number % 2 == 1)
             turn += size
+
+
+class Cut(NamedTuple):
+    """Tokens [start, stop) of a block's stream, and their pieces in each feature."""
+
+    start: int
+    stop: int
+    pieces: dict[str, list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -170,8 +178,20 @@ class Block:
         """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
         return starts_of(self.row_lengths)
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Tokens [start, stop) of the stream of a block with one feature."""
+    def cut_rows(self, rows: IntArray, starts: IntArray, stops: IntArray) -> list[Cut]:
+        """Tokens [starts[i], stops[i]) of rows[i], each cut at the row's end."""
+        begins, ends = self.stream[rows], np.minimum(stops, self.row_lengths[rows])
+        by_feature = [feature.cut(rows, starts, stops) for feature in self.features.values()]
+        pieces = (dict(zip(self.features, lines, strict=True)) for lines in zip(*by_feature, strict=True))
+        return [Cut(*cut) for cut in zip((begins + starts).tolist(), (begins + ends).tolist(), pieces, strict=True)]
+
+    def cut_stream(self, starts: IntArray, stops: IntArray) -> list[Cut]:
+        """Tokens [starts[i], stops[i]) of the stream, which may run over rows; the block has one feature."""
+        [name] = self.features
+        spans = zip(starts.tolist(), stops.tolist(), strict=True)
+        return [Cut(start, stop, {name: list(self._pieces(start, stop))}) for start, stop in spans]
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Piece]:
         [feature] = self.features.values()
         if feature.turns is None and self._is_contiguous:
             yield Piece(feature.tokens.values, start + int(feature.tokens.starts[0]), stop - start, True)
@@ -187,9 +207,14 @@ class Block:
         [feature] = self.features.values()
         return bool((feature.tokens.starts - feature.tokens.starts[:1] == self.stream[:-1]).all())
 
+    @property
+    def has_good(self) -> bool:
+        """Whether any row can be used."""
+        return len(self.bad) < self.num_rows
+
     @cached_property
     def substitutes(self) -> IntArray:
-        """For each row the row to serve in its place: itself, or the next good one, round the block's end if need be."""
+        """For each row the row to serve in its place: itself, or the next good one, round the block's end; there is one."""
         good = np.setdiff1d(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
 

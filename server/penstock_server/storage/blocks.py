@@ -21,7 +21,7 @@ import pyarrow as pa
 from penstock_server.geometry.order import IntArray
 from penstock_server.problems import BadRow
 from penstock_server.recipes import encode
-from penstock_server.recipes.encode import Place, is_validation
+from penstock_server.recipes.encode import is_validation
 from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 from penstock_server.storage.block import Block
@@ -113,33 +113,19 @@ class Blocks:
 
         self._store.ahead.want(job, window, affordable, lambda index: self.get([index]))
 
-    def usable_rows(self, block: Block, index: int, rows: IntArray) -> IntArray:
-        """The rows to serve for these rows of block `index`: themselves, or neighbours where the recipe substitutes.
-
-        Raises BadRow: a row cannot be used and the recipe does not substitute, or the block has no usable row at all.
-        """
-        bad = [row for row in rows.tolist() if row in block.bad] if block.bad else []
-        if not bad:
-            return rows
-        if len(block.bad) == block.num_rows or self._snapshot.recipe.on_bad_row == "fail":
-            raise self._bad_row(block, index, bad[0])
-        return block.substitutes[rows]
-
     def check_bad_rows(self, block: Block, index: int) -> None:
         """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
         if block.bad and self._snapshot.recipe.on_bad_row == "fail":
-            raise self._bad_row(block, index, min(block.bad))
+            raise self.bad_row(block, index, min(block.bad))
 
-    def _bad_row(self, block: Block, index: int, row: int) -> BadRow:
+    def bad_row(self, block: Block, index: int, row: int) -> BadRow:
+        """What is said of a row of block `index` that cannot be used."""
         address, name = self._snapshot.block(index), self._snapshot.folder.name
         place = f"row {address.first_row + int(block.rows[row])} of row group {address.row_group} in {address.shard.path.name}"
-        first = f"{name}: {place} {block.bad[row]}"
-        if len(block.bad) == block.num_rows:
-            return BadRow(f"{first}, and so is every one of the {block.num_rows:,} rows beside it. Mend the shard.")
         return BadRow(
-            f"{first}; {len(block.bad):,} of the {block.num_rows:,} rows beside it cannot be used. Mend the shard, or "
-            f'set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a neighbour in '
-            f"place of each: that changes no other batch, so a run can go on where it stopped."
+            f"{name}: {place} {block.bad[row]}; {len(block.bad):,} of the {block.num_rows:,} rows beside it cannot be used. "
+            f'Mend the shard, or set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a '
+            f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
         )
 
     def _keys(self, address: BlockAddress) -> list[str]:
@@ -168,8 +154,7 @@ class Blocks:
 
     def _encode(self, address: BlockAddress, rows: pa.RecordBatch) -> pa.RecordBatch:
         snapshot = self._snapshot
-        place = Place(address.shard.path.name, address.first_row_in_shard)
-        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound, place)
+        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound, address.place)
         num_bad = batch.num_rows - batch.column(encode.REASON).null_count
         if num_bad:
             policy = snapshot.recipe.on_bad_row

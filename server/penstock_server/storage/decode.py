@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
-from penstock_server.recipes.encode import Place, split_hashes
+from penstock_server.recipes.encode import split_hashes
 from penstock_server.snapshots.shard import date_of, shard_changed
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 
@@ -63,7 +63,7 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
     if not columns:
         nothing = pa.RecordBatch.from_pylist([])
         for at in addresses:
-            yield at, split_hashes(nothing, recipe, _place(at), np.arange(at.num_rows))
+            yield at, split_hashes(nothing, recipe, at.place, np.arange(at.num_rows))
         return
     if not addresses:  # a shard without row groups
         return
@@ -73,7 +73,7 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
         with reading(snapshot, first):
             for at, rows in rows_of_group(snapshot, first, columns):
                 kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
-                yield at, split_hashes(rows.take(pa.array(kept)), recipe, _place(at), kept)
+                yield at, split_hashes(rows.take(pa.array(kept)), recipe, at.place, kept)
 
 
 @contextmanager
@@ -93,10 +93,6 @@ def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
         ) from error
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable(snapshot, address, error) from error
-
-
-def _place(address: BlockAddress) -> Place:
-    return Place(address.shard.path.name, address.first_row_in_shard)
 
 
 def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:

@@ -79,7 +79,9 @@ class BlockStore:
     def forget(self, future: Future[Block]) -> None:
         """One of those who asked no longer wants the block; a load that nobody wants any more is dropped."""
         with self._lock:
-            self._askers[future] = self._askers.get(future, 0) - 1
+            if future not in self._askers:  # it is being answered, and what is cancelled now could not be
+                return
+            self._askers[future] -= 1
             if self._askers[future] > 0:
                 return
             del self._askers[future]

@@ -1,0 +1,84 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from corpora import write_shards
+from penstock.spec import Spec
+from penstock_server.batches import stand_ins
+from penstock_server.batches.member import Member
+from penstock_server.batches.stand_ins import stands_for, usable_rows
+from penstock_server.datasets.catalog import open_catalog
+from penstock_server.problems import BadRow
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+
+Opener = Callable[..., Member]
+
+
+@pytest.fixture
+def open_holes(tmp_path: Path) -> Opener:
+    """Opens one shard of row groups of three rows, of token lists."""
+
+    def opened(rows: list[list[int]], policy: str = "substitute") -> Member:
+        folder = tmp_path / "data" / "holes"
+        write_shards(folder, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=3)
+        (folder / "penstock.toml").write_text(f'on_bad_row = "{policy}"\nmax_bad_share = 0.99')
+        catalog = open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+        [member] = catalog.plan("holes", Spec(batch_size=1)).members
+        return member
+
+    return opened
+
+
+def served(member: Member, index: int) -> tuple[int, list[int]]:
+    """Where all rows of a block are served from."""
+    [block] = member.blocks.get([index])
+    other, found, rows = usable_rows(member, index, block, np.arange(block.num_rows))
+    assert not set(rows.tolist()) & set(found.bad)
+    return other, rows.tolist()
+
+
+def inverse(member: Member, index: int, row: int) -> dict[int, list[int]]:
+    [block] = member.blocks.get([index])
+    return {other: rows.tolist() for other, rows in stands_for(member, index, block, row)}
+
+
+def test_a_bad_row_gives_way_to_the_next_good_one_of_its_block(open_holes: Opener) -> None:
+    member = open_holes([[1], [], [3], [4], [5], []])
+    assert [served(member, 0), served(member, 1)] == [(0, [0, 2, 2]), (1, [0, 1, 0])]
+    assert inverse(member, 0, 2) == {0: [1, 2]}
+    assert inverse(member, 1, 0) == {1: [0, 2]}
+    assert inverse(member, 1, 2) == {}
+
+
+def test_a_block_without_a_good_row_gives_way_to_the_next_that_has_one_round_the_end(open_holes: Opener) -> None:
+    member = open_holes([[], [], [], [4], [], [6], [], [], [], [], [], []])
+    assert [served(member, index) for index in range(4)] == [(1, [0, 2, 2]), (1, [0, 2, 2]), (1, [0, 2, 2]), (1, [0, 2, 2])]
+    assert inverse(member, 1, 2) == {1: [1, 2], 0: [1, 2], 3: [1, 2], 2: [1, 2]}
+    assert inverse(member, 1, 0) == {1: [0], 0: [0], 3: [0], 2: [0]}
+    assert inverse(member, 0, 0) == {}
+
+
+def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_holes: Opener) -> None:
+    member = open_holes([[1], [], [3], [], [], []], "fail")
+    [block] = member.blocks.get([0])
+    assert usable_rows(member, 0, block, np.array([0, 2]))[2].tolist() == [0, 2]
+    with pytest.raises(BadRow, match=r"row 1 of row group 0 in part-000.parquet is empty; 1 of the 3 rows"):
+        usable_rows(member, 0, block, np.array([0, 1]))
+    with pytest.raises(BadRow, match=r"row 0 of row group 1 .* 3 of the 3 rows"):
+        served(member, 1)
+    assert inverse(member, 0, 0) == {0: [0]}
+
+
+def test_data_without_a_good_row_near_is_refused_not_searched_to_its_end(
+    open_holes: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_ins, "_MOST_BLOCKS", 2)
+    member = open_holes([[]] * 9 + [[1]] * 3)
+    with pytest.raises(BadRow, match=r"no row of row group 0 in part-000.parquet can be used, nor .*quarantine"):
+        served(member, 0)
+    assert served(member, 1) == (3, [0, 1, 2])
+    assert inverse(member, 3, 0) == {3: [0], 2: [0], 1: [0]}
