@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from penstock import Spec, wire
+from penstock import wire
 from penstock_server.batches import batch as batch_module
 from penstock_server.batches import member as member_module
 from penstock_server.batches.batch import frames
@@ -26,10 +25,11 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json, provenance_of
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.lookup import find_row, show_row
-from penstock_server.problems import BadParameter, BadRow, IndexNotReady
+from penstock_server.problems import BadParameter, BadRow
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
+from planned import plan_of
 
 Sequence = tuple[int, ...]
 Row = tuple[int, bool]  # its tokens, 0 for a bad row; whether the filter keeps it
@@ -93,16 +93,6 @@ def open_server(data: Path, cache: Path, cache_bytes: int) -> Catalog:
     return open_catalog(data, None, BlockStore(CacheFolder(cache, cache_bytes)))
 
 
-def plan_of(catalog: Catalog, **spec: Any) -> Plan:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return catalog.plan("a", Spec(**spec))
-        except IndexNotReady:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-
-
 def bodies(plan: Plan, epoch: int) -> Iterator[tuple[int, int, bytes]]:
     for step in range(plan.schedule.num_steps):
         for rank in range(plan.spec.world_size):
@@ -159,7 +149,7 @@ def test_whatever_the_data_and_the_spec(
             write(data / dataset, shards, number, is_filtered=is_filtered)
         catalog = open_server(data, Path(name) / "cache", 1 << 30)
         try:
-            whole = plan_of(catalog, **spec, batch_size=1)
+            whole = plan_of(catalog, "a", **spec, batch_size=1)
         except BadParameter:  # too little data
             event("refused")
             assume(False)
@@ -170,7 +160,7 @@ def test_whatever_the_data_and_the_spec(
             event("nothing to serve")
             assume(False)
         try:
-            plan = plan_of(catalog, **spec, **run)
+            plan = plan_of(catalog, "a", **spec, **run)
         except BadParameter:
             event("refused")
             assume(False)
@@ -193,7 +183,7 @@ def test_whatever_the_data_and_the_spec(
             assert shown == round_and_round[: -(-len(expected) // per_step) * per_step]
 
         # Another server with another cache gives the same bytes.
-        other = plan_of(open_server(data, Path(name) / "other", 2000), **spec, **run)
+        other = plan_of(open_server(data, Path(name) / "other", 2000), "a", **spec, **run)
         assert list(bodies(other, epoch)) == everything
 
         # Where provenance sees a row, its schedule says that it is.
@@ -231,7 +221,7 @@ def test_what_travels_is_said_as_json_beside_the_facts(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "data" / "a" / "part-0.parquet")
     (tmp_path / "data" / "a" / "penstock.toml").write_text(f"columns = {list(columns)[1:]}")
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
-    plan = plan_of(catalog, batch_size=2, shuffle="none", seq_len=4)
+    plan = plan_of(catalog, "a", batch_size=2, shuffle="none", seq_len=4)
     [chunk] = chunks(plan, 0, 0, range(1))
     [page] = [json.loads(text, parse_constant=pytest.fail) for text in as_json(chunk, load(chunk))]
     assert [sequence["index"] for sequence in page["sequences"]] == [0, 1]
@@ -257,7 +247,7 @@ def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
     pages = [bytes([n]) * 500_000 for n in range(60)]
     pq.write_table(pa.table({"tokens": ids, "page": pages}), tmp_path / "data" / "a" / "part-0.parquet")
     (tmp_path / "data" / "a" / "penstock.toml").write_text('columns = ["page"]')
-    plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), batch_size=2, seq_len=1)
+    plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), "a", batch_size=2, seq_len=1)
     made = list(chunks(plan, 0, 0, range(30)))
     assert max(len(chunk.steps) for chunk in made) <= 5
     monkeypatch.setattr(batch_module, "MAX_BATCH_BYTES", 900_000)
@@ -270,14 +260,14 @@ def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> 
     for number, name in enumerate("ab"):
         write(tmp_path / "data" / name, [[[(3, True)] * 5]], number, is_filtered=False)
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
-    plan = plan_of(catalog, mix="a:1,b:2", mix_stop="never", batch_size=1)
+    plan = plan_of(catalog, "a", mix="a:1,b:2", mix_stop="never", batch_size=1)
     found = find_row(plan, "a", 3, 0)
     assert len(found) == 100
     assert [occurrence["step"] // 15 for occurrence in found] == list(range(100))
     with pytest.raises(BadParameter, match="epoch 1 does not exist: with mix_stop=never the first does not end"):
         find_row(plan, "a", 3, 1)
     with pytest.raises(BadParameter, match="are counted as far as epoch"):
-        find_row(plan_of(catalog, mix="a:1,b:2", batch_size=1), "a", 3, 2**53)
+        find_row(plan_of(catalog, "a", mix="a:1,b:2", batch_size=1), "a", 3, 2**53)
 
 
 def test_a_mixture_of_many_plans_each_of_its_datasets_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +276,7 @@ def test_a_mixture_of_many_plans_each_of_its_datasets_once(tmp_path: Path, monke
     for number, name in enumerate(names):
         write(tmp_path / "data" / name, [[[(3, True)] * 50]], number, is_filtered=False)
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
-    plan = plan_of(catalog, mix=",".join(f"{name}:1" for name in names), batch_size=len(names), seq_len=4)
+    plan = plan_of(catalog, "a", mix=",".join(f"{name}:1" for name in names), batch_size=len(names), seq_len=4)
     planned: list[str] = []
     monkeypatch.setattr(member_module, "_plan", lambda member, _: planned.append(member.name))
     for step in range(20):
@@ -298,6 +288,6 @@ def test_lengths_of_many_shards_hold_no_descriptors(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "a", [[[(3, True)] * 2]] * 50, 0, is_filtered=False)
     catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
-    assert plan_of(catalog, packing="best_fit", batch_size=1, seq_len=4).schedule.num_positions == 100
+    assert plan_of(catalog, "a", packing="best_fit", batch_size=1, seq_len=4).schedule.num_positions == 100
     held = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert not [name for name in held if name.endswith((".lengths", ".index"))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,15 @@ import pyarrow as pa
 import pytest
 
 from corpora import write_shards
-from penstock import Spec
 from penstock_server.batches.plan import Plan
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.packing import Packing
-from penstock_server.problems import IndexNotReady
 from penstock_server.shuffling.report import report
 from penstock_server.shuffling.sample import Sample, draw
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
+from planned import plan_of
 from synthetic import Geometry, synthetic_plan
 
 MIX = "a:3,b:2,c:1"
@@ -38,16 +36,6 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
         folder = write_shards(data / name, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=30)
         (folder / "penstock.toml").write_text("validation = 0.3\nvocab_size = 50000")
     return open_catalog(data, None, BlockStore(CacheFolder(tmp_path_factory.mktemp("cache"))))
-
-
-def plan_of(catalog: Catalog, **spec: Any) -> Plan:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return catalog.plan("a", Spec(**spec))
-        except IndexNotReady:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 Spelled = dict[str, Any]
@@ -102,7 +90,7 @@ SLICES: list[Spelled] = [
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_sample_is_at_the_place_of_what_is_served(catalog: Catalog, spec: Spelled, slices: Spelled) -> None:
-    plan = plan_of(catalog, seed=5, **spec, **slices)
+    plan = plan_of(catalog, "a", seed=5, **spec, **slices)
     order, sample = served(plan, 2), draw(plan, 2)
     places = [stored(plan, source.member, source.epoch) for source in sample.sources]
     assert sample.num_samples == len(order) or (slices.get("tail") == "wrap" and sample.num_samples > len(order) - 7)
@@ -132,7 +120,7 @@ def pools_of(packing: Packing) -> list[int]:
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("spec", PLAIN)
 def test_neighbours_are_as_far_apart_as_counting_says(catalog: Catalog, spec: Spelled, slices: Spelled) -> None:
-    plan = plan_of(catalog, seed=6, **spec, **slices)
+    plan = plan_of(catalog, "a", seed=6, **spec, **slices)
     sample, measures, places = measured(plan, 1)
     packing, order = plan.members[0].epoch(1)
     pools, starts = pools_of(packing), np.cumsum(packing.sequences_per_pool) - packing.sequences_per_pool
@@ -155,7 +143,7 @@ def test_neighbours_are_as_far_apart_as_counting_says(catalog: Catalog, spec: Sp
 @pytest.mark.parametrize("slices", SLICES)
 @pytest.mark.parametrize("spec", PLAIN)
 def test_batches_draw_on_as_many_blocks_as_counting_says(catalog: Catalog, spec: Spelled, slices: Spelled) -> None:
-    plan = plan_of(catalog, seed=6, **spec, **slices)
+    plan = plan_of(catalog, "a", seed=6, **spec, **slices)
     sample, measures, places = measured(plan, 1)
     packing, _ = plan.members[0].epoch(1)
     pools, first_blocks = pools_of(packing), plan.members[0].snapshot.first_block_of_shard
@@ -215,14 +203,14 @@ def test_expected_is_what_uniform_shuffles_show_on_average(
 
 
 def test_grouping_by_length_is_named_as_what_it_is(catalog: Catalog) -> None:
-    found = report(plan_of(catalog, batch_size=4, group_by_length=8, window=10**6), 0)
+    found = report(plan_of(catalog, "a", batch_size=4, group_by_length=8, window=10**6), 0)
     assert found.grade == "uniform"
     assert "side by side on purpose (group_by_length=8)" in found.verdict
 
 
 def test_where_windows_have_to_be_sorted_only_the_first_ones_are(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock_server.shuffling.extent._MOST_EFFORT", 5000)
-    plan = plan_of(catalog, batch_size=4, group_by_length=4, window=30)
+    plan = plan_of(catalog, "a", batch_size=4, group_by_length=4, window=30)
     arranged: set[int] = set()
     arrange = LengthOrder._arrange
 

@@ -1,1 +1,1 @@
-"""What the folders hold: shards, snapshots of them, and datasets, which gain a snapshot whenever their folder changes."""
+"""What the folders hold: shards, what their footers say, and snapshots of them."""
