@@ -185,7 +185,7 @@ def make_router(catalog: Catalog) -> APIRouter:
         row: Row,
         epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
     ) -> dict[str, Any]:
-        """Every (step, rank, index) at which an epoch shows a row or a part of it."""
+        """Every (step, rank, index) at which an epoch shows a row or a part of it; of a mixture that goes round, the first ones."""
         return {"occurrences": find_row(plan_of(request, dataset, "epoch"), dataset, row, epoch)}
 
     @router.get("/{dataset}/quarantine", summary="What is bad in a dataset", tags=["datasets"])

@@ -337,3 +337,12 @@ def test_what_nobody_wants_any_more_is_not_made(
     assert futures[0].result(30).num_rows == 32
     assert blocks.get([4])[0].num_rows == 32  # asked for anew, it is made
     assert len(count_reads) < 5
+
+
+def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path: Path) -> None:
+    rows = [[7] * 500 for _ in range(200)]  # which Parquet writes as one number
+    varied = [[(n * k) % 50_000 for k in range(500)] for n in range(200)]
+    folder = write_shards(tmp_path / "mixed", "tokens", [rows, varied, varied], type_=pa.list_(pa.int32()), row_group_size=100)
+    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(tmp_path / "cache")))
+    actual = sum(block.nbytes for block in blocks.get(range(6)))
+    assert actual / 2 < blocks.estimated_bytes < 2 * actual

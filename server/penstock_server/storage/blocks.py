@@ -34,6 +34,7 @@ log = logging.getLogger("penstock.blocks")
 
 EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
+_LOOKED_AT = 4  # blocks, for what all take in the cache
 _FORMAT = 3  # of the stored blocks: a change here rebuilds them
 
 
@@ -87,10 +88,12 @@ class Blocks:
 
     @cached_property
     def estimated_bytes(self) -> int:
-        """About the bytes of all blocks in the cache, by what the first one takes there. Raises what `get` raises."""
-        [first], at = self.get([0]), self._snapshot.block(0)
+        """About the bytes of all blocks in the cache, by what a few of them take there. Raises what `get` raises."""
         nbytes = [self._snapshot.block(index).nbytes for index in range(self._snapshot.num_blocks)]
-        return int(sum(nbytes) * first.nbytes / max(at.nbytes, 1))
+        # From all over the dataset: its shards may be of several sources.
+        looked_at: list[int] = np.unique(np.linspace(0, len(nbytes) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
+        taken = sum(block.nbytes for block in self.get(looked_at))
+        return sum(nbytes) * taken // max(sum(nbytes[index] for index in looked_at), 1)
 
     @property
     def cache(self) -> CacheFolder:
