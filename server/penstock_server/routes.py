@@ -19,7 +19,7 @@ from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.batches.batch import frames, frames_nbytes
 from penstock_server.batches.gather import Chunk, chunks, gather, load
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.readable import as_json, provenance_of
+from penstock_server.batches.readable import as_json
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
@@ -169,8 +169,8 @@ def make_router(catalog: Catalog) -> APIRouter:
         plan = plan_of(request, dataset)
         plan.check(epoch, step, rank)
         [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
-        [sequences] = gather(chunk, load(chunk))
-        lines = [{"index": index, "sources": provenance_of(sequence)} for index, sequence in enumerate(sequences)]
+        sequences = gather(chunk, load(chunk))
+        lines = [{"index": i, "sources": [asdict(s) for s in sequences.sources(i)]} for i in range(sequences.count)]
         return {"step": step, "rank": rank, "sequences": lines}
 
     @router.get("/{dataset}/rows/{row}", summary="One row", tags=["rows"], dependencies=plain)
@@ -185,7 +185,7 @@ def make_router(catalog: Catalog) -> APIRouter:
         row: Row,
         epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
     ) -> dict[str, Any]:
-        """Every (step, rank, index) at which an epoch shows a row or a part of it; of a mixture that goes round, the first ones."""
+        """Every (step, rank, index) at which an epoch shows a row or a part of it; of many, the first ones."""
         return {"occurrences": find_row(plan_of(request, dataset, "epoch"), dataset, row, epoch)}
 
     @router.get("/{dataset}/quarantine", summary="What is bad in a dataset", tags=["datasets"])

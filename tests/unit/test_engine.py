@@ -22,7 +22,7 @@ from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.readable import as_json, provenance_of
+from penstock_server.batches.readable import as_json
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.lookup import find_row, show_row
 from penstock_server.problems import BadParameter, BadRow
@@ -191,16 +191,16 @@ def test_whatever_the_data_and_the_spec(
         for step in range(plan.schedule.num_steps):
             for rank in range(run["world_size"]):
                 [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
-                [batch] = gather(chunk, load(chunk))
-                for index, sequence in enumerate(batch):
-                    for source in provenance_of(sequence):
-                        snapshot = next(m.snapshot for m in plan.members if m.name == source["dataset"])
+                batch = gather(chunk, load(chunk))
+                for index in range(batch.count):
+                    for source in batch.sources(index):
+                        snapshot = next(m.snapshot for m in plan.members if m.name == source.dataset)
                         names = [shard.path.name for shard in snapshot.shards]
                         first_rows = snapshot.first_block_of_shard
-                        groups = snapshot.shards[names.index(source["shard"])].rows_per_group
-                        row = snapshot.first_row_of(int(first_rows[names.index(source["shard"])]))
-                        row += sum(groups[: source["row_group"]]) + source["row"]
-                        places[source["dataset"], row].add((step, rank, index))
+                        groups = snapshot.shards[names.index(source.shard)].rows_per_group
+                        row = snapshot.first_row_of(int(first_rows[names.index(source.shard)]))
+                        row += sum(groups[: source.row_group]) + source.row
+                        places[source.dataset, row].add((step, rank, index))
         for member in plan.members:
             for row in range(member.snapshot.num_rows):
                 occurrences = [(o["step"], o["rank"], o["index"]) for o in find_row(plan, member.name, row, epoch)]

@@ -139,8 +139,7 @@ def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothin
     tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
     assert tokenizer
     for side in ("chosen", "rejected"):
-        pieces = [p for p in block.features[side].pieces(0, 0, 1000) if p.learned]
-        learned = [token for p in pieces for token in p.source[p.start : p.start + p.length].tolist()]
+        learned = [token for turn, is_learned in block.features[side].row(0) if is_learned for token in turn]
         assert tokenizer.decode(learned) == side
 
 

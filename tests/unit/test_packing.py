@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from penstock_server.counts.bins import BestFit, PackedPools, keep_bins
 from penstock_server.geometry.best_fit import POOL_ROWS, pack, pools_of
 from penstock_server.geometry.order import starts_of
-from penstock_server.geometry.packing import STREAM, Concat, Packing, Piece, Rows, SplitRows, fill, fill_bits, fill_learned
-
-
-def pieces(*lists: list[int]) -> list[Piece]:
-    source = np.array([token for tokens in lists for token in tokens], np.uint16)
-    starts = np.cumsum([0, *map(len, lists)]).tolist()
-    return [Piece(source, start, len(tokens), True) for start, tokens in zip(starts, lists, strict=False)]
-
+from penstock_server.geometry.packing import STREAM, Concat, Packing, Rows, SplitRows
 
 block_tokens = st.lists(st.integers(0, 30), min_size=1, max_size=12).map(np.array)
 
@@ -167,34 +160,6 @@ def test_pools_cover_the_blocks_and_small_row_groups_share_one(groups: npt.NDArr
     for pool, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         own = np.unique(np.searchsorted(first_block, np.arange(begin, end), side="right") - 1)
         assert end - begin == 1 or (groups[own] == 1).all(), pool
-
-
-def test_a_mask_marks_what_is_learned() -> None:
-    source = np.arange(9, dtype=np.uint16)
-    out = np.full((1, 6), 7, np.uint8)
-    fill_learned(out, [[Piece(source, 0, 2, False), Piece(source, 2, 3, True), Piece(source, 5, 1, False)]])
-    assert out.tolist() == [[0, 0, 1, 1, 1, 0]]
-
-
-@given(st.lists(st.sets(st.integers(0, 39)), min_size=1, max_size=4))
-def test_bits_are_set_where_they_are_listed(lines: list[set[int]]) -> None:
-    out = np.full((len(lines), 5), 255, np.uint8)
-    fill_bits(out, [sorted(line) for line in lines])
-    found = np.unpackbits(out, axis=1, bitorder="little")
-    assert [set(np.flatnonzero(line).tolist()) for line in found] == lines
-
-
-token_lists = st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=3)
-
-
-@given(st.lists(token_lists, min_size=1, max_size=4))
-def test_lines_are_filled_from_the_left_and_padded(batch: list[list[list[int]]]) -> None:
-    width = max(sum(map(len, lists)) for lists in batch) + 1
-    out = np.zeros((len(batch), width), np.uint16)
-    fill(out, [pieces(*lists) for lists in batch], pad_id=77)
-    for line, lists in zip(out.tolist(), batch, strict=True):
-        tokens = [token for tokens in lists for token in tokens]
-        assert line == tokens + [77] * (width - len(tokens))
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30).map(lambda pool: np.array(pool, np.int64)), min_size=1, max_size=5))

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock import wire
 from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
-from penstock_server.batches.sequence import TokenSequence
-from penstock_server.geometry.packing import fill, fill_bits, fill_learned
+from penstock_server.batches.sequences import Runs, Sequences, Tokens
+from penstock_server.batches.tensor import Tensor
+from penstock_server.geometry.order import IntArray
 from penstock_server.problems import BadParameter
 from penstock_server.storage.block import Block
 
-Texts = dict[str, list[bytes]]  # of each column of text or bytes, what travels with each sequence of a batch
+Array = npt.NDArray[Any]
+Texts = dict[str, list[bytes]]  # of each column of text or bytes, what travels with each sequence
 
 _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
-    """The frames of a chunk, one behind the other, from the blocks it needs. Raises BadRow: see Blocks.usable_rows."""
-    plan = chunk.plan
-    batches = gather(chunk, blocks)
+    """The frames of a chunk, one behind the other, from the blocks it needs. Raises BadRow: see usable_rows."""
+    plan, sequences = chunk.plan, gather(chunk, blocks)
+    texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
     addresses = [plan.address(chunk.epoch, chunk.rank, step) for step in chunk.steps]
-    texts = [_texts(plan, batch) for batch in batches]
-    layouts = [_layout(plan, batch, own) for batch, own in zip(batches, texts, strict=True)]
-    heads = [len(wire.encode_header(address, layout)) for address, layout in zip(addresses, layouts, strict=True)]
+    layouts = _layouts(plan, sequences, texts)
+    heads = _heads(addresses, layouts)
     body = bytearray(sum(heads) + sum(layout.nbytes for layout in layouts))
-    view, end = memoryview(body), 0
-    for batch, own, address, layout, head in zip(batches, texts, addresses, layouts, heads, strict=True):
-        start, end = end + head, end + head + layout.nbytes
-        payload = view[start:end]
-        _fill(plan, batch, own, layout, payload)
-        substituted = sum(sequence.substituted for sequence in batch)
-        view[start - head : start] = wire.encode_header(address, layout, wire.digest(payload), substituted)
+    payloads = list(_payloads(memoryview(body), heads, layouts))
+    views = [layout.views(payload) for layout, (_, payload) in zip(layouts, payloads, strict=True)]
+    for tensor in plan.tensors:
+        _fill(tensor, [view[tensor.name] for view in views], sequences, texts, plan.pad_id)
+    num_substituted = sequences.substituted.reshape(len(addresses), -1).sum(axis=1).tolist()
+    for address, layout, (head, payload), number in zip(addresses, layouts, payloads, num_substituted, strict=True):
+        head[:] = wire.encode_header(address, layout, wire.digest(payload), number)
     return body
 
 
@@ -52,60 +57,131 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     return total
 
 
-def _widths(plan: Plan, batch: Sequence[TokenSequence], texts: Texts) -> Iterator[int]:
-    """The width of each tensor's lines in a batch."""
-    for tensor in plan.tensors:
-        if tensor.is_ragged:
-            yield sum(map(len, texts[tensor.name]))
-        elif tensor.kind not in ("tokens", "mask") or plan.has_fixed_widths:
-            yield tensor.longest
-        else:
-            longest = max(sum(piece.length for piece in sequence.line(tensor)) for sequence in batch)
-            multiple = int(plan.spec.pad) if plan.spec.pad.isdigit() else 1
-            yield -(-longest // multiple) * multiple
+def _heads(addresses: list[wire.Address], layouts: list[wire.Layout]) -> list[int]:
+    """The length of each header; most of a chunk's are alike."""
+    known: dict[tuple[int, int], int] = {}
+    heads = []
+    for address, layout in zip(addresses, layouts, strict=True):
+        alike = (id(layout), bisect_right(_STEP_WIDTHS, address.step))
+        if alike not in known:
+            known[alike] = len(wire.encode_header(address, layout))
+        heads.append(known[alike])
+    return heads
 
 
-def _layout(plan: Plan, batch: Sequence[TokenSequence], texts: Texts) -> wire.Layout:
+def _payloads(body: memoryview, heads: list[int], layouts: list[wire.Layout]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Header and payload of each frame in a body."""
+    end = 0
+    for head, layout in zip(heads, layouts, strict=True):
+        start, end = end, end + head + layout.nbytes
+        yield body[start : start + head], body[start + head : end]
+
+
+def _layouts(plan: Plan, sequences: Sequences, texts: Texts) -> list[wire.Layout]:
+    size = plan.spec.batch_size
+    num_batches = sequences.count // size
     if plan.has_fixed_shapes:
-        return plan.largest_layout
-    shapes = [t.shape(len(batch), width) for t, width in zip(plan.tensors, _widths(plan, batch, texts), strict=True)]
-    layout = wire.Layout.of([(t.name, t.dtype, shape) for t, shape in zip(plan.tensors, shapes, strict=True)])
-    if layout.nbytes > MAX_BATCH_BYTES:
+        return [plan.largest_layout] * num_batches
+    widths = [_widths(plan, tensor, sequences, texts) for tensor in plan.tensors]
+    made = []
+    for batch in zip(*widths, strict=True):
+        shapes = [(t.name, t.dtype, t.shape(size, width)) for t, width in zip(plan.tensors, batch, strict=True)]
+        made.append(wire.Layout.of(shapes))
+    if (nbytes := max(layout.nbytes for layout in made)) > MAX_BATCH_BYTES:
         raise BadParameter(
-            f"a batch of these {len(batch):,} sequences and of what travels with them is {layout.nbytes:,} bytes; the limit is "
+            f"a batch of these {size:,} sequences and of what travels with them is {nbytes:,} bytes; the limit is "
             f"{MAX_BATCH_BYTES:,}. Lower batch_size, or let fewer columns travel."
         )
-    return layout
+    return made
 
 
-def _fill(plan: Plan, batch: Sequence[TokenSequence], texts: Texts, layout: wire.Layout, payload: memoryview) -> None:
-    views = layout.views(payload)
-    for tensor in plan.tensors:
-        out = views[tensor.name]
+def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> list[int]:
+    """The width of a tensor's lines, of each batch."""
+    num_batches = sequences.count // plan.spec.batch_size
+    if tensor.is_ragged:
+        widths = np.array([len(text) for text in texts[tensor.name]]).reshape(num_batches, -1).sum(axis=1)
+    elif tensor.kind not in ("tokens", "mask") or plan.has_fixed_widths:
+        widths = np.full(num_batches, tensor.longest)
+    else:
+        longest = sequences.lengths(tensor).reshape(num_batches, -1).max(axis=1)
+        multiple = int(plan.spec.pad) if plan.spec.pad.isdigit() else 1
+        widths = -(-longest // multiple) * multiple
+    of_batches: list[int] = widths.tolist()
+    return of_batches
+
+
+def _fill(tensor: Tensor, outs: list[Array], sequences: Sequences, texts: Texts, pad_id: int) -> None:
+    """Writes a tensor of every batch."""
+    if tensor.kind in ("tokens", "mask"):
+        runs = sequences.runs(tensor)
         if tensor.kind == "tokens":
-            fill(out, [sequence.line(tensor) for sequence in batch], plan.pad_id)
-        elif tensor.kind == "mask":
-            fill_learned(out, [sequence.line(tensor) for sequence in batch])
-        elif tensor.kind == "count":
-            out[:] = [sum(piece.length for piece in sequence.line(tensor)) for sequence in batch]
-        elif tensor.kind == "starts":
-            fill_bits(out, [sequence.document_starts(tensor.longest) for sequence in batch])
-        elif tensor.is_ragged:
-            wire.pack_texts(texts[tensor.name], out)
+            _copy(outs, runs, sequences.tokens(tensor.feature))
         else:
-            for line, (block, row) in enumerate(_rows(batch)):
-                out[line] = block.numbers[tensor.name][row]
+            _mark(outs, runs)
+        _pad(outs, sequences.lengths(tensor), pad_id if tensor.kind == "tokens" else 0)
+    elif tensor.is_ragged:
+        size = sequences.count // len(outs)
+        for number, out in enumerate(outs):
+            wire.pack_texts(texts[tensor.name][number * size : (number + 1) * size], out)
+    else:
+        of_kind = {"count": _counts, "starts": _starts, "column": _numbers}
+        for out, values in zip(outs, np.split(of_kind[tensor.kind](tensor, sequences), len(outs)), strict=True):
+            out[:] = values
 
 
-def _texts(plan: Plan, batch: Sequence[TokenSequence]) -> Texts:
-    return {
-        tensor.name: [block.columns[tensor.name][row].as_buffer().to_pybytes() for block, row in _rows(batch)]
-        for tensor in plan.tensors
-        if tensor.is_ragged
-    }
+def _copy(outs: list[Array], runs: Runs, tokens: list[Tokens]) -> None:
+    flats = [out.reshape(-1) for out in outs]
+    batches, targets = _targets(outs, runs)
+    columns = (batches, runs.held, runs.starts, runs.starts + runs.lengths, targets, targets + runs.lengths)
+    for batch, held, start, stop, at, end in zip(*(column.tolist() for column in columns), strict=True):
+        flats[batch][at:end] = tokens[held][start:stop]
 
 
-def _rows(batch: Sequence[TokenSequence]) -> Iterator[tuple[Block, int]]:
-    for sequence in batch:
-        assert sequence.row  # columns travel with packing=rows only
-        yield sequence.row
+def _mark(outs: list[Array], runs: Runs) -> None:
+    flats = [out.reshape(-1) for out in outs]
+    batches, targets = _targets(outs, runs)
+    columns = (batches, runs.learned, targets, targets + runs.lengths)
+    for batch, learned, at, end in zip(*(column.tolist() for column in columns), strict=True):
+        flats[batch][at:end] = learned
+
+
+def _targets(outs: list[Array], runs: Runs) -> tuple[IntArray, IntArray]:
+    """The batch of each run, and where in all of its lines, one behind the other, the run goes."""
+    batches, lines = np.divmod(runs.lines, len(outs[0]))
+    widths = np.array([out.shape[1] for out in outs])
+    return batches, lines * widths[batches] + runs.offsets
+
+
+def _pad(outs: list[Array], lengths: IntArray, value: int) -> None:
+    for out, own in zip(outs, np.split(lengths, len(outs)), strict=True):
+        short = np.flatnonzero(own < out.shape[1])
+        for line, length in zip(short.tolist(), own[short].tolist(), strict=True):
+            out[line, length:] = value
+
+
+def _counts(tensor: Tensor, sequences: Sequences) -> Array:
+    return sequences.lengths(tensor)
+
+
+def _starts(tensor: Tensor, sequences: Sequences) -> Array:
+    begins = np.zeros((sequences.count, tensor.longest), np.bool_)
+    begins[sequences.documents.sequences, sequences.documents.offsets()] = True
+    lengths = sequences.lengths(tensor)
+    short = np.flatnonzero(lengths < tensor.longest)
+    begins[short, lengths[short]] = True
+    return np.packbits(begins, axis=1, bitorder="little")
+
+
+def _numbers(tensor: Tensor, sequences: Sequences) -> Array:
+    numbers = np.empty((sequences.count, *tensor.item), tensor.dtype)
+    for block, lines, rows in sequences.rows():
+        numbers[lines] = block.numbers[tensor.name][rows]
+    return numbers
+
+
+def _texts(name: str, sequences: Sequences) -> list[bytes]:
+    found = [b""] * sequences.count
+    for block, lines, rows in sequences.rows():
+        for line, row in zip(lines.tolist(), rows.tolist(), strict=True):
+            found[line] = block.columns[name][row].as_buffer().to_pybytes()
+    return found

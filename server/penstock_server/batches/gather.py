@@ -10,10 +10,10 @@ import numpy as np
 
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.sequence import Part, TokenSequence
+from penstock_server.batches.sequences import Held, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
-from penstock_server.geometry.packing import STREAM, Spans, by_value
-from penstock_server.storage.block import Block, Cut
+from penstock_server.geometry.packing import Spans, by_value
+from penstock_server.storage.block import Block
 
 _CHUNK_BYTES = 4 << 20  # assembled at a time; beyond a few MiB only memory grows
 
@@ -68,46 +68,33 @@ def load(chunk: Chunk) -> list[Block]:
     return [block for need in chunk.needs for block in need.member.blocks.get(need.blocks)]
 
 
-def gather(chunk: Chunk, blocks: Sequence[Block]) -> list[list[TokenSequence]]:
-    """The sequences of each batch of a chunk, batch_size each. Raises BadRow: see usable_rows."""
-    size = chunk.plan.spec.batch_size
-    made = [TokenSequence() for _ in range(len(chunk.steps) * size)]
+def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
+    """The sequences of all batches of a chunk, batch by batch. Raises BadRow: see usable_rows."""
+    count = len(chunk.steps) * chunk.plan.spec.batch_size
+    substituted = np.zeros(count, np.bool_)
+    held: list[Held] = []
+    parts = []
     rest = iter(blocks)
     for need in chunk.needs:
-        split = need.member.order.split
-        found = {index: need.member.blocks.of_split(next(rest), split) for index in need.blocks}
-        spans = _with_stand_ins(made, need, found) if need.member.order.has_stand_ins else need.spans
-        _add(made, need.member, spans, found)
-    return [made[start : start + size] for start in range(0, len(made), size)]
+        member, spans = need.member, need.spans
+        found = {index: member.blocks.of_split(next(rest), member.order.split) for index in need.blocks}
+        if member.order.has_stand_ins:
+            spans = _with_stand_ins(need, found)
+            substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
+        indices = sorted(found)
+        numbers = len(held) + np.searchsorted(indices, spans.blocks)
+        held += [Held(member, index, found[index]) for index in indices]
+        parts.append((spans.sequences, numbers, spans.rows, spans.starts, spans.stops))
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    order = np.argsort(columns[0], kind="stable")
+    return Sequences(count, held, Parts(*(column[order] for column in columns)), substituted)
 
 
-def _with_stand_ins(made: list[TokenSequence], need: Need, blocks: dict[int, Block]) -> Spans:
+def _with_stand_ins(need: Need, blocks: dict[int, Block]) -> Spans:
     """The spans with good rows in place of bad ones; the blocks that these are in are added."""
-    spans, rows, indices = need.spans, need.spans.rows.copy(), need.spans.blocks.copy()
-    for index, mine in by_value(spans.blocks):
-        if not blocks[index].bad:
-            continue
-        indices[mine], block, rows[mine] = usable_rows(need.member, index, blocks[index], spans.rows[mine])
-        blocks[int(indices[mine[0]])] = block
-    for sequence in spans.sequences[(rows != spans.rows) | (indices != spans.blocks)].tolist():
-        made[sequence].substituted = True
-    return spans._replace(blocks=indices, rows=rows)
-
-
-def _add(made: list[TokenSequence], member: Member, spans: Spans, blocks: dict[int, Block]) -> None:
-    """Cuts the spans block by block, and adds them to their sequences in their own order."""
-    cuts: list[Cut | None] = [None] * len(spans.blocks)
-    for index, mine in by_value(spans.blocks):
-        rows, starts, stops = (values[mine] for values in (spans.rows, spans.starts, spans.stops))
-        # Of one packing all spans are of the stream, or none is.
-        found = blocks[index].cut_stream(starts, stops) if rows[0] == STREAM else blocks[index].cut_rows(rows, starts, stops)
-        for at, cut in zip(mine.tolist(), found, strict=True):
-            cuts[at] = cut
-    for sequence, index, row, cut in zip(*(c.tolist() for c in spans[:3]), cuts, strict=True):
-        assert cut  # every span is of a block
-        line = made[sequence]
-        line.parts.append(Part(member, blocks[index], index, cut.start, cut.stop))
-        if row != STREAM:
-            line.row = (blocks[index], row)
-        for name, pieces in cut.pieces.items():
-            line.pieces.setdefault(name, []).extend(pieces)
+    rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
+    for index, mine in by_value(need.spans.blocks):
+        if blocks[index].bad:
+            at, blocks[at], rows[mine] = usable_rows(need.member, index, blocks[index], need.spans.rows[mine])
+            indices[mine] = at
+    return need.spans._replace(blocks=indices, rows=rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import isfinite, isnan
 from typing import Any
 
@@ -14,23 +13,18 @@ from penstock import wire
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.sequence import TokenSequence
+from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.packing import Piece
-from penstock_server.storage.block import Block
+from penstock_server.storage.block import Block, Turn
 
 
 def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
     """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sequence decodes to."""
+    sequences, size = gather(chunk, blocks), chunk.plan.spec.batch_size
     return [
-        _batch(chunk.plan, frame, sequences)
-        for frame, sequences in zip(wire.decode(frames(chunk, blocks)), gather(chunk, blocks), strict=True)
+        _batch(chunk.plan, frame, sequences, range(number * size, (number + 1) * size))
+        for number, frame in enumerate(wire.decode(frames(chunk, blocks)))
     ]
-
-
-def provenance_of(sequence: TokenSequence) -> list[dict[str, Any]]:
-    """The rows that a sequence is made of, in their order; with their datasets."""
-    return [{"dataset": part.member.name} | asdict(source) for part in sequence.parts for source in part.sources()]
 
 
 def shown_columns(block: Block, row: int) -> dict[str, Any]:
@@ -46,7 +40,7 @@ def _shown(value: Any) -> Any:
     return f"{len(value):,} bytes" if isinstance(value, bytes) else value
 
 
-def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str:
+def _batch(plan: Plan, frame: wire.Frame, sequences: Sequences, batch: range) -> str:
     address = frame.address
     facts = {
         "dataset": address.dataset,
@@ -59,51 +53,61 @@ def _batch(plan: Plan, frame: wire.Frame, batch: Sequence[TokenSequence]) -> str
         "substituted": frame.substituted,
         "tensors": [[name, str(array.dtype), list(array.shape)] for name, array in frame.tensors.items()],
     }
-    sequences = [_sequence(plan, index, sequence) for index, sequence in enumerate(batch)]
+    lines = [{"index": index} | _sequence(plan, sequences, number) for index, number in enumerate(batch)]
     head = "".join(f"  {json.dumps(name)}: {_dump(value)},\n" for name, value in facts.items())
-    body = ",\n".join(map(_indented, sequences))
+    body = ",\n".join(map(_indented, lines))
     return f'{{\n{head}  "sequences": [\n{body}\n  ]\n}}'
 
 
-def _sequence(plan: Plan, index: int, sequence: TokenSequence) -> dict[str, Any]:
-    facts: dict[str, Any] = {"index": index}
-    facts["num_tokens"] = sum(piece.length for pieces in sequence.pieces.values() for piece in pieces)
-    facts["source"] = "; ".join(
-        ("" if plan.mixture is None else f"{s['dataset']}: ") + f"{s['shard']}, row group {s['row_group']}, row {s['row']}"
-        for s in provenance_of(sequence)
-    )
-    tokenizer = sequence.parts[0].member.snapshot.recipe.tokenizer
+def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
+    sources = sequences.sources(number)
+    facts: dict[str, Any] = {
+        "num_tokens": sequences.num_tokens(number),
+        "source": "; ".join(
+            ("" if plan.mixture is None else f"{s.dataset}: ") + f"{s.shard}, row group {s.row_group}, row {s.row}"
+            for s in sources
+        ),
+    }
+    tokenizer = sequences.member(number).snapshot.recipe.tokenizer
     for tensor in plan.tensors:
-        line = sequence.line(tensor)
+        if tensor.kind == "column":
+            continue
+        line = sequences.line(tensor, number)
         if tensor.kind == "tokens":
             if tokenizer:
                 facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in _texts(plan, tensor, line).items()}
             facts[tensor.name] = _ids(line)
         elif tensor.kind == "mask":
-            facts[tensor.name] = [int(piece.learned) for piece in line for _ in range(piece.length)]
+            facts[tensor.name] = [int(learned) for ids, learned in line for _ in ids]
         elif tensor.kind == "count":
-            facts[tensor.name] = sum(piece.length for piece in line)
+            facts[tensor.name] = len(_ids(line))
         elif tensor.kind == "starts":
-            facts[tensor.name] = sequence.document_starts(tensor.longest)
+            facts[tensor.name] = _starts(sequences, number, len(_ids(line)), tensor.longest)
     names = [tensor.name for tensor in plan.tensors if tensor.kind == "column"]
-    if sequence.row and names:
-        columns = shown_columns(*sequence.row)
+    if names:
+        columns = shown_columns(*sequences.row(number))
         facts["columns"] = {name: columns[name] for name in names}
     return facts
 
 
-def _texts(plan: Plan, tensor: Tensor, line: list[Piece]) -> dict[str, list[Piece]]:
+def _starts(sequences: Sequences, number: int, length: int, width: int) -> list[int]:
+    """Where a document begins in a sequence, and the padding."""
+    starts: list[int] = sequences.documents.offsets()[sequences.documents.sequences == number].tolist()
+    return [*starts, length] if length < width else starts
+
+
+def _texts(plan: Plan, tensor: Tensor, line: list[Turn]) -> dict[str, list[Turn]]:
     """What to show of a line of tokens as text: prompt and response apart where a row is one of each."""
     prefix = tensor.name.removesuffix("input_ids")
     if tensor.turn:
         return {tensor.turn: line}
-    if plan.spec.packing == "rows" and [piece.learned for piece in line] == [False, True]:
+    if plan.spec.packing == "rows" and [learned for _, learned in line] == [False, True]:
         return {f"{prefix}prompt": line[:1], f"{prefix}response": line[1:]}
     return {f"{prefix}text": line}
 
 
-def _ids(pieces: Sequence[Piece]) -> list[int]:
-    return [token for p in pieces for token in p.source[p.start : p.start + p.length].tolist()]
+def _ids(line: Sequence[Turn]) -> list[int]:
+    return [token for ids, _ in line for token in ids]
 
 
 def _indented(facts: dict[str, Any]) -> str:

@@ -55,16 +55,14 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
     facts["split"] = "validation" if block.is_validation(number, snapshot.recipe.validation) else "train"
     for name, feature in block.features.items():
         prefix = "" if name == "tokens" else f"{name}_"
-        turns = list(feature.pieces(number, 0, int(feature.tokens.lengths[number])))
-        ids = [piece.source[piece.start : piece.start + piece.length].tolist() for piece in turns]
-        if snapshot.recipe.tokenizer:
-            facts[f"{prefix}text"] = snapshot.recipe.tokenizer.decode([token for turn in ids for token in turn])
+        turns = feature.row(number)
+        ids = [token for turn, _ in turns for token in turn]
+        facts |= {f"{prefix}{key}": text for key, text in _text(snapshot, ids).items()}
         if feature.turns:
             facts[f"{prefix}turns"] = [
-                {"learned": piece.learned, "num_tokens": piece.length} | _text(snapshot, turn)
-                for piece, turn in zip(turns, ids, strict=True)
+                {"learned": learned, "num_tokens": len(turn)} | _text(snapshot, turn) for turn, learned in turns
             ]
-        facts[f"{prefix}tokens"] = [token for turn in ids for token in turn]
+        facts[f"{prefix}tokens"] = ids
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
 

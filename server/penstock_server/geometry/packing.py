@@ -11,11 +11,10 @@ is made of. A pool is one block, but for BestFit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock_server.geometry.order import IntArray, find, starts_of
 
@@ -168,40 +167,3 @@ def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
     order = np.argsort(values, kind="stable")
     for places in np.split(order, np.flatnonzero(np.diff(values[order])) + 1) if len(values) else ():
         yield int(values[places[0]]), places
-
-
-class Piece(NamedTuple):
-    """A run of tokens of one row: source[start : start + length]. `learned`: it is no prompt."""
-
-    source: npt.NDArray[np.integer[Any]]
-    start: int
-    length: int
-    learned: bool
-
-
-def fill(out: npt.NDArray[np.unsignedinteger[Any]], lines: Sequence[Sequence[Piece]], pad_id: int) -> None:
-    """Writes line i, its pieces one behind the other, into out[i], shape [batch_size, width], and pads the rest."""
-    for line, pieces in zip(out, lines, strict=True):
-        end = 0
-        for source, start, length, _ in pieces:
-            line[end : end + length] = source[start : start + length]
-            end += length
-        line[end:] = pad_id
-
-
-def fill_learned(out: npt.NDArray[np.uint8], lines: Sequence[Sequence[Piece]]) -> None:
-    """Writes 1 for each token that is learned and 0 for every other, in the places that `fill` gives the tokens."""
-    for line, pieces in zip(out, lines, strict=True):
-        line[:] = 0
-        end = 0
-        for piece in pieces:
-            line[end : end + piece.length] = piece.learned
-            end += piece.length
-
-
-def fill_bits(out: npt.NDArray[np.uint8], lines: Sequence[Sequence[int]]) -> None:
-    """Sets the bits of out[i], shape [batch_size, bytes], that line i lists; bit b is bit b % 8 of byte b // 8."""
-    out[:] = 0
-    for line, bits in zip(out, lines, strict=True):
-        at = np.array(bits, np.int64)
-        np.bitwise_or.at(line, at // 8, (1 << (at % 8)).astype(np.uint8))

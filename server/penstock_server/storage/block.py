@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,9 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.geometry.order import IntArray, starts_of
-from penstock_server.geometry.packing import Piece
 from penstock_server.recipes.column_types import is_raw
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
+
+Turn = tuple[list[int], bool]  # tokens, and whether they are learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,27 @@ class ListColumn:
         return ListColumn(self.values, self.starts[rows], self.lengths[rows])
 
 
+class RowSpans(NamedTuple):
+    """Tokens of rows, in columns: part i is tokens [firsts[i], lasts[i]) of rows[i]; spans[i] is the span that it is of."""
+
+    spans: IntArray
+    rows: IntArray
+    firsts: IntArray
+    lasts: IntArray
+
+
+class Pieces(NamedTuple):
+    """Runs of tokens, in columns: piece i, of span spans[i], is values[starts[i] : starts[i] + lengths[i]] of a feature.
+
+    They stand in the order of the spans; none is empty. `learned[i]`: it is no prompt.
+    """
+
+    spans: IntArray
+    starts: IntArray
+    lengths: IntArray
+    learned: npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A token list a row, and the lengths of the turns in it: prompt, response, prompt, ...; without them all is response."""
@@ -43,46 +64,35 @@ class Feature:
     tokens: ListColumn
     turns: ListColumn | None
 
-    def cut(self, rows: IntArray, firsts: IntArray, lasts: IntArray) -> list[list[Piece]]:
-        """Tokens [firsts[i], lasts[i]) of rows[i], each cut at the row's end and between turns."""
-        values, starts = self.tokens.values, self.tokens.starts[rows]
+    def cut(self, parts: RowSpans) -> Pieces:
+        """The tokens of parts of rows, each cut at the row's end and between turns."""
+        spans, rows, firsts, lasts = parts
         lasts = np.minimum(lasts, self.tokens.lengths[rows])
-        if self.turns is None:
-            borders = np.zeros_like(rows)
-        elif (self.turns.lengths[rows] == 2).all():  # a prompt and a response
-            borders = self.turns.values[self.turns.starts[rows]].astype(np.int64)
-        else:
-            spans = zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True)
-            return [list(self.pieces(row, first, last)) for row, first, last in spans]
-        borders = np.clip(borders, firsts, np.maximum(firsts, lasts))
-        columns = (starts + firsts, borders - firsts, starts + borders, lasts - borders)
-        return [
-            [Piece(values, at, n, learned) for at, n, learned in ((p, prompt, False), (r, response, True)) if n > 0]
-            for p, prompt, r, response in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+        learned = np.ones(len(rows), np.bool_)
+        if self.turns is not None:
+            num_turns = self.turns.lengths[rows]
+            part, number = _counted(num_turns)
+            sizes = self.turns.values[self.turns.starts[rows[part]] + number].astype(np.int64)
+            ends = np.cumsum(sizes)
+            ends -= np.concatenate([[0], ends])[np.cumsum(num_turns) - num_turns][part]  # each row's turns begin at 0
+            spans, rows, learned = spans[part], rows[part], number % 2 == 1
+            firsts, lasts = np.maximum(ends - sizes, firsts[part]), np.minimum(ends, lasts[part])
+        lengths = lasts - firsts
+        starts, some = self.tokens.starts[rows] + firsts, lengths > 0
+        return Pieces(spans[some], starts[some], lengths[some], learned[some])
 
-    def pieces(self, row: int, first: int, last: int) -> Iterator[Piece]:
-        """Tokens [first, last) of a row, cut at the row's end and between turns."""
-        start, length = int(self.tokens.starts[row]), int(self.tokens.lengths[row])
-        last = min(last, length)
-        if self.turns is None:
-            if last > first:
-                yield Piece(self.tokens.values, start + first, last - first, True)
-            return
-        begin, turn = int(self.turns.starts[row]), 0
-        for number, size in enumerate(self.turns.values[begin : begin + int(self.turns.lengths[row])].tolist()):
-            low, high = max(first, turn), min(last, turn + size)
-            if high > low:
-                yield Piece(self.tokens.values, start + low, high - low, number % 2 == 1)
-            turn += size
+    def row(self, row: int) -> list[Turn]:
+        """The tokens of a row, turn by turn."""
+        at, zero = np.array([row]), np.zeros(1, np.int64)
+        _, starts, lengths, learned = self.cut(RowSpans(zero, at, zero, self.tokens.lengths[at]))
+        turns = zip(starts.tolist(), lengths.tolist(), learned.tolist(), strict=True)
+        return [(self.tokens.values[start : start + length].tolist(), is_learned) for start, length, is_learned in turns]
 
 
-class Cut(NamedTuple):
-    """Tokens [start, stop) of a block's stream, and their pieces in each feature."""
-
-    start: int
-    stop: int
-    pieces: dict[str, list[Piece]]
+def _counted(sizes: IntArray) -> tuple[IntArray, IntArray]:
+    """Element by element of groups of these sizes: which group it is of, and its number there."""
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    return groups, np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 @dataclass(frozen=True)
@@ -178,29 +188,23 @@ class Block:
         """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
         return starts_of(self.row_lengths)
 
-    def cut_rows(self, rows: IntArray, starts: IntArray, stops: IntArray) -> list[Cut]:
-        """Tokens [starts[i], stops[i]) of rows[i], each cut at the row's end."""
-        begins, ends = self.stream[rows], np.minimum(stops, self.row_lengths[rows])
-        by_feature = [feature.cut(rows, starts, stops) for feature in self.features.values()]
-        pieces = (dict(zip(self.features, lines, strict=True)) for lines in zip(*by_feature, strict=True))
-        return [Cut(*cut) for cut in zip((begins + starts).tolist(), (begins + ends).tolist(), pieces, strict=True)]
+    def rows_of_stream(self, starts: IntArray, stops: IntArray) -> RowSpans:
+        """The rows that some tokens [starts[i], stops[i]) of the stream run over; rows without a token are left out."""
+        first = np.searchsorted(self.stream, starts, side="right") - 1
+        spans, number = _counted(np.searchsorted(self.stream, stops, side="left") - first)
+        rows = first[spans] + number
+        firsts = np.maximum(starts[spans] - self.stream[rows], 0)
+        lasts = np.minimum(stops[spans], self.stream[rows + 1]) - self.stream[rows]
+        parts = (spans, rows, firsts, lasts)
+        return RowSpans(*(column[lasts > firsts] for column in parts))
 
-    def cut_stream(self, starts: IntArray, stops: IntArray) -> list[Cut]:
-        """Tokens [starts[i], stops[i]) of the stream, which may run over rows; the block has one feature."""
-        [name] = self.features
-        spans = zip(starts.tolist(), stops.tolist(), strict=True)
-        return [Cut(start, stop, {name: list(self._pieces(start, stop))}) for start, stop in spans]
-
-    def _pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        [feature] = self.features.values()
+    def cut_stream(self, name: str, starts: IntArray, stops: IntArray) -> Pieces:
+        """Tokens [starts[i], stops[i]) of the stream of a block with one feature, in as few pieces as there can be."""
+        feature = self.features[name]
         if feature.turns is None and self._is_contiguous:
-            yield Piece(feature.tokens.values, start + int(feature.tokens.starts[0]), stop - start, True)
-            return
-        first_row = int(np.searchsorted(self.stream, start, side="right")) - 1
-        last_row = int(np.searchsorted(self.stream, stop, side="left"))
-        for row in range(first_row, last_row):
-            begin = int(self.stream[row])
-            yield from feature.pieces(row, max(0, start - begin), stop - begin)
+            spans = np.arange(len(starts))
+            return Pieces(spans, starts + feature.tokens.starts[0], stops - starts, np.ones(len(starts), np.bool_))
+        return feature.cut(self.rows_of_stream(starts, stops))
 
     @cached_property
     def _is_contiguous(self) -> bool:

@@ -1,0 +1,197 @@
+"""Sequences: the lines of some batches before they are written, still in their blocks; and where each comes from.
+
+All is in columns: a run of batches has thousands of sequences, and an object takes longer to make than its tokens to copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.batches.member import Member
+from penstock_server.batches.tensor import Tensor
+from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.packing import STREAM, by_value
+from penstock_server.storage.block import Block, RowSpans, Turn
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A row of a sequence. `row` counts from the start of its row group; [start, stop) are the row's tokens in it."""
+
+    dataset: str
+    shard: str
+    row_group: int
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Block `index` of a member, in memory, with the rows of the split that is asked for."""
+
+    member: Member
+    index: int
+    block: Block
+
+
+class Parts(NamedTuple):
+    """What sequences are made of, sequence by sequence, and in each in its order.
+
+    Part i is tokens [starts[i], stops[i]) of row rows[i] of the block number held[i], cut at the row's end; of the block's
+    stream where the row is STREAM.
+    """
+
+    sequences: IntArray
+    held: IntArray
+    rows: IntArray
+    starts: IntArray
+    stops: IntArray
+
+
+class Runs(NamedTuple):
+    """What the lines of a tensor are made of, line by line, and in each in its order.
+
+    Run i is tokens [starts[i], starts[i] + lengths[i]) of the block number held[i], and goes to token offsets[i] of line
+    lines[i]. `learned[i]`: it is no prompt.
+    """
+
+    lines: IntArray
+    held: IntArray
+    starts: IntArray
+    lengths: IntArray
+    learned: npt.NDArray[np.bool_]
+    offsets: IntArray
+
+
+class Documents(NamedTuple):
+    """The rows that sequences are made of, or parts of them, in their order: tokens [firsts[i], lasts[i]) of rows[i]."""
+
+    sequences: IntArray
+    held: IntArray
+    rows: IntArray
+    firsts: IntArray
+    lasts: IntArray
+
+    def offsets(self) -> IntArray:
+        """Where each begins in its sequence."""
+        return _offsets(self.sequences, self.lasts - self.firsts)
+
+
+class Sequences:
+    """`count` sequences; `substituted`, shape [count], are those that stand in for bad rows."""
+
+    def __init__(self, count: int, held: list[Held], parts: Parts, substituted: npt.NDArray[np.bool_]) -> None:
+        self.count, self.held, self.substituted = count, held, substituted
+        self._parts = parts
+        self._by_held = list(by_value(parts.held))
+        self._runs = cache(self._find_runs)
+
+    def tokens(self, feature: str) -> list[Tokens]:
+        """The tokens of a feature in each block, which runs are of."""
+        return [held.block.features[feature].tokens.values for held in self.held]
+
+    def runs(self, tensor: Tensor) -> Runs:
+        """What the lines of a tensor of tokens are made of, or those of one that tells of tokens."""
+        # Parts are cut to length already, but one turn of them has a length of its own.
+        return self._runs(tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0)
+
+    def lengths(self, tensor: Tensor) -> IntArray:
+        """The tokens of each line of a tensor, shape [count]."""
+        runs = self.runs(tensor)
+        return np.bincount(runs.lines, runs.lengths, self.count).astype(np.int64)
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The rows that the sequences are made of; a row without tokens is in none."""
+        found = []
+        for number, mine in self._by_held:
+            parts = self._row_spans(number, mine)
+            found.append((mine[parts.spans], np.full(len(parts.spans), number), *parts[1:]))
+        at, held, rows, firsts, lasts = _in_order(found)
+        return Documents(self._parts.sequences[at], held, rows, firsts, lasts)
+
+    def sources(self, sequence: int) -> list[Source]:
+        """The rows of one sequence, as they lie in the shards."""
+        mine = np.flatnonzero(self.documents.sequences == sequence)
+        return [self._source(*line) for line in zip(*(column[mine].tolist() for column in self.documents[1:]), strict=True)]
+
+    def line(self, tensor: Tensor, sequence: int) -> list[Turn]:
+        """The tokens of one line of a tensor, in runs."""
+        runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
+        first, last = np.searchsorted(runs.lines, [sequence, sequence + 1]).tolist()
+        spans = zip(*(column[first:last].tolist() for column in runs[1:5]), strict=True)
+        return [(tokens[held][start : start + length].tolist(), learned) for held, start, length, learned in spans]
+
+    def num_tokens(self, sequence: int) -> int:
+        """The tokens of one sequence, of all features."""
+        features = self.member(sequence).snapshot.recipe.features
+        return sum(int(runs.lengths[runs.lines == sequence].sum()) for runs in (self._runs(name, None, 0) for name in features))
+
+    def member(self, sequence: int) -> Member:
+        """The dataset that a sequence is of."""
+        return self.held[int(self._parts.held[np.searchsorted(self._parts.sequences, sequence)])].member
+
+    def row(self, sequence: int) -> tuple[Block, int]:
+        """The block and the row of a sequence of one row."""
+        at = int(np.searchsorted(self._parts.sequences, sequence))
+        return self.held[int(self._parts.held[at])].block, int(self._parts.rows[at])
+
+    def rows(self) -> Iterator[tuple[Block, IntArray, IntArray]]:
+        """Of sequences of one row each: the blocks, and of each the sequences that are made of it, and their rows in it."""
+        for number, mine in self._by_held:
+            yield self.held[number].block, self._parts.sequences[mine], self._parts.rows[mine]
+
+    def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
+        found = []
+        for number, mine in self._by_held:
+            block, (rows, starts, stops) = self.held[number].block, (column[mine] for column in self._parts[2:])
+            if rows[0] == STREAM:  # of one packing all parts are of the stream, or none is
+                pieces = block.cut_stream(feature, starts, stops)
+            else:
+                pieces = block.features[feature].cut(RowSpans(np.arange(len(mine)), rows, starts, stops))
+            found.append((mine[pieces.spans], np.full(len(pieces.spans), number), *pieces[1:]))
+        at, held, starts, lengths, learned = _in_order(found)
+        if turn:
+            of_turn = learned == (turn == "response")
+            at, held, starts, lengths, learned = (column[of_turn] for column in (at, held, starts, lengths, learned))
+        lines = self._parts.sequences[at]
+        offsets = _offsets(lines, lengths)
+        if longest:
+            lengths = np.clip(longest - offsets, 0, lengths)
+        return Runs(lines, held, starts, lengths, learned, offsets)
+
+    def _row_spans(self, number: int, mine: IntArray) -> RowSpans:
+        block, (rows, starts, stops) = self.held[number].block, (column[mine] for column in self._parts[2:])
+        if rows[0] == STREAM:
+            return block.rows_of_stream(starts, stops)
+        return RowSpans(np.arange(len(mine)), rows, starts, np.minimum(stops, block.row_lengths[rows]))
+
+    def _source(self, number: int, row: int, first: int, last: int) -> Source:
+        held = self.held[number]
+        at = held.member.snapshot.block(held.index)
+        row_in_group = at.first_row + int(held.block.rows[row])
+        return Source(held.member.name, at.shard.path.name, at.row_group, row_in_group, first, last)
+
+
+def _in_order(found: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray[Any]]:
+    """The columns of all blocks as one, sorted by the first column; what is equal there keeps its order."""
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    order = np.argsort(columns[0], kind="stable")
+    return [column[order] for column in columns]
+
+
+def _offsets(lines: IntArray, lengths: IntArray) -> IntArray:
+    """Where each run begins in its line, if those of a line stand one behind the other."""
+    begins = np.cumsum(lengths) - lengths
+    firsts = np.flatnonzero(np.diff(lines, prepend=-1))
+    offsets: IntArray = begins - np.repeat(begins[firsts], np.diff(firsts, append=len(lines)))
+    return offsets

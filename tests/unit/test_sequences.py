@@ -1,0 +1,144 @@
+"""What is cut in columns is what plain lists say."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from penstock_server.batches.batch import _fill
+from penstock_server.batches.sequences import Held, Parts, Sequences
+from penstock_server.batches.tensor import Tensor
+from penstock_server.geometry.packing import STREAM
+from penstock_server.storage.block import Block, Feature, ListColumn, RowSpans
+
+Row = list[list[int]]  # turns: prompt, response, prompt, ...
+PAD = 999
+
+rows_of_a_block = st.lists(st.lists(st.lists(st.integers(0, 900), max_size=4), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def block_of(rows: list[Row], *, has_turns: bool) -> Block:
+    def column(lists: list[list[int]], type_: Any) -> ListColumn:
+        return ListColumn.of(pa.array(lists, pa.large_list(type_)))
+
+    tokens = column([[token for turn in row for token in turn] for row in rows], pa.uint16())
+    turns = column([[len(turn) for turn in row] for row in rows], pa.int32()) if has_turns else None
+    return Block({"tokens": Feature(tokens, turns)}, {}, {}, np.arange(len(rows)), np.zeros(len(rows), np.uint32))
+
+
+def marked(row: Row, *, has_turns: bool) -> list[tuple[int, bool]]:
+    """The tokens of a row, each with whether it is learned."""
+    return [(token, number % 2 == 1 or not has_turns) for number, turn in enumerate(row) for token in turn]
+
+
+@given(rows_of_a_block, st.booleans(), st.data())
+def test_rows_are_cut_at_their_ends_and_between_turns(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
+    block = block_of(rows, has_turns=has_turns)
+    spans = st.tuples(st.integers(0, len(rows) - 1), st.integers(0, 9), st.integers(0, 20))
+    asked = data.draw(st.lists(spans, min_size=1, max_size=5))
+    numbers, firsts, lasts = (np.array(column) for column in zip(*asked, strict=True))
+    pieces = block.features["tokens"].cut(RowSpans(np.arange(len(asked)), numbers, firsts, lasts))
+    values = block.features["tokens"].tokens.values
+    found: list[list[tuple[int, bool]]] = [[] for _ in asked]
+    for span, start, length, learned in zip(*(column.tolist() for column in pieces), strict=True):
+        assert length > 0
+        found[span] += [(token, learned) for token in values[start : start + length].tolist()]
+    assert pieces.spans.tolist() == sorted(pieces.spans.tolist())
+    assert found == [marked(rows[row], has_turns=has_turns)[first:last] for row, first, last in asked]
+    for number, row in enumerate(rows):
+        turns = [([token for token, _ in turn], turn[0][1]) for turn in _runs(marked(row, has_turns=has_turns), row, has_turns)]
+        assert block.features["tokens"].row(number) == turns
+
+
+def _runs(tokens: list[tuple[int, bool]], row: Row, has_turns: bool) -> list[list[tuple[int, bool]]]:
+    sizes, at, found = ([len(turn) for turn in row] if has_turns else [len(tokens)]), 0, []
+    for size in sizes:
+        found += [tokens[at : at + size]] if size else []
+        at += size
+    return found
+
+
+@given(
+    st.lists(rows_of_a_block, min_size=1, max_size=3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
+    contents: list[list[Row]],
+    has_turns: bool,
+    of_stream: bool,
+    num_batches: int,
+    batch_size: int,
+    longest: int,
+    random: Random,
+) -> None:
+    blocks = [block_of(rows, has_turns=has_turns) for rows in contents]
+    streams = [[token for row in rows for token in marked(row, has_turns=has_turns)] for rows in contents]
+    parts: list[tuple[int, int, int, int, int]] = []
+    expected: list[list[tuple[int, bool]]] = []
+    starts: list[list[int]] = []  # of documents
+    for sequence in range(num_batches * batch_size):
+        line: list[tuple[int, bool]] = []
+        begins: list[int] = []
+        while len(line) < longest:
+            number = random.randrange(len(blocks))
+            row = STREAM if of_stream else random.randrange(len(contents[number]))
+            whole = streams[number] if of_stream else marked(contents[number][row], has_turns=has_turns)
+            start = random.randint(0, len(whole))
+            stop = random.randint(start, min(len(whole), start + longest - len(line)))
+            if of_stream and start == stop:  # no packing has such a span
+                break
+            parts.append((sequence, number, row, start, stop))
+            if of_stream:
+                borders = np.cumsum([0, *(sum(map(len, r)) for r in contents[number])]).tolist()
+                met = [max(a, start) for a, b in pairwise(borders) if max(a, start) < min(b, stop)]
+                begins += [len(line) + at - start for at in met]
+            elif stop > start:
+                begins.append(len(line))
+            line += whole[start:stop]
+            if random.random() < 0.4:
+                break
+        expected.append(line)
+        starts.append(begins)
+
+    assume(parts)
+    held = [Held(None, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
+    columns = Parts(*(np.array(column) for column in zip(*parts, strict=True)))
+    sequences = Sequences(len(expected), held, columns, np.zeros(len(expected), np.bool_))
+
+    def made(tensor: Tensor, width: int, dtype: str) -> Any:
+        shape = (batch_size, width) if width else (batch_size,)
+        outs = [np.full(shape, 7, dtype) for _ in range(num_batches)]
+        _fill(tensor, outs, sequences, {}, PAD)
+        return np.concatenate(outs).tolist()
+
+    def padded(line: list[int], width: int, value: int) -> list[int]:
+        return line + [value] * (width - len(line))
+
+    tokens = Tensor(name="input_ids", kind="tokens", dtype="uint16", feature="tokens", longest=longest)
+    assert made(tokens, longest, "uint16") == [padded([token for token, _ in line], longest, PAD) for line in expected]
+    mask = Tensor(name="loss_mask", kind="mask", dtype="uint8", feature="tokens", longest=longest)
+    assert made(mask, longest, "uint8") == [padded([int(learned) for _, learned in line], longest, 0) for line in expected]
+    lengths = Tensor(name="lengths", kind="count", dtype="int32", feature="tokens")
+    assert made(lengths, 0, "int32") == [len(line) for line in expected]
+    for turn, is_learned in (("prompt", False), ("response", True)):
+        of_turn = [[token for token, learned in line if learned == is_learned][:3] for line in expected]
+        side = Tensor(name=turn, kind="tokens", dtype="uint16", feature="tokens", turn=turn, longest=3)  # type: ignore[arg-type]
+        assert made(side, 3, "uint16") == [padded(line, 3, PAD) for line in of_turn]
+        assert sequences.lengths(side).tolist() == [len(line) for line in of_turn]
+    bits = Tensor(name="document_starts", kind="starts", dtype="uint8", feature="tokens", longest=longest)
+    found = np.unpackbits(np.array(made(bits, -(-longest // 8), "uint8"), np.uint8), axis=1, bitorder="little")
+    ends = [[len(line)] if len(line) < longest else [] for line in expected]
+    assert [np.flatnonzero(line).tolist() for line in found] == [
+        sorted({*begins, *end}) for begins, end in zip(starts, ends, strict=True)
+    ]
