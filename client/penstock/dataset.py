@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import lcm
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from penstock.errors import PenstockError, SpecError
-from penstock.prefetch import Prefetch
+from penstock.feed import Feed, Recorder
+from penstock.mix import spell_mix
+from penstock.place import Worker, find_rank, find_worker
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.state import Position, read_state, write_state
-from penstock.tensors import Batch, expand, nbytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stats:
-    """What this process's iterations have done so far; `wait_seconds` is the time the loop spent waiting for a batch."""
-
-    num_batches: int = 0
-    num_retries: int = 0
-    wait_seconds: float = 0.0
+from penstock.stats import Stats
+from penstock.tensors import Batch
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -85,7 +74,7 @@ class RemoteDataset(IterableDataset[Batch]):
     ) -> None:
         _check_amount("prefetch_bytes", prefetch_bytes)
         _check_amount("retry_seconds", retry_seconds)
-        self.rank, self.world_size = _place(rank, world_size)
+        self.rank, self.world_size = find_rank(rank, world_size)
         self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
         asked = Spec(
@@ -106,7 +95,7 @@ class RemoteDataset(IterableDataset[Batch]):
             loss=loss,
             tail=tail,
             skip=skip,
-            mix=_spelled(mix),
+            mix=spell_mix(mix) if isinstance(mix, Mapping) else mix,
             mix_stop=mix_stop,
             snapshot=snapshot,
         )
@@ -119,6 +108,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._position_is_next = True
         self._num_starts = 0
         self._stats = Stats()
+        self._recorder: Recorder | None = None  # told of every batch that the loop is given
         # The epoch, and whether loader workers iterate. Shared, so that workers that outlive an epoch see set_epoch.
         self._shared = torch.zeros(2, dtype=torch.int64)
         self._share()
@@ -165,39 +155,40 @@ class RemoteDataset(IterableDataset[Batch]):
             self._start_at(Position(epoch=self.epoch))
         self._position_is_next = False
         start, this = self._position, self._num_starts
-        worker = get_worker_info()
-        first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
+        worker = find_worker()
         self._shared[1] = int(worker is not None)
-        steps = range(start.step + first, self._num_steps, stride)
-        spec = replace(self.spec, offset=start.offset)
-        # Torch's pinned memory belongs to the process that has the GPU; a DataLoader pins what its workers send.
-        pin_memory = worker is None and torch.cuda.is_available()
-        transport = self._source.connect()
-        before = self._stats
-
-        def fetch(run: range) -> list[Batch]:
-            frames = self._source.frames(transport, spec, start.epoch, run)
-            return [expand(frame, pin_memory=pin_memory) for frame in frames]
-
-        batches = Prefetch(fetch, steps, nbytes=nbytes, budget_bytes=self._prefetch_bytes, interrupt=transport.interrupt)
-        with closing(transport), closing(batches):
-            for step, batch in zip(steps, batches, strict=True):
+        share = worker or Worker(0, 1)
+        steps = range(start.step + share.first, self._num_steps, share.stride)
+        feed = Feed(
+            self._source,
+            replace(self.spec, offset=start.offset),
+            start.epoch,
+            steps,
+            prefetch_bytes=self._prefetch_bytes,
+            # Torch's pinned memory belongs to the process that has the GPU; a DataLoader pins what its workers send.
+            pin_memory=worker is None and torch.cuda.is_available(),
+        )
+        before = Stats()
+        try:
+            for step, item in zip(steps, feed, strict=True):
                 if self._num_starts == this:  # else set_epoch or load_state_dict came in mid-loop, and their word holds
                     # All workers add their number to it when they start: what they share is the round.
-                    self._position = replace(start, step=step - first + stride)
-                self._stats = Stats(
-                    num_batches=self._stats.num_batches + 1,
-                    num_retries=before.num_retries + transport.num_retries,
-                    wait_seconds=before.wait_seconds + batches.wait_seconds,
-                )
-                yield batch
+                    self._position = replace(start, step=step - share.first + share.stride)
+                now = feed.stats()
+                self._stats, before = self._stats + (now - before), now
+                if self._recorder:
+                    self._recorder.record(item.address, item.digest)
+                yield item.batch
+        finally:
+            feed.close()
+            self._stats += feed.stats() - before
 
     def __repr__(self) -> str:
         rank = f"rank {self.rank} of {self.world_size}"
         return f"RemoteDataset({self.dataset!r}, {rank}, epoch {self.epoch}, {len(self)} of {self.steps_per_epoch} batches)"
 
     def stats(self) -> Stats:
-        """Batches, retries and waiting of all iterations in this process."""
+        """Batches, tokens, retries and waiting of all iterations in this process."""
         return self._stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +196,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises PenstockError: loader workers iterate, and they run ahead of the loop, so this process cannot know.
         """
-        if self._shared[1] and get_worker_info() is None:
+        if self._shared[1] and find_worker() is None:
             raise PenstockError(
                 "state_dict cannot count what the loop consumed: DataLoader workers iterated over this dataset, and they run "
                 "ahead of it. Iterate over the dataset itself, or with num_workers=0: it fetches ahead in a thread anyway."
@@ -238,39 +229,6 @@ class RemoteDataset(IterableDataset[Batch]):
         self._share()  # a copy would otherwise tell its own workers nothing
 
 
-def _spelled(mix: str | Mapping[str, float] | None) -> str | None:
-    if not isinstance(mix, Mapping):
-        return mix
-    # 1/3 is meant as such, whatever digits the number has.
-    weights = {name: Fraction(weight).limit_denominator(10_000) for name, weight in mix.items()}
-    scale = lcm(*(weight.denominator for weight in weights.values()))
-    return ",".join(f"{name}:{int(weight * scale)}" for name, weight in weights.items())
-
-
 def _check_amount(name: str, amount: object) -> None:
     if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
         raise SpecError(f"{name} must be a number from 0, not {amount!r}", (name,))
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if (rank is None) != (world_size is None):
-        raise SpecError("give both rank and world_size, or neither", ("rank", "world_size"))
-    if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        given = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
-        if not all(value.isascii() and value.isdigit() for value in given.values()) or int(given["RANK"]) >= int(
-            given["WORLD_SIZE"]
-        ):
-            raise SpecError(
-                f"the environment says RANK={given['RANK']} and WORLD_SIZE={given['WORLD_SIZE']}: RANK must be a whole number "
-                f"below WORLD_SIZE. Start with torchrun, or pass rank and world_size.",
-                ("rank", "world_size"),
-            )
-        return int(given["RANK"]), int(given["WORLD_SIZE"])
-    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
-        raise SpecError(
-            f"rank={rank!r} and world_size={world_size!r} must be whole numbers, rank from 0 and below world_size",
-            ("rank", "world_size"),
-        )
-    return rank, world_size

@@ -9,6 +9,7 @@ Weights are exact: decimals as they are written, in the ratio they have to each 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -64,6 +65,13 @@ def parse_mix(text: str) -> Mix:
     if sum(sum(shares) for shares in {phase.shares for phase in phases}) > LARGEST_PERIODS:
         raise _wrong(text, f"its phases repeat after more than {LARGEST_PERIODS:,} samples together; round their weights")
     return Mix(names, phases)
+
+
+def spell_mix(weights: Mapping[str, float]) -> str:
+    """The text of a mix of one phase. A weight of 1/3 is meant as such, whatever digits the number has."""
+    exact = {name: Fraction(weight).limit_denominator(10_000) for name, weight in weights.items()}
+    scale = lcm(*(weight.denominator for weight in exact.values()))
+    return ",".join(f"{name}:{int(weight * scale)}" for name, weight in exact.items())
 
 
 def _weights(text: str, body: str) -> dict[str, Fraction]:

@@ -19,7 +19,7 @@ class Prefetch(Generic[T]):
 
     `fetch(steps)` returns an item for each of at least the first of the steps; `nbytes(item)` is its size. At most
     `budget_bytes` are buffered, but always room for one run. `interrupt()` makes a fetch in the thread fail.
-    `wait_seconds` is how long the consumer has waited so far.
+    `wait_seconds` is how long the consumer has waited so far, `buffered_bytes` what is fetched and not yet consumed.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Prefetch(Generic[T]):
         interrupt: Callable[[], None],
     ) -> None:
         self.wait_seconds = 0.0
+        self.buffered_bytes = 0
         self._fetch, self._nbytes, self._interrupt = fetch, nbytes, interrupt
         self._steps, self._budget_bytes = steps, budget_bytes
         self._items: deque[T] = deque()
-        self._buffered_bytes = 0
         self._failure: BaseException | None = None
         self._finished = self._closed = False
         self._changed = threading.Condition()
@@ -53,7 +53,7 @@ class Prefetch(Generic[T]):
             self.wait_seconds += time.perf_counter() - began
             if self._items:
                 item = self._items.popleft()
-                self._buffered_bytes -= self._nbytes(item)
+                self.buffered_bytes -= self._nbytes(item)
                 self._changed.notify_all()
                 return item
         if self._failure:
@@ -65,6 +65,7 @@ class Prefetch(Generic[T]):
         with self._changed:
             self._closed = True
             self._items.clear()
+            self.buffered_bytes = 0
             self._changed.notify_all()
         self._interrupt()
         self._thread.join(_CLOSE_SECONDS)
@@ -84,14 +85,16 @@ class Prefetch(Generic[T]):
         start, run = 0, 1  # the first batch comes alone, so that the loop starts at once
         while start < len(self._steps):
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or not self._items or self._buffered_bytes < self._budget_bytes)
+                self._changed.wait_for(lambda: self._closed or not self._items or self.buffered_bytes < self._budget_bytes)
                 if self._closed:
                     return
             items = self._fetch(self._steps[start : start + run])
             run_bytes = sum(map(self._nbytes, items))
             with self._changed:
+                if self._closed:
+                    return
                 self._items.extend(items)
-                self._buffered_bytes += run_bytes
+                self.buffered_bytes += run_bytes
                 self._changed.notify_all()
             start += len(items)
             run = max(1, min(2 * len(items), target_bytes * len(items) // max(run_bytes, 1)))

@@ -51,6 +51,14 @@ def expand(frame: Frame, *, pin_memory: bool) -> Batch:
     return made | frame.texts
 
 
+def count_tokens(frame: Frame) -> int:
+    """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
+    arrays = frame.tensors
+    lengths = [f"{side}lengths" for side in _SIDES] + ["label_lengths"]
+    known = [arrays[name].sum() for name in lengths if name in arrays]
+    return int(sum(known)) if known else arrays["input_ids"].size  # what has no lengths has no padding
+
+
 def document_mask(batch: Batch) -> torch.Tensor:
     """Which tokens may attend to which, bool [batch_size, 1, width, width]: to those before them in their own document.
 

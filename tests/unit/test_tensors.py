@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from penstock import wire
-from penstock.tensors import document_mask, expand, nbytes
+from penstock.tensors import count_tokens, document_mask, expand, nbytes
 
 
 def frame(**tensors: object) -> wire.Frame:
@@ -85,3 +85,12 @@ def test_columns_keep_their_names_and_types() -> None:
     assert (batch["score"].dtype, batch["vector"].dtype, batch["is_clean"].dtype) == (torch.float32, torch.int32, torch.bool)
     assert batch["url"] == ["über"]
     assert nbytes(batch) == 3 * 8 + 4 + 8 + 1 + 4
+
+
+def test_tokens_are_counted_without_their_padding() -> None:
+    assert count_tokens(frame(input_ids=[[5, 6, 0], [7, 0, 0]], lengths=[2, 1])) == 3
+    assert count_tokens(frame(input_ids=[[5, 6, 0]], lengths=[2], labels=[[8, 9, 0, 0]], label_lengths=[3])) == 5
+    assert (
+        count_tokens(frame(chosen_input_ids=[[5, 6]], chosen_lengths=[1], rejected_input_ids=[[5]], rejected_lengths=[1])) == 2
+    )
+    assert count_tokens(frame(input_ids=[[5, 6, 7], [8, 9, 1]])) == 6

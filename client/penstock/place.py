@@ -1,0 +1,57 @@
+"""Who this process is: which rank of how many, and which loader worker of that rank."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed
+from torch.utils.data import get_worker_info
+
+from penstock.errors import SpecError
+
+
+def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and world size: as given, else torch.distributed's, else those of RANK and WORLD_SIZE, else 0 of 1.
+
+    Raises SpecError: they are no rank of a world.
+    """
+    if (rank is None) != (world_size is None):
+        raise SpecError("give both rank and world_size, or neither", ("rank", "world_size"))
+    if rank is None or world_size is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return _of_environment()
+    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+        raise SpecError(
+            f"rank={rank!r} and world_size={world_size!r} must be whole numbers, rank from 0 and below world_size",
+            ("rank", "world_size"),
+        )
+    return rank, world_size
+
+
+def _of_environment() -> tuple[int, int]:
+    given = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+    if not all(value.isascii() and value.isdigit() for value in given.values()) or int(given["RANK"]) >= int(
+        given["WORLD_SIZE"]
+    ):
+        raise SpecError(
+            f"the environment says RANK={given['RANK']} and WORLD_SIZE={given['WORLD_SIZE']}: RANK must be a whole number "
+            f"below WORLD_SIZE. Start with torchrun, or pass rank and world_size.",
+            ("rank", "world_size"),
+        )
+    return int(given["RANK"]), int(given["WORLD_SIZE"])
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A DataLoader's worker process: of every `stride` steps it takes one, from the `first` on."""
+
+    first: int
+    stride: int
+
+
+def find_worker() -> Worker | None:
+    """The worker that this process is; None in the process of the training loop."""
+    info = get_worker_info()
+    return Worker(info.id, info.num_workers) if info else None

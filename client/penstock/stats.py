@@ -1,0 +1,36 @@
+"""Stats: what the training loop got, and how long it waited for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """What the iterations of this process have done so far.
+
+    num_batches     batches that the loop was given
+    num_tokens      tokens in them, without the padding
+    num_retries     fetches that failed and were tried again
+    wait_seconds    how long the loop waited for batches
+    busy_seconds    how long it took with them, until it asked for the next
+    buffered_bytes  host memory of batches that were fetched ahead when the loop was given its last one
+    """
+
+    num_batches: int = 0
+    num_tokens: int = 0
+    num_retries: int = 0
+    wait_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    buffered_bytes: int = 0
+
+    @property
+    def wait_share(self) -> float:
+        """The share of the loop's time that it waited for batches, from 0 to 1."""
+        return self.wait_seconds / (self.wait_seconds + self.busy_seconds) if self.wait_seconds else 0.0
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __sub__(self, other: Stats) -> Stats:
+        return Stats(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
