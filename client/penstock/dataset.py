@@ -13,9 +13,11 @@ from torch.utils.data import IterableDataset
 from penstock.errors import PenstockError, SpecError
 from penstock.feed import Feed, Recorder
 from penstock.mix import spell_mix
-from penstock.place import Worker, find_rank, find_worker
+from penstock.place import find_rank, find_worker
+from penstock.progress import Progress
 from penstock.source import Source
 from penstock.spec import Spec
+from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
 from penstock.tensors import Batch
@@ -103,15 +105,9 @@ class RemoteDataset(IterableDataset[Batch]):
         self.spec = resolved.spec
         self.steps_per_epoch = resolved.num_steps
         self.vocab_size = resolved.vocab_size
-        self._position = Position()
-        self._num_steps = self.steps_per_epoch  # behind the position's offset
-        self._position_is_next = True
-        self._num_starts = 0
+        self._progress = Progress(self.steps_per_epoch)
         self._stats = Stats()
         self._recorder: Recorder | None = None  # told of every batch that the loop is given
-        # The epoch, and whether loader workers iterate. Shared, so that workers that outlive an epoch see set_epoch.
-        self._shared = torch.zeros(2, dtype=torch.int64)
-        self._share()
 
     @property
     def dataset(self) -> str:
@@ -121,7 +117,7 @@ class RemoteDataset(IterableDataset[Batch]):
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration gives."""
-        return int(self._shared[0])
+        return self._progress.epoch
 
     @property
     def snapshot(self) -> str:
@@ -134,46 +130,39 @@ class RemoteDataset(IterableDataset[Batch]):
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise SpecError(f"epoch must be a whole number from 0, not {epoch!r}", ("epoch",))
         if epoch != self.epoch:
-            if self._position_is_next and (self._position.step or self._position.offset) and len(self):
+            if num_left := self._progress.discards:
                 warnings.warn(
-                    f"set_epoch({epoch}) discards the position that load_state_dict set, with {len(self)} batches left of "
+                    f"set_epoch({epoch}) discards the position that load_state_dict set, with {num_left} batches left of "
                     f"epoch {self.epoch}: epoch {epoch} starts at its first step. To go on instead, loop from data.epoch on.",
                     stacklevel=2,
                 )
-            self._start_at(Position(epoch=epoch))
+            self._progress.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Batches of the next iteration: an epoch's, or what is left of it after load_state_dict."""
-        return max(0, self._num_steps - self._position.step) if self._position_is_next else self.steps_per_epoch
+        return self._progress.num_left
 
     def __iter__(self) -> Iterator[Batch]:
         """One epoch from its first step, or from where load_state_dict put it. Leaving the loop stops the fetching.
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
-        if not self._position_is_next or self._position.epoch != self.epoch:
-            self._start_at(Position(epoch=self.epoch))
-        self._position_is_next = False
-        start, this = self._position, self._num_starts
         worker = find_worker()
-        self._shared[1] = int(worker is not None)
-        share = worker or Worker(0, 1)
-        steps = range(start.step + share.first, self._num_steps, share.stride)
+        this = self._progress.begin(worker)
+        at = this.stretch.position
         feed = Feed(
             self._source,
-            replace(self.spec, offset=start.offset),
-            start.epoch,
-            steps,
+            replace(self.spec, offset=at.offset),
+            at.epoch,
+            this.steps,
             prefetch_bytes=self._prefetch_bytes,
             # Torch's pinned memory belongs to the process that has the GPU; a DataLoader pins what its workers send.
             pin_memory=worker is None and torch.cuda.is_available(),
         )
         before = Stats()
         try:
-            for step, item in zip(steps, feed, strict=True):
-                if self._num_starts == this:  # else set_epoch or load_state_dict came in mid-loop, and their word holds
-                    # All workers add their number to it when they start: what they share is the round.
-                    self._position = replace(start, step=step - share.first + share.stride)
+            for number, item in enumerate(feed, start=1):
+                self._progress.count(this, number)
                 now = feed.stats()
                 self._stats, before = self._stats + (now - before), now
                 if self._recorder:
@@ -196,37 +185,30 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises PenstockError: loader workers iterate, and they run ahead of the loop, so this process cannot know.
         """
-        if self._shared[1] and find_worker() is None:
+        if self._progress.is_with_workers and find_worker() is None:
             raise PenstockError(
                 "state_dict cannot count what the loop consumed: DataLoader workers iterated over this dataset, and they run "
-                "ahead of it. Iterate over the dataset itself, or with num_workers=0: it fetches ahead in a thread anyway."
+                "ahead of it. Iterate over the dataset itself, or with num_workers=0: it fetches ahead in a thread anyway. "
+                "Between epochs, after set_epoch, it is known."
             )
-        return write_state(self.dataset, self.spec, self._position)
+        return write_state(self.dataset, self.spec, self._progress.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts the next iteration where state_dict was taken. Another world_size or batch_size goes on at the same sample.
 
         Raises StateMismatch: the state is of other data or of another order; the message lists what differs.
         """
-        self._start_at(read_state(state, self.dataset, self.spec))
+        self._progress.go_to(self._stretch(read_state(state, self.dataset, self.spec)), find_worker())
 
-    def _start_at(self, position: Position) -> None:
-        num_steps = self.steps_per_epoch
-        if position.offset:
-            # A wrapped last step counts samples past the epoch's end.
-            num_sequences = self._source.resolve(self.spec).num_sequences
-            position = replace(position, offset=min(position.offset, num_sequences))
-            num_steps = self._source.resolve(replace(self.spec, offset=position.offset)).num_steps
-        self._shared[0] = position.epoch
-        self._position, self._num_steps, self._position_is_next = position, num_steps, True
-        self._num_starts += 1
-
-    def _share(self) -> None:
-        self._shared.share_memory_()  # type: ignore[no-untyped-call]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._share()  # a copy would otherwise tell its own workers nothing
+    def _stretch(self, position: Position) -> Stretch:
+        """What is left of an epoch from a position on."""
+        if not position.offset:
+            return Stretch(position=position, num_steps=self.steps_per_epoch)
+        # A wrapped last step counts samples past the epoch's end.
+        num_sequences = self._source.resolve(self.spec).num_sequences
+        position = replace(position, offset=min(position.offset, num_sequences))
+        num_steps = self._source.resolve(replace(self.spec, offset=position.offset)).num_steps
+        return Stretch(position=position, num_steps=num_steps)
 
 
 def _check_amount(name: str, amount: object) -> None:

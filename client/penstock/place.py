@@ -45,13 +45,17 @@ def _of_environment() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A DataLoader's worker process: of every `stride` steps it takes one, from the `first` on."""
+    """A DataLoader's worker process: of every `stride` steps it takes one, from the `first` on.
+
+    loader_seed  what the DataLoader drew when its workers began; the same for all of them
+    """
 
     first: int
     stride: int
+    loader_seed: int
 
 
 def find_worker() -> Worker | None:
     """The worker that this process is; None in the process of the training loop."""
     info = get_worker_info()
-    return Worker(info.id, info.num_workers) if info else None
+    return Worker(info.id, info.num_workers, info.seed - info.id) if info else None

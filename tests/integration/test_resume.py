@@ -8,7 +8,7 @@ import json
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,10 @@ def in_worker(data: RemoteDataset, number: int, num_workers: int) -> Iterator[No
 
 def rows(data: RemoteDataset) -> list[int]:
     return [row for batch in data for row in batch["input_ids"][:, 0].tolist()]
+
+
+def rows_of(batches: Iterable[dict[str, torch.Tensor]]) -> list[list[int]]:
+    return [batch["input_ids"][:, 0].tolist() for batch in batches]
 
 
 def state_after(data: RemoteDataset, num_batches: int) -> dict[str, object]:
@@ -232,6 +236,38 @@ def test_each_worker_resumes_from_its_own_state(server: Server) -> None:
                 resumed.append(contents(again))
         turns = [batch for turn in itertools.zip_longest(*resumed) for batch in turn if batch is not None]
         assert turns == whole[3 * consumed :]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_go_on_where_the_state_was_taken_and_then_with_whole_epochs(server: Server, persistent: bool) -> None:
+    whole = rows_of(dataset(server))
+    data = dataset(server)
+    loader = DataLoader(data, batch_size=None, num_workers=2, persistent_workers=persistent)
+    assert rows_of(loader) == whole
+    for step in (9, 31):
+        data.load_state_dict(state_after(dataset(server), step))
+        assert len(data) == len(whole) - step
+        assert rows_of(loader) == whole[step:]
+        assert len(data) == len(whole)
+        assert rows_of(loader) == whole
+
+
+def test_workers_that_are_left_at_once_start_over_together(server: Server) -> None:
+    whole = rows_of(dataset(server))
+    data = dataset(server)
+    data.load_state_dict(state_after(dataset(server), 9))
+    for _ in DataLoader(data, batch_size=None, num_workers=2):
+        break
+    assert rows_of(DataLoader(data, batch_size=None, num_workers=2)) == whole
+
+
+def test_between_the_epochs_of_workers_the_state_is_known(server: Server) -> None:
+    data = dataset(server)
+    rows_of(DataLoader(data, batch_size=None, num_workers=2))
+    with pytest.raises(PenstockError, match="they run ahead of it"):
+        data.state_dict()
+    data.set_epoch(1)
+    assert [data.state_dict()[name] for name in ("epoch", "step")] == [1, 0]
 
 
 def test_a_run_never_goes_on_with_other_data(server: Server, data_dir: Path) -> None:

@@ -1,0 +1,94 @@
+"""Progress: what the training loop consumed, and what its next iteration runs over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.place import Worker
+from penstock.start import Start, Stretch
+from penstock.state import Position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """One iteration of this process: the steps that are its, of a stretch. `number` and `num_sets` tell it from others."""
+
+    stretch: Stretch
+    steps: range
+    number: int
+    num_sets: int
+
+
+class Progress:
+    """How far the loop is, as far as this process knows."""
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self._steps_per_epoch = steps_per_epoch
+        self._start = Start(self._whole(0))
+        self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
+        self._num_rounds = 0
+        self._counted = (0, Position())  # what the loop consumed since the start was set for that time
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration."""
+        return self._start.epoch
+
+    @property
+    def num_left(self) -> int:
+        """The steps of the next iteration."""
+        return self._steps_per_epoch if self._start.is_taken else self._start.stretch.num_left
+
+    @property
+    def discards(self) -> int:
+        """The steps that are left behind a position that was set and from which no iteration began; 0 if there is none."""
+        at = self._start.stretch.position
+        return self._start.stretch.num_left if not self._start.is_taken and (at.step or at.offset) else 0
+
+    @property
+    def is_with_workers(self) -> bool:
+        """Whether loader workers consume, so that this process, not being one of them, cannot know the position."""
+        return self._start.is_with_workers
+
+    @property
+    def position(self) -> Position:
+        """What the loop consumed. What was set holds until an iteration begins."""
+        num_sets, position = self._counted
+        return position if num_sets == self._start.num_sets else self._start.stretch.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration begins the epoch at its first step."""
+        self._start.set(self._whole(epoch))
+
+    def go_to(self, stretch: Stretch, worker: Worker | None) -> None:
+        """The next iteration runs over this; where a worker says so, its own does, and the others' have the epoch of it."""
+        if worker is None:
+            self._start.set(stretch)
+            return
+        self._start.move(self._whole(stretch.position.epoch))
+        self._own = (self._start.num_sets, stretch)
+        self._counted = (self._start.num_sets, stretch.position)
+
+    def begin(self, worker: Worker | None) -> Round:
+        """An iteration begins: from where it was set to, else the epoch anew."""
+        self._num_rounds += 1
+        is_ours = self._start.take(self._num_rounds, worker)
+        stretch = self._start.stretch if is_ours else self._whole(self.epoch)
+        num_sets = self._start.num_sets
+        if self._own and self._own[0] == num_sets:
+            stretch = self._own[1]
+        self._own = None
+        self._counted = (num_sets, stretch.position)
+        first, stride = (worker.first, worker.stride) if worker else (0, 1)
+        steps = range(stretch.position.step + first, stretch.num_steps, stride)
+        return Round(stretch=stretch, steps=steps, number=self._num_rounds, num_sets=num_sets)
+
+    def count(self, round_: Round, num_batches: int) -> None:
+        """So many batches of the iteration are consumed. Once another began, or the start is set, that one's word holds."""
+        if (round_.number, round_.num_sets) == (self._num_rounds, self._start.num_sets):
+            # All workers add their number to it when they start: what they share is the turn.
+            at = round_.stretch.position
+            self._counted = (round_.num_sets, replace(at, step=at.step + num_batches * round_.steps.step))
+
+    def _whole(self, epoch: int) -> Stretch:
+        return Stretch(position=Position(epoch=epoch), num_steps=self._steps_per_epoch)

@@ -1,0 +1,96 @@
+"""Where the next iteration starts, in memory that the training loop's process shares with its loader workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.place import Worker
+from penstock.state import Position
+
+# The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
+# none yet; BY_WORKERS is 1 where loader workers iterated last.
+_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS = range(7)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """What an iteration runs over: the steps from a position on, of `num_steps` behind the position's offset."""
+
+    position: Position
+    num_steps: int
+
+    @property
+    def num_left(self) -> int:
+        """How many steps it has."""
+        return max(0, self.num_steps - self.position.step)
+
+
+class Start:
+    """The stretch of the next iteration. The first round of iteration takes it; later ones begin their epoch anew.
+
+    A round is one pass of the loop, whether this process iterates or a DataLoader's workers do, each in a process of its own.
+    """
+
+    def __init__(self, stretch: Stretch) -> None:
+        self._cells = torch.zeros(7, dtype=torch.int64)
+        self._share()
+        self.set(stretch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration."""
+        return int(self._cells[_EPOCH])
+
+    @property
+    def stretch(self) -> Stretch:
+        """As it was set last, taken or not."""
+        epoch, offset, step, num_steps = self._cells[: _NUM_STEPS + 1].tolist()
+        return Stretch(position=Position(epoch=epoch, offset=offset, step=step), num_steps=num_steps)
+
+    @property
+    def num_sets(self) -> int:
+        """How often it was set."""
+        return int(self._cells[_SETS])
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether an iteration has begun since it was set."""
+        return bool(self._cells[_CLAIM])
+
+    @property
+    def is_with_workers(self) -> bool:
+        """Whether loader workers began to iterate since it was set, and are the last who did."""
+        return self.is_taken and bool(self._cells[_BY_WORKERS])
+
+    def set(self, stretch: Stretch) -> None:
+        """The next iteration, of this process or of its workers, takes this."""
+        self.move(stretch)
+        self._cells[_SETS] += 1
+        self._cells[_CLAIM] = 0
+
+    def move(self, stretch: Stretch) -> None:
+        """Puts the start elsewhere, without a word on who takes it."""
+        at = stretch.position
+        self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps])
+
+    def take(self, number: int, worker: Worker | None) -> bool:
+        """Whether the stretch is this round's: nobody took it yet, or another worker of the same round did.
+
+        `number` counts the rounds of this process. Workers share the seed that their loader drew when it began, and rounds
+        that they have gone through since: what tells one round from the next, also from one in which not all of them began.
+        """
+        self._cells[_BY_WORKERS] = int(worker is not None)
+        claim = (worker.loader_seed + number) % (1 << 62) + 1 if worker else -number
+        if not self.is_taken:
+            self._cells[_CLAIM] = claim
+        return int(self._cells[_CLAIM]) == claim
+
+    def _share(self) -> None:
+        self._cells.share_memory_()  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()  # a copy would otherwise tell its own workers nothing
