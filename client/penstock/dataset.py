@@ -193,12 +193,16 @@ class RemoteDataset(IterableDataset[Batch]):
             )
         return write_state(self.dataset, self.spec, self._progress.position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Puts the next iteration where state_dict was taken. Another world_size or batch_size goes on at the same sample.
 
-        Raises StateMismatch: the state is of other data or of another order; the message lists what differs.
+        A state of other data or of another order is refused. With strict=False a warning says so, and the epoch goes on
+        behind as many of its samples as were consumed then: some of those may come again, and others not at all.
+
+        Raises StateMismatch: the state is refused; the message lists what differs. Or it is no state.
         """
-        self._progress.go_to(self._stretch(read_state(state, self.dataset, self.spec)), find_worker())
+        position = read_state(state, self.dataset, self.spec, strict=strict)
+        self._progress.go_to(self._stretch(position), find_worker())
 
     def _stretch(self, position: Position) -> Stretch:
         """What is left of an epoch from a position on."""

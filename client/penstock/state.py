@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from penstock.spec import Spec
 _VERSION = 1
 # What decides which sample stands where in an epoch.
 _ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
+# What does so where rows are joined, cut or sorted only; None elsewhere.
+_CUT = ("seq_len", "task")
 _COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")
 
 
@@ -40,37 +43,55 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
     }
 
 
-def _order(spec: Spec) -> dict[str, Any]:
-    values, names = spec.to_dict(), [*_ORDER]
-    if (spec.packing, spec.long_rows) != ("rows", "truncate"):
-        names += ["seq_len"]  # where rows are joined or cut, sequences of another length are other samples
-    elif spec.group_by_length:
-        names += ["seq_len", "task"]  # rows are sorted by their lengths as they are cut; in seq2seq they are not cut as a whole
-    return {name: values[name] for name in names}
-
-
-def read_state(state: Mapping[str, Any], dataset: str, spec: Spec) -> Position:
+def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bool = True) -> Position:
     """The position that a state names. Under another batch_size or world_size it is counted in samples.
 
-    Raises StateMismatch: it is no state, or of other data or of another order; the message lists what differs.
+    Where it is of other data or of another order, and `strict` is False, it is so many samples of the same epoch, counted
+    in the order of this spec, and a warning says so. Raises StateMismatch: it is no state, or not of this order, the
+    message lists what differs.
     """
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
         what = f"it has the keys {list(state)[:10]!r}" if isinstance(state, Mapping) else f"it is a {type(state).__name__}"
         raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {what}")
-    here = {"dataset": dataset, **_order(spec)}
-    differing = [f"{n}: {state.get(n)!r} then, {value!r} now" for n, value in here.items() if state.get(n) != value]
-    if differing:
-        raise StateMismatch(
-            f"this state belongs to another order of samples ({'; '.join(differing)}); going on with it would repeat some and "
-            f"skip others. Make the dataset with the same values, or start the epoch anew without the state."
-        )
     counts = {name: state.get(name) for name in _COUNTS}
     wrong = [f"{name}={n!r}" for name, n in counts.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0]
     if wrong:
         raise StateMismatch(f"this state is damaged: {', '.join(wrong)} must be whole numbers from 0.")
+    differing = _differing(state, dataset, spec)
+    if differing and strict:
+        raise StateMismatch(
+            f"this state belongs to another order of samples ({'; '.join(differing)}); going on with it would repeat some and "
+            f"skip others. Make the dataset with the same values, or start the epoch anew without the state, or take the same "
+            f"number of samples for consumed: load_state_dict(state, strict=False)."
+        )
     epoch, step, offset, batch_size, world_size = (int(state[name]) for name in _COUNTS)
     skip = state.get("skip")
-    if batch_size * world_size != spec.batch_size * spec.world_size or skip != spec.skip:
+    if differing or batch_size * world_size != spec.batch_size * spec.world_size or skip != spec.skip:
         skipped = parse_skip(skip, batch_size * world_size) if isinstance(skip, str) else ()
         offset, step = behind(skipped, offset, step * batch_size * world_size), 0
+    if differing:
+        warnings.warn(
+            f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {epoch} behind its "
+            f"first {offset:,} samples, as this order counts them: some that were seen may come again, others not at all.",
+            stacklevel=3,
+        )
     return Position(epoch=epoch, offset=offset, step=step)
+
+
+def _order(spec: Spec) -> dict[str, Any]:
+    values = spec.to_dict()
+    # Where rows are joined or cut, sequences of another length are other samples. Where they are sorted, it is by their
+    # lengths as they are cut; and in seq2seq they are not cut as a whole.
+    is_cut = (spec.packing, spec.long_rows) != ("rows", "truncate")
+    matters = {"seq_len": is_cut or spec.group_by_length, "task": not is_cut and spec.group_by_length}
+    # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
+    return {name: values[name] for name in _ORDER} | {name: values[name] if matters[name] else None for name in _CUT}
+
+
+def _differing(state: Mapping[str, Any], dataset: str, spec: Spec) -> list[str]:
+    """What decides the order and is not as it was then, each as a text."""
+    here = {"dataset": dataset, **_order(spec)}
+    pairs = [(name, state.get(name), value) for name, value in here.items()]
+    # A length that matters on one side only is so by what else differs.
+    told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _CUT and None in (then, now))]
+    return [f"{name}: {then!r} then, {now!r} now" for name, then, now in told]

@@ -178,6 +178,15 @@ def test_a_state_of_another_order_is_refused_with_what_differs(server: Server, c
         dataset(server, **change).load_state_dict(state_after(dataset(server), 3))
 
 
+def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for(server: Server) -> None:
+    data = dataset(server, seed=6)
+    whole = rows(data)
+    with pytest.warns(UserWarning, match="seed: 5 then, 6 now.* behind its first 12 samples"):
+        data.load_state_dict(state_after(dataset(server), 3), strict=False)
+    assert len(data) == (NUM_ROWS - 12) // 4
+    assert rows(data) == whole[12:]
+
+
 @pytest.mark.parametrize("change", [None, {"version": 9}, {"step": "3"}, {"step": -1}, {"offset": None}, {"epoch": True}])
 def test_what_is_no_state_is_refused(server: Server, change: dict[str, Any] | None) -> None:
     data = dataset(server)

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import Spec, StateMismatch
 from penstock.state import Position, read_state, write_state
@@ -30,3 +32,30 @@ def test_what_changes_the_order_is_refused(then: dict[str, Any], now: dict[str, 
 @pytest.mark.parametrize("now", [{"seq_len": 128}, {"pad": "longest"}, {"tail": "wrap"}, {"loss": "all"}])
 def test_what_leaves_the_order_as_it_is_does_not_matter(now: dict[str, Any]) -> None:
     assert read_state(write_state("a", Spec(seq_len=64), HERE), "a", Spec(**({"seq_len": 64} | now))) == HERE
+
+
+def test_what_follows_from_other_differences_is_not_listed() -> None:
+    state = write_state("a", Spec(packing="concat", seq_len=64), HERE)
+    with pytest.raises(StateMismatch, match=r"\(packing: 'concat' then, 'rows' now\)"):
+        read_state(state, "a", Spec(seq_len=64))
+
+
+def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() -> None:
+    then = Spec(seed=1, batch_size=4, world_size=3, skip="1")
+    state = write_state("a", then, Position(epoch=2, offset=10, step=5))
+    now = Spec(seed=2, batch_size=4, world_size=3, skip="1")
+    expected = "seed: 1 then, 2 now.* Going on in epoch 2 behind its first 82 samples"  # 12 of them skipped
+    with pytest.warns(UserWarning, match=expected):
+        assert read_state(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
+    assert read_state(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
+
+
+def test_what_is_no_state_is_refused_whatever_is_asked_for() -> None:
+    with pytest.raises(StateMismatch, match="damaged"):
+        read_state(write_state("a", Spec(), HERE) | {"step": None}, "a", Spec(seed=1), strict=False)
+
+
+@given(st.sampled_from(["rows", "concat", "best_fit"]), st.sampled_from([0, 8]))
+def test_states_have_the_same_keys_whatever_the_spec(packing: str, group_by_length: int) -> None:
+    spec = Spec(packing=packing, group_by_length=0 if packing != "rows" else group_by_length)
+    assert write_state("a", spec, HERE).keys() == write_state("a", Spec(), HERE).keys()

@@ -1,0 +1,36 @@
+"""What torchrun runs: two ranks that save model and dataset with torch.distributed.checkpoint, or load and go on."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from penstock import RemoteDataset
+
+
+def main(server: str, out: Path, part: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    data = RemoteDataset(server, "numbers", batch_size=4, seq_len=8)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.EmbeddingBag(1200, 2))
+    if part == "second":
+        load({"model": model.state_dict(), "data": data}, checkpoint_id=out / "checkpoint")
+    seen = []
+    for number, batch in enumerate(data, start=1):
+        model(batch["input_ids"]).sum().backward()
+        seen += batch["input_ids"][:, 0].tolist()
+        if number == 20 and part == "first":
+            save({"model": model.state_dict(), "data": data}, checkpoint_id=out / "checkpoint")
+            break
+    (out / f"{part}-{rank}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    os._exit(0)  # torch's gloo now and then aborts while the interpreter goes down, after all is done
