@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from penstock.device import check_device, find_destination
 from penstock.errors import PenstockError, SpecError
-from penstock.feed import Feed, Recorder
+from penstock.feed import Feed
+from penstock.item import Recorder
 from penstock.mix import spell_mix
 from penstock.place import find_rank, find_worker
 from penstock.progress import Progress
@@ -30,6 +32,8 @@ class RemoteDataset(IterableDataset[Batch]):
     dataset          its name on the server
     rank, world_size which slice of the epoch; default: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     prefetch_bytes   host memory for batches fetched ahead, in bytes
+    device           "cuda" gives batches on the GPU, copied and expanded there while the step before is computed
+    replay           fetch so many batches and give them again and again: what is the loop's speed if data costs nothing?
     retry_seconds    how long to try when no server answers, in seconds
     mix              datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
     the others       the spec; see penstock.Spec
@@ -72,10 +76,15 @@ class RemoteDataset(IterableDataset[Batch]):
         rank: int | None = None,
         world_size: int | None = None,
         prefetch_bytes: int = 64 << 20,
+        device: str | int | torch.device | None = None,
+        replay: int | None = None,
         retry_seconds: float = 600.0,
     ) -> None:
         _check_amount("prefetch_bytes", prefetch_bytes)
         _check_amount("retry_seconds", retry_seconds)
+        if replay is not None and (isinstance(replay, bool) or not isinstance(replay, int) or replay < 1):
+            raise SpecError(f"replay must be a whole number from 1, not {replay!r}", ("replay",))
+        self._device, self._replay = check_device(device), replay
         self.rank, self.world_size = find_rank(rank, world_size)
         self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
@@ -148,6 +157,7 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
         worker = find_worker()
+        destination = find_destination(self._device, worker)
         this = self._progress.begin(worker)
         at = this.stretch.position
         feed = Feed(
@@ -156,13 +166,14 @@ class RemoteDataset(IterableDataset[Batch]):
             at.epoch,
             this.steps,
             prefetch_bytes=self._prefetch_bytes,
-            # Torch's pinned memory belongs to the process that has the GPU; a DataLoader pins what its workers send.
-            pin_memory=worker is None and torch.cuda.is_available(),
+            destination=destination,
+            replay=self._replay,
         )
         before = Stats()
         try:
             for number, item in enumerate(feed, start=1):
-                self._progress.count(this, number)
+                if self._replay is None:
+                    self._progress.count(this, number)
                 now = feed.stats()
                 self._stats, before = self._stats + (now - before), now
                 if self._recorder:
@@ -190,6 +201,12 @@ class RemoteDataset(IterableDataset[Batch]):
                 "state_dict cannot count what the loop consumed: DataLoader workers iterated over this dataset, and they run "
                 "ahead of it. Iterate over the dataset itself, or with num_workers=0: it fetches ahead in a thread anyway. "
                 "Between epochs, after set_epoch, it is known."
+            )
+        if self._replay is not None:
+            warnings.warn(
+                f"replay={self._replay} gives the same batches again and again, so none of the epoch counts as consumed: this "
+                f"state goes on where the replay began.",
+                stacklevel=2,
             )
         return write_state(self.dataset, self.spec, self._progress.position)
 

@@ -3,63 +3,68 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import replace
+from itertools import cycle, islice
 
-from penstock import wire
+import torch
+
+from penstock.device import CPU, Destination, OnDevice, pack
+from penstock.item import Item
 from penstock.prefetch import Prefetch
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats
-from penstock.tensors import Batch, count_tokens, expand, nbytes
-
-
-class Recorder(Protocol):
-    """What is told of every batch that the loop is given."""
-
-    def record(self, address: wire.Address, digest: str) -> None:
-        """The batch of this address, of which these bytes came, is handed over."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
-    """A batch and the frame that it was made of; `num_tokens` are those in it, without the padding."""
-
-    batch: Batch
-    address: wire.Address
-    digest: str
-    num_tokens: int
+from penstock.tensors import expand
 
 
 class Feed:
-    """Iterates over the batches of `steps`, once. Raises what Source.frames raises.
+    """Iterates over the batches of `steps`, once; or over the first `replay` of them, again and again, for as many steps.
 
-    Its connections and its thread begin here, and end with `close`.
+    Its connections and its thread begin here, and end with `close`. Raises what Source.frames raises.
     """
 
-    def __init__(self, source: Source, spec: Spec, epoch: int, steps: range, *, prefetch_bytes: int, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        spec: Spec,
+        epoch: int,
+        steps: range,
+        *,
+        prefetch_bytes: int,
+        destination: Destination,
+        replay: int | None,
+    ) -> None:
         self._source, self._spec, self._epoch = source, spec, epoch
-        self._pin_memory = pin_memory
+        self._destination, self._num_steps, self._replay = destination, len(steps), replay
         self._num_batches = self._num_tokens = 0
         self._busy_seconds = 0.0
         self._transport = source.connect()
-        self._items = Prefetch(
+        self._prefetch = Prefetch(
             self._fetch,
-            steps,
-            nbytes=lambda item: nbytes(item.batch),
+            steps[:replay],
+            nbytes=lambda item: item.nbytes,
             budget_bytes=prefetch_bytes,
             interrupt=self._transport.interrupt,
         )
 
     def __iter__(self) -> Iterator[Item]:
-        for item in self._items:
+        for item in self._items():
             self._num_batches += 1
             self._num_tokens += item.num_tokens
             began = time.perf_counter()
             yield item
             self._busy_seconds += time.perf_counter() - began
+
+    def _items(self) -> Iterator[Item]:
+        device = self._destination.device
+        items: Iterator[Item] = self._prefetch if device == CPU else OnDevice(self._prefetch, device)
+        if self._replay is None:
+            return items
+        # A loop that takes something out of its batch must find it there again.
+        again = (replace(item, batch=dict(item.batch)) for item in cycle(items))
+        return islice(again, self._num_steps)
 
     def stats(self) -> Stats:
         """What this feed has done so far."""
@@ -67,24 +72,20 @@ class Feed:
             num_batches=self._num_batches,
             num_tokens=self._num_tokens,
             num_retries=self._transport.num_retries,
-            wait_seconds=self._items.wait_seconds,
+            wait_seconds=self._prefetch.wait_seconds,
             busy_seconds=self._busy_seconds,
-            buffered_bytes=self._items.buffered_bytes,
+            buffered_bytes=self._prefetch.buffered_bytes,
         )
 
     def close(self) -> None:
         """Stops the fetching and drops what is buffered. Idempotent."""
-        with closing(self._transport), closing(self._items):
+        with closing(self._transport), closing(self._prefetch):
             pass
 
-    def _fetch(self, steps: range) -> Sequence[Item]:
+    def _fetch(self, steps: range) -> list[Item]:
         frames = self._source.frames(self._transport, self._spec, self._epoch, steps)
-        return [
-            Item(
-                batch=expand(frame, pin_memory=self._pin_memory),
-                address=frame.address,
-                digest=frame.digest,
-                num_tokens=count_tokens(frame),
-            )
-            for frame in frames
-        ]
+        gpu = self._destination.pinned_for
+        make = expand if self._destination.device == CPU else pack
+        # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
+        with torch.cuda.device(gpu):
+            return [Item.of(frame, make(frame, pin_memory=gpu >= 0)) for frame in frames]

@@ -60,6 +60,11 @@ class Prefetch(Generic[T]):
             raise self._failure
         raise StopIteration
 
+    @property
+    def has_next(self) -> bool:
+        """Whether the next item is there, so that nobody waits for it."""
+        return bool(self._items)
+
     def close(self) -> None:
         """Stops the thread and drops what is buffered. Idempotent."""
         with self._changed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +16,11 @@ from penstock.wire import Frame
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 Batch = dict[str, Any]  # tensors, and lists of texts or bytes
+T = TypeVar("T")
+Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
 _SIDES = ("", "chosen_", "rejected_")
+_PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label_lengths")
 # Torch has no arithmetic on these.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 
@@ -33,22 +38,91 @@ def expand(frame: Frame, *, pin_memory: bool) -> Batch:
     Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
     names and types: tensors [batch_size, ...], and lists of str or bytes.
     """
-    arrays = dict(frame.tensors)
-    batch: dict[str, npt.NDArray[Any]] = {}
-    for side in _SIDES:
-        if f"{side}input_ids" in arrays:
-            batch |= {side + name: array for name, array in _sequences(arrays, side).items()}
-    made = {name: _copied(array, torch.int64, pin_memory) for name, array in batch.items()}
-    if "document_starts" in arrays:
-        starts = _starts(arrays.pop("document_starts"), batch["input_ids"].shape)
-        made["position_ids"] = _copied(_positions(starts), torch.int64, pin_memory)
-        made["cu_seqlens"] = _copied(np.append(np.flatnonzero(starts), starts.size), torch.int32, pin_memory)
+    arrays, made = travelled(frame), Batch()
+    for lines in lines_of(arrays, lambda ids: np.arange(ids.shape[1], dtype=np.int32)):
+        made[f"{lines.side}input_ids"] = copied(lines.ids, torch.int64, pin_memory)
+        attended = np.broadcast_to(np.True_, lines.ids.shape) if lines.attended is None else lines.attended
+        made[f"{lines.side}attention_mask"] = copied(attended, torch.int64, pin_memory)
+        made[f"{lines.side}labels"] = labels = copied(lines.targets, torch.int64, pin_memory)
+        if lines.learned is not None:
+            np.putmask(labels.numpy(), ~lines.learned, IGNORED)
+    if "cu_seqlens" in arrays:
+        borders = arrays["cu_seqlens"]
+        made["cu_seqlens"] = copied(borders, torch.int32, pin_memory)
+        made["position_ids"] = positions = torch.empty(made["input_ids"].shape, dtype=torch.int64, pin_memory=pin_memory)
+        begins = np.repeat(borders[:-1], np.diff(borders))
+        np.subtract(np.arange(len(begins), dtype=np.int32), begins, out=positions.numpy().reshape(-1))
         # What a document begins with does not follow from the one before it.
-        made["labels"].numpy()[starts] = IGNORED
-    for name, array in arrays.items():
-        known = array.astype(_WIDENED.get(str(array.dtype), array.dtype), copy=False)
-        made[name] = _copied(known, torch.from_numpy(known[:0].copy()).dtype, pin_memory)
-    return made | frame.texts
+        made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
+    return made | {name: as_tensor(array, pin_memory) for name, array in columns_of(arrays).items()} | frame.texts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines(Generic[Array]):
+    """The sequences of one side, as arrays of numpy or of torch.
+
+    ids, targets       [batch_size, width], as they travelled; `targets` are what is learned from, mostly the ids themselves
+    attended, learned  bool, of their shapes: which are no padding, and which have a label; None for all of them
+    """
+
+    side: str
+    ids: Array
+    attended: Array | None
+    targets: Array
+    learned: Array | None
+
+
+def lines_of(arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> Iterator[Lines[Array]]:
+    """The sequences of a batch, side by side; `numbers_of(ids)` are its columns' numbers, int32 [width]."""
+    for side in _SIDES:
+        ids, lengths, prompt_lengths, loss_mask, targets, target_lengths = (arrays.get(side + name) for name in _PARTS)
+        if ids is None:
+            continue
+        numbers = numbers_of(ids)
+        attended = None if lengths is None else numbers < lengths[:, None]
+        learned = attended
+        if prompt_lengths is not None:
+            response = numbers >= prompt_lengths[:, None]
+            learned = response if attended is None else response & attended
+        if loss_mask is not None:
+            learned = loss_mask != 0
+        if targets is not None and target_lengths is not None:
+            learned = numbers_of(targets) < target_lengths[:, None]
+        yield Lines(side=side, ids=ids, attended=attended, targets=ids if targets is None else targets, learned=learned)
+
+
+def columns_of(arrays: Mapping[str, T]) -> dict[str, T]:
+    """What is no part of the sequences of a batch, but travels beside them."""
+    parts = {side + name for side in _SIDES if f"{side}input_ids" in arrays for name in _PARTS} | {"cu_seqlens"}
+    return {name: array for name, array in arrays.items() if name not in parts}
+
+
+def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
+    """What `expand` takes of a frame: the parts of sequences as they came, cu_seqlens, and columns of types that torch has.
+
+    How many documents there are is found out here: a GPU that is asked for it makes everybody wait.
+    """
+    arrays = dict(frame.tensors)
+    if "document_starts" in arrays:
+        starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])
+        arrays["cu_seqlens"] = np.append(np.flatnonzero(starts), starts.size).astype(np.int32)
+    return arrays | {
+        name: array.astype(_WIDENED[array.dtype.name])
+        for name, array in columns_of(arrays).items()
+        if array.dtype.name in _WIDENED
+    }
+
+
+def as_tensor(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
+    """A copy of an array, of its own type."""
+    return copied(array, torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory)
+
+
+def copied(array: npt.NDArray[Any], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    """A copy of an array as another type, written in one go."""
+    tensor = torch.empty(array.shape, dtype=dtype, pin_memory=pin_memory)
+    tensor.numpy()[...] = array
+    return tensor
 
 
 def count_tokens(frame: Frame) -> int:
@@ -77,46 +151,8 @@ def nbytes(batch: Batch) -> int:
     return sum(value.nbytes if isinstance(value, torch.Tensor) else sum(map(len, value)) for value in batch.values())
 
 
-def _sequences(arrays: dict[str, npt.NDArray[Any]], side: str) -> dict[str, npt.NDArray[Any]]:
-    """Ids, mask and labels of one feature; what they are made of is taken out of `arrays`."""
-    ids, *rest = (arrays.pop(side + name, None) for name in _DERIVED_FROM)
-    lengths, prompt_lengths, loss_mask, targets, target_lengths = rest
-    assert ids is not None
-    mask = np.ones(ids.shape, np.bool_) if lengths is None else _before(lengths, ids)
-    if targets is None or target_lengths is None:
-        targets, learned = ids, mask
-        if prompt_lengths is not None:
-            learned = mask & ~_before(prompt_lengths, ids)
-        if loss_mask is not None:
-            learned = loss_mask.astype(np.bool_)
-    else:
-        learned = _before(target_lengths, targets)
-    labels = np.where(learned, targets.astype(np.int64), IGNORED)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-_DERIVED_FROM = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label_lengths")
-
-
-def _copied(array: npt.NDArray[Any], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-    tensor = torch.empty(array.shape, dtype=dtype, pin_memory=pin_memory)
-    tensor.numpy()[:] = array
-    return tensor
-
-
-def _starts(bits: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """Where a document or the padding begins; every line begins one."""
-    starts = np.unpackbits(bits, axis=1, count=shape[1], bitorder="little").astype(np.bool_)
+def _unpacked(bits: npt.NDArray[Any], width: int) -> npt.NDArray[np.bool_]:
+    """Where a document or the padding begins, bool [batch_size, width]; every line begins one."""
+    starts = np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)
     starts[:, :1] = True
     return starts
-
-
-def _positions(starts: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    at = np.arange(starts.shape[1])
-    positions: npt.NDArray[np.int64] = at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)
-    return positions
-
-
-def _before(lengths: npt.NDArray[Any], like: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which columns of each line lie before its length; shape of `like`."""
-    return np.arange(like.shape[1]) < lengths[:, None]

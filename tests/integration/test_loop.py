@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from corpora import write_numbered
-from penstock import RemoteDataset, wire
+from penstock import PenstockError, RemoteDataset, SpecError, wire
 from penstock.stats import Stats
 from serving import Server
 
@@ -94,3 +95,61 @@ def test_a_recorder_is_told_of_each_batch_that_was_handed_over_and_of_no_other(s
             break
     frames = server.frames("/v1/datasets/numbers/epochs/0/ranks/0/batches", stop=7, **data.spec.to_query())
     assert recording.entries == [(frame.address, frame.digest) for frame in frames]
+
+
+def test_a_replay_gives_the_same_batches_for_a_whole_epoch_and_fetches_them_once(server: Server) -> None:
+    expected = [batch["input_ids"].tolist() for batch in dataset(server)][:3]
+    data = dataset(server, replay=3)
+    seen = []
+    for batch in data:
+        seen.append(batch.pop("input_ids").tolist())
+        waited = data.stats().wait_seconds
+    assert len(seen) == len(data) == NUM_ROWS // BATCH_SIZE
+    assert seen == (expected * len(seen))[: len(seen)]
+    assert data.stats().wait_seconds == waited
+    assert len(list(dataset(server, replay=1000))) == NUM_ROWS // BATCH_SIZE
+
+
+def test_a_replay_consumes_nothing_and_its_state_says_so(server: Server) -> None:
+    state = dataset(server).state_dict() | {"step": 9}
+    data = dataset(server, replay=2)
+    data.load_state_dict(state)
+    assert len(list(data)) == NUM_ROWS // BATCH_SIZE - 9
+    with pytest.warns(UserWarning, match="none of the epoch counts as consumed"):
+        assert data.state_dict() == state
+
+
+@pytest.mark.parametrize("replay", [0, -1, True, 1.5])
+def test_what_can_not_be_replayed_is_refused(server: Server, replay: object) -> None:
+    with pytest.raises(SpecError, match="replay must be a whole number from 1"):
+        dataset(server, replay=replay)
+
+
+def test_on_the_cpu_batches_are_as_without_a_device(server: Server) -> None:
+    for found, expected in zip(dataset(server, device="cpu"), dataset(server), strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_on_a_gpu_batches_are_the_same_and_a_loop_never_waits_for_it(server: Server) -> None:
+    expected = [{name: tensor.clone() for name, tensor in batch.items()} for batch in dataset(server)]
+    data, seen = dataset(server, device="cuda"), []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number, batch in enumerate(data, start=1):
+            torch.cuda._sleep(5_000_000)  # type: ignore[no-untyped-call]
+            seen.append({name: tensor.clone() for name, tensor in batch.items()})
+            assert data.state_dict()["step"] == number
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(tensor.is_cuda for batch in seen for tensor in batch.values())
+    for found, batch in zip(seen, expected, strict=True):
+        assert all(torch.equal(found[name].cpu(), batch[name]) for name in batch)
+    assert [b["input_ids"].tolist() for b in dataset(server, device="cuda", replay=2)][:2] == [
+        b["input_ids"].tolist() for b in expected[:2]
+    ]
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1)
+    with pytest.raises(PenstockError, match="workers cannot give batches on device='cuda'"):
+        next(iter(loader))

@@ -1,0 +1,132 @@
+"""Batches on a GPU: what travelled is copied there as it is, on a stream of its own, and expanded there, one batch ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.errors import PenstockError, SpecError
+from penstock.item import Item
+from penstock.place import Worker
+from penstock.prefetch import Prefetch
+from penstock.tensors import IGNORED, Batch, as_tensor, columns_of, lines_of, travelled
+from penstock.wire import Frame
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Destination:
+    """Where the loop's batches lie, and the number of the GPU for which host memory is pinned, -1 for none."""
+
+    device: torch.device
+    pinned_for: int
+
+
+def check_device(device: str | int | torch.device | None) -> torch.device | None:
+    """The device that is meant; None where batches stay in host memory, pinned if there is a GPU.
+
+    Raises SpecError: it is none that batches can be given on, here.
+    """
+    if device is None:
+        return None
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise SpecError(f"device must be 'cpu', or a GPU such as 'cuda' or 'cuda:1', not {device!r}", ("device",))
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise SpecError(
+            f"device={device!r}, but torch sees {torch.cuda.device_count()} GPUs here. Install a torch with CUDA, look at "
+            f"CUDA_VISIBLE_DEVICES, or leave device out: batches then lie in host memory.",
+            ("device",),
+        )
+    return found
+
+
+def find_destination(device: torch.device | None, worker: Worker | None) -> Destination:
+    """Where an iteration that begins in this process gives its batches. 'cuda' is the GPU that is current now.
+
+    Raises PenstockError: a loader worker cannot give them there.
+    """
+    is_cuda = device is not None and device.type == "cuda"
+    if worker:
+        if is_cuda:
+            raise PenstockError(
+                f"DataLoader workers cannot give batches on device={str(device)!r}: a GPU belongs to the process of the loop. "
+                f"Iterate over the dataset itself, or with num_workers=0, or leave device out."
+            )
+        return Destination(device=CPU, pinned_for=-1)  # a DataLoader pins what its workers send
+    if device is None:
+        return Destination(device=CPU, pinned_for=torch.cuda.current_device() if torch.cuda.is_available() else -1)
+    if not is_cuda:
+        return Destination(device=CPU, pinned_for=-1)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Destination(device=torch.device("cuda", index), pinned_for=index)
+
+
+def pack(frame: Frame, *, pin_memory: bool) -> Batch:
+    """What travelled, out of the body that it came in, in pinned memory where asked for."""
+    return {name: as_tensor(array, pin_memory) for name, array in travelled(frame).items()} | frame.texts
+
+
+def unpack(packed: Batch) -> Batch:
+    """What penstock.tensors.expand makes of the frame, where the packed tensors lie. On a GPU nothing waits for it."""
+    made: Batch = {}
+    for lines in lines_of(packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)):
+        ids, labels = (tensor.to(torch.int64, copy=True) for tensor in (lines.ids, lines.targets))
+        mask = torch.ones_like(ids) if lines.attended is None else lines.attended.to(torch.int64)
+        if lines.learned is not None:
+            labels.masked_fill_(~lines.learned, IGNORED)
+        made |= {f"{lines.side}input_ids": ids, f"{lines.side}attention_mask": mask, f"{lines.side}labels": labels}
+    if "cu_seqlens" in packed:
+        borders, ids = packed["cu_seqlens"], made["input_ids"]
+        # Without the size torch would ask the GPU for it, and wait.
+        begins = torch.repeat_interleave(borders[:-1], borders.diff(), output_size=ids.numel())
+        positions = (torch.arange(ids.numel(), device=ids.device) - begins).view(ids.shape)
+        made["labels"].masked_fill_(positions == 0, IGNORED)
+        made |= {"position_ids": positions, "cu_seqlens": borders}
+    return made | columns_of(packed)
+
+
+class OnDevice:
+    """Iterates over the batches of a prefetch, copied to a device and expanded there, one ahead of the loop.
+
+    On a GPU the copy runs beside what the loop computes, and the loop's stream waits for it, not the loop.
+    """
+
+    def __init__(self, items: Prefetch[Item], device: torch.device) -> None:
+        self._items, self._device = items, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._ahead: Item | None = None
+
+    def __iter__(self) -> OnDevice:
+        return self
+
+    def __next__(self) -> Item:
+        item, self._ahead = self._ahead or self._send(next(self._items)), None
+        if self._stream:
+            self._hand_over(item.batch, self._stream)
+        # Not before: the loop's stream would wait for this one's copy, too.
+        if self._items.has_next:
+            self._ahead = self._send(next(self._items))
+        return item
+
+    def _send(self, item: Item) -> Item:
+        with torch.cuda.stream(self._stream):
+            sent = {
+                name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for name, value in item.batch.items()
+            }
+            return replace(item, batch=unpack(sent))
+
+    def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+        loop = torch.cuda.current_stream(self._device)
+        loop.wait_stream(stream)
+        for value in batch.values():
+            if isinstance(value, torch.Tensor):
+                # It was allocated for the other stream: without this a tensor that the loop drops would be given to the
+                # next copy while kernels that read it are still queued.
+                value.record_stream(loop)

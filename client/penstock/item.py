@@ -1,0 +1,37 @@
+"""An item: a batch on its way to the loop, with what is to be known of the frame that it was made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock import wire
+from penstock.tensors import Batch, count_tokens, nbytes
+
+
+class Recorder(Protocol):
+    """What is told of every batch that the loop is given."""
+
+    def record(self, address: wire.Address, digest: str) -> None:
+        """The batch of this address, of which these bytes came, is handed over."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """A batch, or what one will be made of.
+
+    num_tokens  tokens in it, without the padding
+    nbytes      host memory that it takes while it waits
+    """
+
+    batch: Batch
+    address: wire.Address
+    digest: str
+    num_tokens: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, frame: wire.Frame, batch: Batch) -> Item:
+        """The item of what was made of a frame."""
+        num_tokens = count_tokens(frame)
+        return cls(batch=batch, address=frame.address, digest=frame.digest, num_tokens=num_tokens, nbytes=nbytes(batch))
