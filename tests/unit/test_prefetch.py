@@ -95,5 +95,22 @@ def test_a_fetch_may_give_less_than_it_was_asked_for() -> None:
     assert runs[:6] == [1, 2, 4, 8, 2, 4]  # and it begins small again
 
 
+def test_what_is_there_is_told_and_its_bytes_until_it_is_closed() -> None:
+    gate = threading.Event()
+
+    def fetch(steps: range) -> list[bytes]:
+        assert steps[0] == 0 or gate.wait(30)
+        return [item(step) for step in steps]
+
+    ahead = prefetch(fetch, range(3), 64 * KIB, gate)
+    assert next(ahead) == item(0)
+    assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
+    gate.set()
+    assert next(ahead) == item(1)
+    assert (ahead.has_next, ahead.buffered_bytes) == (True, KIB)
+    ahead.close()
+    assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
+
+
 def test_no_steps_are_no_items() -> None:
     assert list(prefetch(lambda _: [], range(0), KIB, threading.Event())) == []
