@@ -1,31 +1,25 @@
-"""The bins of a snapshot: what best_fit packed for one seq_len and split, in a file beside the cached blocks, mapped.
+"""The bins of a snapshot: what best_fit packed for one seq_len and split, in a sealed file beside the cached blocks.
 
 A file is, little-endian: of each pool in turn, uint32, where each bin's documents start and at last their number, shape
 [num_bins + 1]; the documents of all bins, by their number in the pool, [num_parts]; the first token of each that is in the
-bin, [num_parts]. Then bins and parts of each pool, int64 [2, num_pools]; and the xxh3-64 of all that.
+bin, [num_parts]. Then bins and parts of each pool, int64 [2, num_pools].
 """
 
 from __future__ import annotations
 
-import logging
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import xxhash
 
 from penstock_server.geometry.best_fit import Bins
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.geometry.packing import Spans
-
-log = logging.getLogger("penstock.bins")
+from penstock_server.sealed import read_sealed, write_sealed
 
 _Words = npt.NDArray[np.uint32]
-
-_DIGEST_BYTES = 8
 
 
 class PackedPools:
@@ -96,46 +90,29 @@ class BestFit:
 
 def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:
     """The bins that were stored, else those that `pack` gives pool by pool, stored; if they cannot be, they stay in memory."""
-    if found := _load(path, num_pools):
+    load = partial(read_sealed, path, partial(_parse, num_pools))
+    if found := load():
         return found
-    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
-    try:
-        _store(temporary, pack())
-        temporary.replace(path)
-    except OSError as error:
-        log.warning("%s cannot be stored: %s; it is held in memory, and packed again after a restart", path, error)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return _load(path, num_pools) or PackedPools.of(pack())
+    write_sealed(path, _pieces(pack()), "it is held in memory, and packed again after a restart")
+    return load() or PackedPools.of(pack())
 
 
-def _store(path: Path, pools: Iterable[Bins]) -> None:
+def _pieces(pools: Iterable[Bins]) -> Iterator[bytes]:
     # Pool by pool: all of them may be more than there is memory.
-    digest, sizes = xxhash.xxh3_64(), []
-    with path.open("wb") as file:
-        for bins in pools:
-            content = _words(bins).astype("<u4").tobytes()
-            digest.update(content)
-            file.write(content)
-            sizes.append((bins.num_bins, len(bins.rows)))
-        tail = np.array(sizes, "<i8").reshape(-1, 2).T.tobytes()
-        digest.update(tail)
-        file.write(tail + digest.digest())
+    sizes = []
+    for bins in pools:
+        yield _words(bins).astype("<u4").tobytes()
+        sizes.append((bins.num_bins, len(bins.rows)))
+    yield np.array(sizes, "<i8").reshape(-1, 2).T.tobytes()
 
 
-def _load(path: Path, num_pools: int) -> PackedPools | None:
-    try:
-        content = memoryview(pa.memory_map(str(path)).read_buffer())  # holds no descriptor
-    except (OSError, ValueError):
-        return None
-    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+def _parse(num_pools: int, body: memoryview) -> PackedPools | None:
     end = len(body) - 16 * num_pools
-    if end >= 0 and xxhash.xxh3_64_digest(body) == bytes(digest):
-        sizes = np.frombuffer(body[end:], "<i8").astype(np.int64).reshape(2, num_pools)
-        if end == 4 * int((sizes[0] + 1 + 2 * sizes[1]).sum()):
-            return PackedPools(sizes, np.frombuffer(body[:end], "<u4"))
-    log.warning("%s is damaged and will be made again", path)
-    return None
+    if end < 0:
+        return None
+    sizes = np.frombuffer(body[end:], "<i8").astype(np.int64).reshape(2, num_pools)
+    fits = end == 4 * int((sizes[0] + 1 + 2 * sizes[1]).sum())
+    return PackedPools(sizes, np.frombuffer(body[:end], "<u4")) if fits else None
 
 
 def _words(bins: Bins) -> _Words:

@@ -14,19 +14,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from penstock_server.counts.bins import PackedPools, keep_bins
 from penstock_server.counts.counting import Counting
-from penstock_server.counts.lengths import RowLengths, count_lengths, write_whole
+from penstock_server.counts.lengths import RowLengths, count_lengths
 from penstock_server.geometry.best_fit import Bins, pack
 from penstock_server.geometry.order import IntArray
 from penstock_server.geometry.packing import SplitRows
+from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 
 _FORMAT = 3
-_DIGEST_BYTES = 8
 
 
 class Index:
@@ -99,7 +98,17 @@ class Index:
         return lengths
 
     def _count_rows(self, advance: Callable[[int], None]) -> IntArray:
-        return self._kept("rows", (2, self._snapshot.num_blocks), partial(self._read_rows, advance))
+        """Rows of the train and of the validation split in each block, shape [2, num_blocks]; stored little-endian."""
+        path, size = self._folder / f"{self._blocks.identity}-rows-{_FORMAT}.index", 16 * self._snapshot.num_blocks
+
+        def parse(body: memoryview) -> IntArray | None:
+            return np.frombuffer(body, "<i8").astype(np.int64).reshape(2, -1) if len(body) == size else None
+
+        rows = read_sealed(path, parse)
+        if rows is None:
+            rows = self._read_rows(advance)
+            write_sealed(path, [rows.astype("<i8").tobytes()], "it is counted again after a restart")
+        return rows
 
     def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
         counts = []
@@ -120,16 +129,3 @@ class Index:
         path = self._folder / f"{self._blocks.identity}-bins-{split}-{seq_len}-{_FORMAT}.index"
         with self._packing:  # one at a time: each keeps a core busy
             return keep_bins(path, len(starts) - 1, pack_all)
-
-    def _kept(self, name: str, shape: tuple[int, ...], make: Callable[[], IntArray]) -> IntArray:
-        """Counts that were stored, else made and stored; a file is the numbers, little-endian, and the xxh3-64 of them."""
-        path = self._folder / f"{self._blocks.identity}-{name}-{_FORMAT}.index"
-        size = 8 * int(np.prod(shape))
-        content = path.read_bytes() if path.is_file() else b""
-        body = content[:-_DIGEST_BYTES]
-        if len(body) == size and xxhash.xxh3_64_digest(body) == content[size:]:
-            return np.frombuffer(body, "<i8").astype(np.int64).reshape(shape)
-        counts = make()
-        body = counts.astype("<i8").tobytes()
-        write_whole(path, body + xxhash.xxh3_64_digest(body))
-        return counts

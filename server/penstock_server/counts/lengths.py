@@ -1,37 +1,30 @@
-"""Row lengths: how many tokens each row of a snapshot has, in a file a shard beside the cached blocks, mapped into memory.
+"""Row lengths: how many tokens each row of a snapshot has, in a sealed file a shard beside the cached blocks.
 
-A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; a word a row, uint32 [num_rows]; the
-xxh3-64 of all that. A word is the row's tokens, 0 for a bad row; its highest bit is set for rows of the validation split.
+A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; a word a row, uint32 [num_rows]. A word is
+the row's tokens, 0 for a bad row; its highest bit is set for rows of the validation split.
 Files of shards that stay are used again when others come, and what was counted before an interruption is not counted again.
 """
 
 from __future__ import annotations
 
-import logging
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import xxhash
 
 from penstock_server.geometry.order import IntArray, starts_of
 from penstock_server.recipes.encode import is_validation
+from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 
-log = logging.getLogger("penstock.lengths")
-
 SUFFIX = ".lengths"
 _AT_A_TIME = 8  # blocks that are loaded side by side
-_DIGEST_BYTES = 8
 _VALIDATION = np.uint32(1 << 31)
 
 
@@ -90,12 +83,13 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Cal
     for number in range(len(snapshot.shards)):
         indices = snapshot.blocks_of_shard(number)
         path = folder / f"{blocks.identity_of_shard(number)}{SUFFIX}"
-        shard = _load(path, len(indices))
+        load = partial(read_sealed, path, partial(_parse, len(indices)))
+        shard = load()
         if shard is None:
             num_rows, words = _count(blocks, indices, snapshot.recipe.validation, advance)
-            body = num_rows.astype("<i8").tobytes() + words.astype("<u4").tobytes()
-            write_whole(path, body + xxhash.xxh3_64_digest(body))
-            shard = _load(path, len(indices)) or _ShardLengths(starts_of(num_rows), words)
+            pieces = num_rows.astype("<i8").tobytes(), words.astype("<u4").tobytes()
+            write_sealed(path, pieces, "it is counted again after a restart")
+            shard = load() or _ShardLengths(starts_of(num_rows), words)
         shards.append(shard)
         advance(indices.stop)
     return RowLengths(snapshot.first_block_of_shard, shards)
@@ -120,29 +114,10 @@ def _words(block: Block, validation: float) -> npt.NDArray[np.uint32]:
     return words
 
 
-def _load(path: Path, num_blocks: int) -> _ShardLengths | None:
-    try:
-        # Arrow's map keeps no descriptor open, as Python's does: ten thousand shards would take ten thousand.
-        content = memoryview(pa.memory_map(str(path)).read_buffer())
-    except (OSError, ValueError):  # a file of no bytes cannot be mapped
-        return None
-    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+def _parse(num_blocks: int, body: memoryview) -> _ShardLengths | None:
     head = 8 * num_blocks
-    if xxhash.xxh3_64_digest(body) == bytes(digest) and len(body) >= head:
-        starts = starts_of(np.frombuffer(body[:head], "<i8").astype(np.int64))
-        if len(body) == head + 4 * int(starts[-1]):
-            return _ShardLengths(starts, np.frombuffer(body[head:], "<u4"))
-    log.warning("%s is damaged and will be made again", path)
-    return None
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is whole or absent whatever crashes. If it cannot be written, that is logged: it is made again."""
-    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        log.warning("%s cannot be stored: %s; it is counted again after a restart", path, error)
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    if len(body) < head:
+        return None
+    starts = starts_of(np.frombuffer(body[:head], "<i8").astype(np.int64))
+    fits = len(body) == head + 4 * int(starts[-1])
+    return _ShardLengths(starts, np.frombuffer(body[head:], "<u4")) if fits else None

@@ -1,28 +1,24 @@
 """Notes: small facts about a dataset's folder that outlive a restart, as files in the cache folder.
 
-A note is written under a temporary name and renamed, and ends with the xxh3-64 of the bytes before it, so that it is whole
-or absent whatever crashes. Notes lie in folders of their own, out of the sight and the budget of the cached blocks. What is
-lost with them is made again.
+A note is a sealed file. Notes lie in folders of their own, out of the sight and the budget of the cached blocks. What is lost
+with them is made again.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import time
-import uuid
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgpack
-import xxhash
 
-log = logging.getLogger("penstock.notes")
+from penstock_server.sealed import read_sealed, write_sealed
 
-_DIGEST_BYTES = 8
 _FOLDER, _TEMPORARY = "notes", ".tmp"
 _ABANDONED_SECONDS = 60.0  # a temporary file this old belongs to a process that died
 _FORGET_SECONDS = 90 * 86_400.0  # of a dataset that no server has opened for so long
@@ -52,25 +48,11 @@ def write_note(path: Path, content: Any) -> None:
     """Keeps what msgpack can hold. A note that cannot be kept is logged; nothing else follows."""
     # Names of files may be of any bytes, and Python spells those that are no text with surrogates.
     body = msgpack.packb(content, unicode_errors="surrogatepass")
-    temporary = path.with_name(f"{uuid.uuid4().hex}{_TEMPORARY}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(body + xxhash.xxh3_64_digest(body))
-        temporary.replace(path)
-    except OSError as error:
-        log.warning("%s cannot be kept: %s; what it holds is forgotten with this process", path, error)
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    write_sealed(path, [body], "what it holds is forgotten with this process")
 
 
 def read_note(path: Path) -> Any | None:
     """What was kept, with tuples for lists. None: nothing was, or it is damaged."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if xxhash.xxh3_64_digest(body) != digest:
-        log.warning("%s is damaged and will be made again", path)
-        return None
-    return msgpack.unpackb(body, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
+    return read_sealed(path, partial(msgpack.unpackb, use_list=False, strict_map_key=False, unicode_errors="surrogatepass"))

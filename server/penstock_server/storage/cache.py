@@ -1,7 +1,7 @@
 """The cache folder: files of bytes within a budget, least recently used out first, shared by any number of processes.
 
-A file is written under a temporary name and renamed, and ends with the xxh3-64 of the bytes before it, so that it is whole
-or absent whatever crashes. The bytes in use are counted in the lock file, which one process holds while it makes room.
+A file is sealed. The bytes in use, and those that are being written, are counted in the lock file, which one process holds
+while it makes room.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import xxhash
+
+from penstock_server.sealed import SEAL_BYTES, Damaged, map_sealed, seal_of
 
 log = logging.getLogger("penstock.cache")
 
-_DIGEST_BYTES = 8
 _USED = struct.Struct("<q")
 _SUFFIX, _TEMPORARY = ".block", ".tmp"
 _ABANDONED_SECONDS = 60.0  # a temporary file that nobody has written to for so long belongs to a process that died
@@ -62,21 +62,14 @@ class CacheFolder:
 
         The map stays good when the file is evicted.
         """
-        path = self._path(name)
         try:
-            size = path.stat().st_size
-            content = pa.memory_map(str(path)).read_buffer() if size else pa.py_buffer(b"")  # nothing cannot be mapped
-        except FileNotFoundError:
+            body = map_sealed(self._path(name))
+        except Damaged as damage:
+            log.warning("%s", damage)
+            self._drop(self._path(name))
             return None
-        except OSError as error:  # no file descriptor left, no permission: the file itself may be sound
-            log.warning("%s cannot be mapped: %s", path, error)
-            return None
-        # Before anything is parsed: a flipped byte in a length would have the parser read elsewhere.
-        body = content.slice(0, max(0, content.size - _DIGEST_BYTES))
-        if content.size < _DIGEST_BYTES or _digest(memoryview(body)) != bytes(content[body.size :]):
-            self._drop(path)
-            return None
-        self.touch(name)
+        if body is not None:
+            self.touch(name)
         return body
 
     def has(self, name: str) -> bool:
@@ -93,7 +86,7 @@ class CacheFolder:
 
         Raises OSError: the folder can no longer be written to.
         """
-        nbytes = content.nbytes + _DIGEST_BYTES
+        nbytes = content.nbytes + SEAL_BYTES
         if nbytes > self.budget_bytes:
             return False
         path, temporary = self._path(name), None
@@ -103,7 +96,7 @@ class CacheFolder:
                 return False
             with temporary.open("r+b") as file:
                 file.write(content)
-                file.write(_digest(content))
+                file.write(seal_of(content))
             with self._locked() as used:
                 used.bytes -= _size(path)  # another process stored the same meanwhile
                 temporary.replace(path)
@@ -145,7 +138,6 @@ class CacheFolder:
             temporary.unlink()
 
     def _drop(self, path: Path) -> None:
-        log.warning("%s is damaged and will be made again", path)
         with suppress(OSError), self._locked() as used:
             size = _size(path)
             path.unlink(missing_ok=True)
@@ -208,7 +200,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _digest(content: memoryview) -> bytes:
-    return xxhash.xxh3_64_digest(content)

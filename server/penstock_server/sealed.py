@@ -1,0 +1,94 @@
+"""Sealed files: whole or absent whatever crashes. What cannot be stored, or was damaged, is made again.
+
+A file is written under a temporary name and renamed, and ends with the xxh3-64 of the bytes before it. That is checked before
+any of them is parsed: a flipped bit in a length would have a parser read elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import xxhash
+
+T = TypeVar("T")
+
+log = logging.getLogger("penstock.sealed")
+
+SEAL_BYTES = 8
+
+
+class Damaged(Exception):
+    """The bytes of a file are not those that were written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} is damaged and will be made again")
+
+
+def seal_of(content: bytes | memoryview | pa.Buffer) -> bytes:
+    """What stands behind these bytes, `SEAL_BYTES` long."""
+    return xxhash.xxh3_64_digest(content)
+
+
+def map_sealed(path: Path) -> pa.Buffer | None:
+    """The bytes of a file before its seal, mapped into memory. None: there is none, or it cannot be mapped, which is logged.
+
+    The map stays good when the file is removed or replaced. Raises Damaged.
+    """
+    try:
+        # Arrow's map keeps no descriptor open, as Python's does: ten thousand shards would take ten thousand. It refuses a file
+        # of no bytes.
+        content = pa.memory_map(os.fsencode(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # no descriptor left, no permission: the file itself may be sound
+        log.warning("%s cannot be mapped: %s", path, error)
+        return None
+    body = content.slice(0, max(0, content.size - SEAL_BYTES))
+    if seal_of(body) != bytes(content[body.size :]):
+        raise Damaged(path)
+    return body
+
+
+def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None:
+    """What `parse` makes of the bytes of a file, which stay mapped for it, or None: there are none, or they are damaged.
+
+    `parse` gives None, too, for bytes that are not what they should be.
+    """
+    try:
+        body = map_sealed(path)
+        if body is None:
+            return None
+        if (parsed := parse(memoryview(body))) is not None:
+            return parsed
+        raise Damaged(path)
+    except Damaged as damage:
+        log.warning("%s", damage)
+        return None
+
+
+def write_sealed(path: Path, pieces: Iterable[bytes], otherwise: str) -> None:
+    """Writes a file, one piece behind the other. If that fails, nothing is left of it, and `otherwise` is logged, what follows.
+
+    Raises what `pieces` raises, but for an OSError.
+    """
+    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    seal = xxhash.xxh3_64()
+    try:
+        with temporary.open("wb") as file:
+            for piece in pieces:
+                seal.update(piece)
+                file.write(piece)
+            file.write(seal.digest())
+        temporary.replace(path)
+    except OSError as error:
+        log.warning("%s cannot be stored: %s; %s", path, error, otherwise)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
