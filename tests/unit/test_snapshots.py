@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -19,6 +20,7 @@ from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.datasets.watch import watching
+from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -142,6 +144,17 @@ def test_a_damaged_record_is_no_record(folder: Path, open_all: Callable[[], Cata
     [older] = [p for p in (tmp_path / "cache" / "notes").glob("*/*.snapshot") if p.stem != latest]
     older.write_bytes(older.read_bytes()[:-1])
     assert [record.fingerprint for record in open_all()["d"].held.snapshots] == [latest]
+
+
+def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(
+    open_all: Callable[[], Catalog], tmp_path: Path
+) -> None:
+    catalog = open_all()
+    [notes] = (tmp_path / "cache" / "notes").iterdir()
+    os.utime(notes, (1, 1))
+    catalog["d"].served(None)
+    drop_old_notes(tmp_path / "cache")
+    assert notes.exists()
 
 
 def test_a_name_that_is_no_fingerprint_opens_no_file(open_all: Callable[[], Catalog]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from penstock_server.problems import IndexFailed, IndexNotReady, Problem
@@ -24,12 +27,15 @@ class Counting(Generic[T]):
     what   what is counted, for people: "the tokens of wiki"
     total  in how many steps
     make   makes it, and calls its argument with the number of steps that are done
+    files  gives the files that it is kept in
     """
 
-    def __init__(self, what: str, total: int, make: Callable[[Callable[[int], None]], T]) -> None:
+    def __init__(
+        self, what: str, total: int, make: Callable[[Callable[[int], None]], T], files: Callable[[], Iterable[Path]]
+    ) -> None:
         self.num_done = 0
         self.total = total
-        self._what, self._make = what, make
+        self._what, self._make, self._files = what, make, files
         self._lock = threading.Lock()
         self._made: list[T] = []
         self._thread: threading.Thread | None = None
@@ -72,18 +78,23 @@ class Counting(Generic[T]):
         """Makes it now, in this thread. Raises what stops it."""
         if not self._made:
             made = self._make(advance)
+            self.mark_used()
             with self._lock:
                 self._made.append(made)
         return self._made[0]
+
+    def mark_used(self) -> None:
+        """Gives the files that it is kept in the date of today, so that they are not taken for forgotten."""
+        for path in self._files():
+            with suppress(OSError):  # it is not made yet, could not be stored, or the folder became read-only
+                os.utime(path)
 
     def _advance(self, num_done: int) -> None:
         self.num_done = num_done
 
     def _run(self) -> None:
         try:
-            made = self._make(self._advance)
-            with self._lock:
-                self._made.append(made)
+            self.make(self._advance)
         except Problem as problem:
             self._failure = (problem, time.monotonic() + _FAILURE_SECONDS)
         except Exception as error:

@@ -7,17 +7,21 @@ bins                  from the row lengths; for best_fit
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from penstock_server.counts.bins import PackedPools, keep_bins
 from penstock_server.counts.counting import Counting
-from penstock_server.counts.lengths import RowLengths, count_lengths
+from penstock_server.counts.lengths import SUFFIX, RowLengths, count_lengths, lengths_files
 from penstock_server.geometry.best_fit import Bins, pack
 from penstock_server.geometry.order import IntArray
 from penstock_server.geometry.packing import SplitRows
@@ -26,6 +30,9 @@ from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 
 _FORMAT = 3
+_SUFFIX = ".index"
+_MARK_SECONDS = 86_400.0
+_FORGET_SECONDS = 30 * _MARK_SECONDS
 
 
 class Index:
@@ -37,10 +44,13 @@ class Index:
     def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks, folder: Path) -> None:
         self._name, self._snapshot, self._blocks, self._folder = name, snapshot, blocks, folder
         num_blocks = snapshot.num_blocks
-        self.lengths = Counting(f"the tokens of {name}", num_blocks, partial(count_lengths, snapshot, blocks, folder))
-        self._rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows)
+        of_shards = partial(lengths_files, snapshot, blocks, folder)
+        count = partial(count_lengths, snapshot, blocks, folder)
+        self.lengths = Counting(f"the tokens of {name}", num_blocks, count, of_shards)
+        self._rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
         self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
         self._lock, self._packing = threading.Lock(), threading.Lock()
+        self._mark_at = time.monotonic() + _MARK_SECONDS
 
     def rows_per_block(self, split: str) -> IntArray:
         """Rows of a split in each block, after the filter and with the bad ones; shape [num_blocks]."""
@@ -81,13 +91,22 @@ class Index:
             if (seq_len, split) not in self._bins:
                 make = partial(self._count_bins, split, seq_len)
                 what = f"the sequences that the documents of {self._name} fill"
-                self._bins[seq_len, split] = Counting(what, self._snapshot.num_blocks, make)
+                path = partial(self._path, f"bins-{split}-{seq_len}")
+                self._bins[seq_len, split] = Counting(what, self._snapshot.num_blocks, make, lambda: [path()])
             return self._bins[seq_len, split]
 
     def progress(self) -> tuple[int, int]:
         """Blocks whose tokens are counted, and blocks in all."""
         total = self._snapshot.num_blocks
         return (total if self.lengths.is_ready else self.lengths.num_done), total
+
+    def mark_used(self) -> None:
+        """A job uses the snapshot now: what is counted of it is not to be dropped. Done once a day."""
+        if time.monotonic() >= self._mark_at:
+            self._mark_at = time.monotonic() + _MARK_SECONDS
+            countings: list[Counting[Any]] = [self.lengths, self._rows, *list(self._bins.values())]
+            for counting in countings:
+                counting.mark_used()
 
     def _sound_lengths(self, split: str) -> RowLengths:
         lengths = self.lengths.get()
@@ -99,7 +118,7 @@ class Index:
 
     def _count_rows(self, advance: Callable[[int], None]) -> IntArray:
         """Rows of the train and of the validation split in each block, shape [2, num_blocks]; stored little-endian."""
-        path, size = self._folder / f"{self._blocks.identity}-rows-{_FORMAT}.index", 16 * self._snapshot.num_blocks
+        path, size = self._path("rows"), 16 * self._snapshot.num_blocks
 
         def parse(body: memoryview) -> IntArray | None:
             return np.frombuffer(body, "<i8").astype(np.int64).reshape(2, -1) if len(body) == size else None
@@ -126,6 +145,17 @@ class Index:
                 yield pack(np.concatenate([lengths(block) for block in range(start, stop)]), seq_len)
                 advance(stop)
 
-        path = self._folder / f"{self._blocks.identity}-bins-{split}-{seq_len}-{_FORMAT}.index"
         with self._packing:  # one at a time: each keeps a core busy
-            return keep_bins(path, len(starts) - 1, pack_all)
+            return keep_bins(self._path(f"bins-{split}-{seq_len}"), len(starts) - 1, pack_all)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._blocks.identity}-{name}-{_FORMAT}{_SUFFIX}"
+
+
+def drop_old_counts(folder: Path) -> None:
+    """Removes the counts of all snapshots that no server has used for 30 days. Who has one mapped keeps it."""
+    for entry in os.scandir(folder):
+        if entry.name.endswith((SUFFIX, _SUFFIX)):
+            with suppress(OSError):  # another server tidies up at the same time
+                if time.time() - entry.stat().st_mtime > _FORGET_SECONDS:
+                    Path(entry.path).unlink()

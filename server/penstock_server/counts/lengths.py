@@ -7,7 +7,7 @@ Files of shards that stay are used again when others come, and what was counted 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -80,9 +80,8 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Cal
     Raises what a block raises that cannot be read.
     """
     shards = []
-    for number in range(len(snapshot.shards)):
+    for number, path in enumerate(lengths_files(snapshot, blocks, folder)):
         indices = snapshot.blocks_of_shard(number)
-        path = folder / f"{blocks.identity_of_shard(number)}{SUFFIX}"
         load = partial(read_sealed, path, partial(_parse, len(indices)))
         shard = load()
         if shard is None:
@@ -93,6 +92,12 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Cal
         shards.append(shard)
         advance(indices.stop)
     return RowLengths(snapshot.first_block_of_shard, shards)
+
+
+def lengths_files(snapshot: Snapshot, blocks: Blocks, folder: Path) -> Iterator[Path]:
+    """Where the lengths of each shard's rows are, or will be."""
+    for shard in range(len(snapshot.shards)):
+        yield folder / f"{blocks.identity_of_shard(shard)}{SUFFIX}"
 
 
 def _count(

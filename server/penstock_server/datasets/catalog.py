@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.skip import spell_skip
 from penstock.spec import Spec
 from penstock_server.batches.plan import Plan, make_plan
+from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.dataset import Change, Dataset
 from penstock_server.datasets.declared import DeclaredMixture, read_mixture
 from penstock_server.datasets.held import Served
@@ -213,6 +214,7 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
     if tokenizer:
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
     drop_old_notes(store.cache.folder)
+    drop_old_counts(store.cache.folder)
     catalog = Catalog(data_dir, tokenizer, store)
     catalog.open()
     return catalog

@@ -82,6 +82,7 @@ class Dataset:
         """The snapshot of this name, None for the latest, for a job. Raises what Held.find raises."""
         served = self._held.find(fingerprint, self._serve)
         self._history.touch(served.snapshot.fingerprint)
+        served.index.mark_used()
         return served
 
     def poll(self, shards: Mapping[str, Date]) -> bool:

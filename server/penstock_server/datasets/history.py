@@ -78,6 +78,7 @@ class History:
             self._touched_at[fingerprint] = now
             with suppress(OSError):
                 os.utime(self._path(fingerprint))
+                os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
 
     def _drop_oldest(self, latest: str) -> None:
         older = sorted((f for f in self._records if f != latest), key=lambda f: (self._asked_for(f), self._used_at_ns(f)))

@@ -1,0 +1,93 @@
+"""What is counted over all blocks, as files: kept while it is used, made again when it is damaged, forgotten when it is old."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corpora import write_numbered
+from penstock_server.batches.batch import frames
+from penstock_server.batches.gather import chunks, load
+from penstock_server.counts import index as index_module
+from penstock_server.counts.index import drop_old_counts
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+from planned import plan_of
+
+WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"long_rows": "split"}, {"split": "validation"}]
+MONTH_AGO = time.time() - 31 * 86_400
+WEEK_AGO = time.time() - 7 * 86_400
+
+
+@pytest.fixture
+def open_all(tmp_path: Path) -> Callable[[], Catalog]:
+    """The catalog as a server sees it that has just been started."""
+    folder = write_numbered(tmp_path / "data" / "d", 300, row_group_size=20)
+    (folder / "penstock.toml").write_text("validation = 0.3")
+    return lambda: open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
+
+
+def served(catalog: Catalog, way: dict[str, str]) -> bytes:
+    """The first batches of an epoch."""
+    plan = plan_of(catalog, "d", batch_size=4, seq_len=5, **way)
+    return b"".join(frames(chunk, load(chunk)) for chunk in chunks(plan, 0, 0, range(min(5, plan.schedule.num_steps))))
+
+
+def counts(folder: Path) -> dict[str, int]:
+    """The files of counts, each with its inode: a file that is made again has another."""
+    return {path.name: path.stat().st_ino for path in folder.iterdir() if path.suffix in (".lengths", ".index")}
+
+
+def age(folder: Path, seconds_since_epoch: float) -> None:
+    for name in counts(folder):
+        os.utime(folder / name, (seconds_since_epoch,) * 2)
+
+
+def test_counts_that_nobody_has_used_for_a_month_are_dropped_and_whoever_holds_them_goes_on(
+    open_all: Callable[[], Catalog], tmp_path: Path
+) -> None:
+    cache, running = tmp_path / "cache", open_all()
+    before = [served(running, way) for way in WAYS]
+    assert sorted(Path(name).suffix for name in counts(cache)) == [".index", ".lengths", ".lengths", ".lengths"]
+    blocks = set(cache.glob("*.block"))
+    age(cache, MONTH_AGO)
+    started = open_all()
+    assert counts(cache) == {}
+    assert set(cache.glob("*.block")) == blocks
+    assert (cache / "notes").is_dir()
+    assert [served(running, way) for way in WAYS] == before
+    assert [served(started, way) for way in WAYS] == before
+    assert len(counts(cache)) == 4
+
+
+def test_counts_that_are_used_stay_however_long_ago_they_were_made(open_all: Callable[[], Catalog], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for way in WAYS[::-1]:  # the rows of a split are counted by themselves as long as the tokens are not
+        served(open_all(), way)
+    made = counts(cache)
+    assert len(made) == 5
+    for _ in range(3):
+        age(cache, WEEK_AGO)
+        for way in WAYS[::-1]:
+            served(open_all(), way)
+        assert all((cache / name).stat().st_mtime > WEEK_AGO + 1 for name in made)
+    assert counts(cache) == made
+
+
+def test_counts_of_a_server_that_runs_for_months_stay(
+    open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "_MARK_SECONDS", 0)
+    cache, running = tmp_path / "cache", open_all()
+    for way in WAYS:
+        served(running, way)
+    made = counts(cache)
+    age(cache, MONTH_AGO)
+    served(running, {"packing": "rows"})  # a job that needs none of them uses the snapshot that they are of
+    drop_old_counts(cache)
+    assert counts(cache) == made
