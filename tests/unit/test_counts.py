@@ -6,10 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from corpora import write_numbered
+from damage import damaged
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.counts import index as index_module
@@ -91,3 +95,27 @@ def test_counts_of_a_server_that_runs_for_months_stay(
     served(running, {"packing": "rows"})  # a job that needs none of them uses the snapshot that they are of
     drop_old_counts(cache)
     assert counts(cache) == made
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files
+@given(st.data())
+def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same(
+    open_all: Callable[[], Catalog], tmp_path: Path, data: st.DataObject
+) -> None:
+    cache, ways = tmp_path / "cache", WAYS[::-1]
+    expected = [served(open_all(), way) for way in ways]
+    whole = {name: (cache / name).read_bytes() for name in counts(cache)}
+    assert {name.partition("-")[2] for name in whole} == {"", "bins-train-5-3.index", "rows-3.index"}
+    running = open_all()
+    for way in ways[: data.draw(st.integers(0, len(ways)), label="what the running server has read")]:
+        served(running, way)
+    names = data.draw(st.sets(st.sampled_from(sorted(whole)), min_size=1))
+    for name in names:
+        (cache / "copy").write_bytes(data.draw(damaged(whole[name])))
+        (cache / "copy").replace(cache / name)
+    with TestCase().assertLogs("penstock.sealed", "WARNING") as logs:
+        for catalog in (running, open_all()):
+            assert [served(catalog, way) for way in ways] == expected
+    lines = [record.getMessage() for record in logs.records]
+    assert sorted(lines) == sorted(f"{cache / name} is damaged and will be made again" for name in names)
+    assert {name: (cache / name).read_bytes() for name in counts(cache)} == whole

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from damage import damaged
+from penstock_server.sealed import Damaged, map_sealed, read_sealed, write_sealed
+
+OTHERWISE = "it is made again after a restart"
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4), st.data())
+def test_what_was_written_is_read_back_and_no_damage_to_it_goes_unnoticed(pieces: list[bytes], data: st.DataObject) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "some"
+        write_sealed(path, iter(pieces), OTHERWISE)
+        assert read_sealed(path, bytes) == b"".join(pieces)
+        path.write_bytes(data.draw(damaged(path.read_bytes())))
+        assert read_sealed(path, bytes) is None
+        with pytest.raises(Damaged, match=r"some is damaged and will be made again"):
+            map_sealed(path)
+
+
+def test_damage_is_logged_and_so_is_what_does_not_parse_and_what_is_not_there_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "some"
+    assert read_sealed(path, bytes) is None
+    assert caplog.text == ""
+    write_sealed(path, [b"abc"], OTHERWISE)
+    assert read_sealed(path, lambda _: None) is None
+    path.write_bytes(b"")
+    assert read_sealed(path, bytes) is None
+    assert [record.getMessage() for record in caplog.records] == [f"{path} is damaged and will be made again"] * 2
+
+
+def test_a_file_that_cannot_be_mapped_is_not_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "some"
+    path.mkdir()
+    assert read_sealed(path, bytes) is None
+    assert "some cannot be mapped" in caplog.text
+
+
+def test_a_map_outlives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "some"
+    write_sealed(path, [b"first"], OTHERWISE)
+    held = map_sealed(path)
+    write_sealed(path, [b"other"], OTHERWISE)
+    path.unlink()
+    assert bytes(held or b"") == b"first"
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(error: Exception) -> Iterator[bytes]:
+        yield b"new"
+        assert len(list(tmp_path.iterdir())) == 2
+        raise error
+
+    path = tmp_path / "some"
+    write_sealed(path, [b"old"], OTHERWISE)
+    write_sealed(path, failing(OSError("no space left")), OTHERWISE)
+    assert f"{path} cannot be stored: no space left; {OTHERWISE}" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        write_sealed(path, failing(ZeroDivisionError()), OTHERWISE)
+    assert [file.name for file in tmp_path.iterdir()] == ["some"]
+    assert read_sealed(path, bytes) == b"old"
