@@ -21,6 +21,11 @@ def command(data: Path, cache: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "penstock.cli", "prepare", str(data), "--cache-dir", str(cache), *flags]
 
 
+def inodes(cache: Path) -> dict[str, int]:
+    """The files of counts; one that is made again has another inode."""
+    return {path.name: path.stat().st_ino for path in cache.iterdir() if path.suffix in (".lengths", ".index")}
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     texts = [
@@ -36,11 +41,26 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
     done = subprocess.run(command(data, tmp_path / "cache", "--best-fit", "256"), capture_output=True, text=True, check=True)
     assert re.search(r"long: 8,000 rows, [\d,]+ tokens, 0 bad rows", done.stdout)
     assert "80 of 80 blocks are in the cache" in done.stdout
-    assert re.search(r"long: [\d,]+ sequences of 256 tokens, [\d.]+% of them padding", done.stdout)
+    packed = re.findall(r"long: ([\d,]+) sequences of 256 tokens(.*), [\d.]+% of them padding", done.stdout)
+    assert [split for _, split in packed] == ["", " of split=train", " of split=validation"]
     server = serve(data, cache_dir=tmp_path / "cache")
+    made = inodes(tmp_path / "cache")
     # Not one 503 on the way: all that a packing needs is there.
-    for packing in ("concat", "best_fit"):
-        assert server.get("/v1/datasets/long/spec", packing=packing, seq_len=256).status_code == 200
+    for split in ("all", "train", "validation"):
+        for packing in ("rows", "concat", "best_fit"):
+            url = "/v1/datasets/long/epochs/0/ranks/0/batches/0"
+            answer = server.get(url, packing=packing, split=split, seq_len=256, batch_size=1)
+            assert answer.status_code == 200, answer.text
+    assert inodes(tmp_path / "cache") == made
+    num_sequences = server.json("/v1/datasets/long/spec", packing="best_fit", split="train", seq_len=256)["num_sequences"]
+    assert f"{num_sequences:,}" == packed[1][0]
+
+
+def test_without_a_validation_split_there_is_one_packing(data: Path, tmp_path: Path) -> None:
+    with (data / "long" / "penstock.toml").open("a") as recipe:
+        recipe.write("\nvalidation = 0")
+    subprocess.run(command(data, tmp_path / "cache", "--best-fit", "256"), capture_output=True, check=True)
+    assert len(list((tmp_path / "cache").glob("*-bins-*.index"))) == 1
 
 
 def test_what_was_done_before_it_was_stopped_is_not_done_again(data: Path, tmp_path: Path) -> None:
@@ -52,10 +72,10 @@ def test_what_was_done_before_it_was_stopped_is_not_done_again(data: Path, tmp_p
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    before = {path.name: path.stat().st_ino for path in cache.glob("*.lengths")}
+    before = inodes(cache)
     subprocess.run(command(data, cache), capture_output=True, check=True)
-    after = {path.name: path.stat().st_ino for path in cache.glob("*.lengths")}
-    assert len(after) == 10
+    after = inodes(cache)
+    assert len(after) == 10 + 1  # tokens of each shard, and rows
     assert {name: after[name] for name in before} == before
 
 

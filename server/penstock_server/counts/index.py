@@ -47,7 +47,7 @@ class Index:
         of_shards = partial(lengths_files, snapshot, blocks, folder)
         count = partial(count_lengths, snapshot, blocks, folder)
         self.lengths = Counting(f"the tokens of {name}", num_blocks, count, of_shards)
-        self._rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
+        self.rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
         self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
         self._lock, self._packing = threading.Lock(), threading.Lock()
         self._mark_at = time.monotonic() + _MARK_SECONDS
@@ -59,7 +59,7 @@ class Index:
         if self.lengths.is_ready:
             served: IntArray = self.lengths.get().per_block(split)[0]
             return served
-        rows = self._rows.get()
+        rows = self.rows.get()
         by_split: dict[str, IntArray] = {"train": rows[0], "validation": rows[1], "all": rows[0] + rows[1]}
         return by_split[split]
 
@@ -104,7 +104,7 @@ class Index:
         """A job uses the snapshot now: what is counted of it is not to be dropped. Done once a day."""
         if time.monotonic() >= self._mark_at:
             self._mark_at = time.monotonic() + _MARK_SECONDS
-            countings: list[Counting[Any]] = [self.lengths, self._rows, *list(self._bins.values())]
+            countings: list[Counting[Any]] = [self.lengths, self.rows, *list(self._bins.values())]
             for counting in countings:
                 counting.mark_used()
 
@@ -130,6 +130,8 @@ class Index:
         return rows
 
     def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
+        if self.lengths.is_ready:
+            return np.stack([self.rows_per_block("train"), self.rows_per_block("validation")])
         counts = []
         for shard in range(len(self._snapshot.shards)):
             counts.append(self._blocks.count_rows(shard))

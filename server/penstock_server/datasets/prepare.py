@@ -16,6 +16,8 @@ _AT_A_TIME = 8  # blocks that are loaded side by side
 def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     """Counts the tokens of a dataset, fills the cache as far as its budget goes, packs for packing=best_fit; says what is done.
 
+    Everything is made for each split, too, if the recipe has splits.
+
     Raises what a block raises that cannot be read, and BadRow where the recipe does not substitute.
     """
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
@@ -24,16 +26,23 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     yield f"{served.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
     served.index.row_lengths("all")
     served.blocks.quarantine.check(bad)
+    served.index.rows.make(lambda _: None)  # at hand: the lengths tell them
     num_stored = _fill(served)
     yield f"{served.name}: {num_stored:,} of {served.snapshot.num_blocks:,} blocks are in the cache"
     if seq_lens and len(served.snapshot.recipe.features) > 1:
         yield f"{served.name}: preference pairs are not packed"
         return
     for seq_len in seq_lens:
-        with _progress(f"{served.name}: packing for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
-            num_bins = int(served.index.packing("all", seq_len).make(advance).bins_per_pool.sum())
-        padding = 1 - tokens / max(1, num_bins * seq_len)
-        yield f"{served.name}: {num_bins:,} sequences of {seq_len:,} tokens, {padding:.1%} of them padding"
+        for split in ("all", "train", "validation") if served.snapshot.recipe.validation else ("all",):
+            yield _pack(served, split, seq_len)
+
+
+def _pack(served: Served, split: str, seq_len: int) -> str:
+    of_split = "" if split == "all" else f" of split={split}"
+    with _progress(f"{served.name}: packing{of_split} for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
+        num_bins = int(served.index.packing(split, seq_len).make(advance).bins_per_pool.sum())
+    padding = 1 - int(served.index.tokens_per_block(split).sum()) / max(1, num_bins * seq_len)
+    return f"{served.name}: {num_bins:,} sequences of {seq_len:,} tokens{of_split}, {padding:.1%} of them padding"
 
 
 def _fill(served: Served) -> int:
