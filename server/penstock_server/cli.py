@@ -6,6 +6,7 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -16,6 +17,8 @@ from penstock import __version__
 from penstock.spec import LARGEST_SEQ_LEN
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.datasets.describe import describe_tight_cache
+from penstock_server.datasets.held import Served
 from penstock_server.datasets.prepare import failure_of, prepare
 from penstock_server.datasets.watch import watching
 from penstock_server.importing.command import add_command as add_import
@@ -77,7 +80,8 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
 def _prepare(arguments: argparse.Namespace) -> int:
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        catalog = open_catalog(settings.data_dir, settings.tokenizer, BlockStore(_cache(settings)))
+        store = BlockStore(_cache(settings))
+        catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
         names = arguments.dataset or catalog.datasets
         datasets = [catalog[name].latest for name in names]
         if wrong := [length for length in arguments.best_fit if not 1 <= length <= LARGEST_SEQ_LEN]:
@@ -85,6 +89,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
         print(f"penstock prepare: {error}", file=sys.stderr)
         return 2
+    _warn("prepare", store.cache, datasets)
     failed = [f"{name}: {reason}" for name, reason in catalog.refused.items() if not arguments.dataset]
     for dataset in datasets:
         try:
@@ -106,6 +111,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
+    _warn("serve", store.cache, catalog.datasets.values())
     with listener:
         host, port = listener.getsockname()[:2]
         print(_greeting(catalog, settings, "localhost" if host in ("127.0.0.1", "0.0.0.0", "::1", "::") else host, port))
@@ -126,6 +132,11 @@ def _cache(settings: Settings) -> CacheFolder:
         raise SettingsError(
             f"the cache folder {settings.cache_dir} cannot be used: {error.strerror}. Name another with --cache-dir."
         ) from error
+
+
+def _warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
+    if warning := describe_tight_cache(cache.budget_bytes, datasets):
+        print(f"penstock {command}: {warning}", file=sys.stderr)
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -68,6 +68,22 @@ def test_the_greeting_names_each_dataset_with_rows_shards_recipe_snapshot_and_a_
     assert "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?format=json'" in server.greeting
 
 
+def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 9)
+    write_numbered(tmp_path / "data" / "more", 1000, row_group_size=500)
+    warning = re.compile(
+        r"the budget of the block cache, 1,000 bytes, is too small for even one of the larger blocks of more, of up to about "
+        r"[\d,]{5,7} bytes\. They are not kept, but decoded .*Raise --cache-bytes \(all blocks together take about [\d,]{5,7} "
+    )
+    prepared = penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1KB")
+    assert prepared.returncode == 0
+    assert warning.search(prepared.stderr)
+    assert "more: 0 of 3 blocks are in the cache" in prepared.stdout
+    with serve(tmp_path / "data", "--cache-bytes", "1KB") as server:
+        assert warning.search(server.stop())
+    assert penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1MB").stderr == ""
+
+
 def test_a_server_that_is_told_to_stop_stops_without_a_word(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)
     with serve(tmp_path / "data") as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from penstock_server.batches.plan import Plan
@@ -36,6 +37,21 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "token_dtype": snapshot.token_dtype,
         "snapshot": snapshot.fingerprint,
     }
+
+
+def describe_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
+    """What follows from a cache that has no room for even one block of some datasets; None if it has."""
+    tight = [served for served in datasets if served.snapshot.largest_block_bytes > budget_bytes]
+    if not tight:
+        return None
+    largest = max(served.snapshot.largest_block_bytes for served in tight)
+    together = sum(sum(shard.bytes_per_group) for served in datasets for shard in served.snapshot.shards)
+    return (
+        f"the budget of the block cache, {budget_bytes:,} bytes, is too small for even one of the larger blocks of "
+        f"{', '.join(served.name for served in tight)}, of up to about {largest:,} bytes. They are not kept, but decoded and "
+        f"tokenized again for every batch that needs them, which is very slow. Raise --cache-bytes (all blocks together take "
+        f"about {together:,} bytes), or name a folder on a larger disk with --cache-dir."
+    )
 
 
 def describe_held(held: Held) -> dict[str, Any]:

@@ -101,6 +101,12 @@ class Snapshot:
         """Blocks of all shards."""
         return len(self.rows_per_block)
 
+    @cached_property
+    def largest_block_bytes(self) -> int:
+        """About the bytes of the largest block's columns, uncompressed; see BlockAddress.nbytes."""
+        nbytes = np.array([n for shard in self.shards for n in shard.bytes_per_group], np.int64)
+        return int((nbytes // self.blocks_per_group).max())
+
     def locate(self, row: int) -> tuple[int, int]:
         """The (block, row in the block) of row `row`, in [0, num_rows), of all shards."""
         index = int(find(self._first_row, np.array([row]))[0])
