@@ -250,6 +250,27 @@ def test_bad_rows_are_listed_counted_and_told_in_the_header(serve: Callable[...,
         assert server.json("/v1/datasets/holes")["bad_rows"]["known"] == 2
 
 
+def test_nulls_that_refuse_a_dataset_before_it_is_read_are_listed_by_row_group(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    texts = [f"fox {n}" if n % 50 else None for n in range(200)]
+    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write_tokenizer(tmp_path / "tokenizer.json")
+    with serve(tmp_path) as server:
+        with pytest.raises(DataError, match=r"4 of 200 rows .* are known to be bad, more than .*/quarantine lists them"):
+            list(dataset(server, "holes", batch_size=10))
+        listed = server.json("/v1/datasets/holes/quarantine")
+        assert (listed["num_bad_rows"], listed["rows"]) == (4, [])
+        reason = "1 of its 25 rows are null in text; which ones is known once it is read"
+        assert listed["row_groups"] == [
+            {"shard": "part-0.parquet", "row_group": group, "reason": reason} for group in (0, 2, 4, 6)
+        ]
+        server.json("/v1/datasets/holes/rows/50")
+        listed = server.json("/v1/datasets/holes/quarantine")
+        assert [row["row"] for row in listed["rows"]] == [50]
+        assert [group["row_group"] for group in listed["row_groups"]] == [0, 4, 6]
+
+
 def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts = ["fox" if n % 10 else "" for n in range(200)]
     write(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 
 _LISTED_ROWS = 100_000  # with their reasons; beyond them rows are only counted
+_LISTED_FOOTERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +30,7 @@ class BadRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadGroup:
-    """A row group that cannot be read."""
+    """A row group that cannot be read, or of which the footer alone tells that it has bad rows."""
 
     shard: str
     row_group: int
@@ -86,9 +90,21 @@ class Quarantine:
             return [row for index in sorted(self._rows) for row in self._rows[index]]
 
     def groups(self) -> list[BadGroup]:
-        """The row groups that could not be read."""
+        """The row groups that could not be read, and up to a thousand with more bad rows, by their footers, than are listed."""
         with self._lock:
-            return [self._groups[key] for key in sorted(self._groups)]
+            unread = dict(self._groups)
+            listed = Counter((row.shard, row.row_group) for rows in self._rows.values() for row in rows)
+        for group in islice(self._known_by_footers(listed), _LISTED_FOOTERS):
+            unread.setdefault((group.shard, group.row_group), group)
+        return [unread[key] for key in sorted(unread)]
+
+    def _known_by_footers(self, listed: Counter[tuple[str, int]]) -> Iterator[BadGroup]:
+        columns = " or ".join(self._snapshot.recipe.token_columns)
+        for shard in self._snapshot.shards if self._num_in_footers else ():
+            for number, (nulls, num_rows) in enumerate(zip(shard.null_rows, shard.rows_per_group, strict=True)):
+                if nulls > listed[shard.path.name, number]:
+                    reason = f"{nulls:,} of its {num_rows:,} rows are null in {columns}; which ones is known once it is read"
+                    yield BadGroup(shard=shard.path.name, row_group=number, reason=reason)
 
     def check(self, num_counted: int = 0) -> None:
         """Raises DatasetRefused: more rows, met or counted, are bad than the recipe allows to substitute."""
