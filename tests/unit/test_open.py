@@ -1,6 +1,8 @@
 """Opening datasets: what is found, how the recipe is decided, and what is refused, with a message that helps."""
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.snapshots.snapshot import Snapshot, open_snapshot, read_folder
+from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
@@ -295,6 +298,25 @@ def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: 
         snapshot_of(data, tokenizer)
     (data / "penstock.toml").write_text('on_bad_row = "substitute"')
     assert snapshot_of(data, tokenizer).num_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"), [("ask", "answer"), ("die Frage", 'a "good" one'), ("meta.ask", "wäre\\"), ("order", "null")]
+)
+def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
+    data: Path, tokenizer: Path, tmp_path: Path, prompt: str, response: str
+) -> None:
+    data.mkdir()
+    columns = {prompt: ["one", None, "two", "three"], response: ["four", "five", "six", None]}
+    pq.write_table(pa.table(columns), data / "part-000.parquet")
+    recipe = f"prompt = {json.dumps(prompt, ensure_ascii=False)}\nresponse = {json.dumps(response, ensure_ascii=False)}\n"
+    (data / "penstock.toml").write_text(recipe)
+    with pytest.raises(DatasetRefused, match="1 rows are null in") as refusal:
+        snapshot_of(data, tokenizer)
+    [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
+    (data / "penstock.toml").write_text(recipe + told)
+    [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
+    assert (block.rows.tolist(), block.bad) == ([0, 2], {})
 
 
 def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:

@@ -7,6 +7,7 @@ A row is kept where the condition is true; where it is false or null, the datase
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from pyarrow.fs import LocalFileSystem
 
 from penstock_server.recipes.filter_sql import FilterError, Meaning, parse
 
-__all__ = ["Filter", "FilterError", "parse_filter"]
+__all__ = ["Filter", "FilterError", "not_null", "parse_filter"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,3 +89,19 @@ def _evaluate(table: pa.Table, expression: pc.Expression) -> npt.NDArray[np.bool
 def _reason(error: Exception) -> str:
     reason = str(error).split("\n")[0].rstrip(".")
     return "a whole number that it calculates does not fit 64 bits" if reason == "overflow" else reason
+
+
+def not_null(columns: Sequence[str]) -> str:
+    """The text of the filter that keeps the rows in which none of these columns is null."""
+    return " and ".join(f"{name if _is_plain(name) else _quoted(name)} is not null" for name in columns)
+
+
+def _is_plain(name: str) -> bool:
+    try:
+        return parse_filter(f"{name} is not null", pa.schema([(name, pa.string())])).columns == (name,)
+    except FilterError:
+        return False
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

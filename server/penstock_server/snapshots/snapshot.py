@@ -16,6 +16,7 @@ from penstock_server.geometry.best_fit import pools_of
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place
+from penstock_server.recipes.filters import not_null
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.recipe_file import read_recipe
 from penstock_server.snapshots.folders import list_folder
@@ -224,5 +225,6 @@ def _check_rows(snapshot: Snapshot) -> None:
             if nulls and recipe.on_bad_row == "fail":
                 raise DatasetRefused(
                     f"{shard.path}, row group {group}: {nulls:,} rows are null in {' or '.join(recipe.token_columns)}. Remove "
-                    f'them, or set on_bad_row = "substitute" in penstock.toml to serve a neighbour in their place.'
+                    f"them, or say in penstock.toml filter = {json.dumps(not_null(recipe.token_columns), ensure_ascii=False)} "
+                    f'to leave them out, or on_bad_row = "substitute" to serve a neighbour in their place.'
                 )
