@@ -156,6 +156,17 @@ def test_progress_is_shown_on_a_terminal_in_bytes(tmp_path: Path) -> None:
     assert re.search(r"2/2 shards: 100%", shown)
 
 
+def test_whole_numbers_that_lose_digits_are_warned_of_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"id": 18446744073709551615, "n": 9223372036854775807}\n{"id": 1, "n": 2}\n')
+    done = run(path, tmp_path / "out")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1:] == ["  id: double", "  n: int64"]
+    assert done.stderr.startswith(f"penstock import: {path}: column 'id' has whole numbers beyond 64 bits")
+    assert done.stderr.endswith("18446744073709551615 is now 18446744073709551616. Write them as text to keep every digit.\n")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

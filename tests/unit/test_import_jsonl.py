@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from importing import Rows, imported, types_of
+from importing import Rows, imported, read_back, types_of
 from penstock_server.importing import stream
+from penstock_server.importing.run import Import
 from penstock_server.importing.source import ImportRefused
 
 TEXTS = st.text(max_size=20) | st.sampled_from(["2024-02-29", "2024-02-29T12:00:00Z", "12", "null", "\u2028", "\r\n", "\0"])
@@ -187,3 +188,48 @@ def test_a_line_that_is_large_but_not_too_large_is_read(tmp_path: Path) -> None:
     texts = ["a", "x" * (15 << 20), "b"]
     table = imported(tmp_path / "out", write(tmp_path / "x.jsonl", [{"text": text} for text in texts]))
     assert table.column("text").to_pylist() == texts
+
+
+def rounded_by(tmp_path: Path, lines: list[str], columns: list[str] | None = None) -> dict[str, str]:
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    done = Import(files=[tmp_path / "x.jsonl"], out_dir=tmp_path / "out", columns=columns, overwrite=True).run()
+    assert all(path == tmp_path / "x.jsonl" for path, _, _ in done.rounded)
+    return {name: str(number) for _, name, number in done.rounded}
+
+
+@pytest.mark.parametrize(
+    ("lines", "rounded"),
+    [
+        (['{"a": 1}', '{"a": 18446744073709551615}'], {"a": "18446744073709551615"}),
+        (['{"a": 9007199254740993}', '{"a": 1}', '{"a": 0.5}'], {"a": "9007199254740993"}),
+        (['{"a": {"b": [1, -9223372036854775809], "c": 3}}'], {"a.b[]": "-9223372036854775809"}),
+        (['{"a": [{"b": 9223372036854775809}, {}]}', '{"a": null}', "{}"], {"a[].b": "9223372036854775809"}),
+        (['{"a": 1' + "0" * 5000 + "}"], {"a": "1" + "0" * 5000}),
+        (['{"a": 9007199254740993}', '{"a": 9223372036854775807}'], {}),  # int64
+        (['{"a": 9007199254740992}', '{"a": 0.5}'], {}),
+        (['{"a": 100000000000000000000}', '{"a": 1e300}', '{"a": 0.12345678901234567}'], {}),  # as JavaScript writes 1e20
+        (['{"a": 1e300, "b": "18446744073709551615, 18446744073709551615"}'], {}),
+    ],
+)
+@pytest.mark.usefixtures("portion_bytes")
+def test_whole_numbers_that_float64_rounds_are_told_by_column(
+    tmp_path: Path, lines: list[str], rounded: dict[str, str]
+) -> None:
+    assert rounded_by(tmp_path, [f'{{"id": 1, {line[1:]}'.replace(", }", "}") for line in lines]) == rounded
+
+
+def test_what_is_not_imported_is_not_told_to_be_rounded(tmp_path: Path) -> None:
+    lines = ['{"a": 18446744073709551615, "b": 1}']
+    assert rounded_by(tmp_path, lines, ["b"]) == {}
+    assert rounded_by(tmp_path, lines, ["a"]) == {"a": "18446744073709551615"}
+
+
+@given(st.lists(st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=6))
+@pytest.mark.usefixtures("portion_bytes")
+def test_no_digit_is_lost_without_a_word(tmp_path_factory: pytest.TempPathFactory, values: list[int | float]) -> None:
+    folder = tmp_path_factory.mktemp("jsonl")
+    told = rounded_by(folder, [json.dumps({"a": [value]}) for value in values])
+    got = [row["a"][0] for row in read_back(folder / "out").to_pylist()]
+    lost = {str(value) for value, now in zip(values, got, strict=True) if value != now}
+    assert bool(told) == bool(lost)
+    assert set(told.values()) <= lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 from penstock_server.importing.run import Import, Imported
@@ -55,10 +56,13 @@ def _import(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
     )
     try:
-        print(_summary(task.run(), task.out_dir))
+        done = task.run()
     except ImportRefused as refusal:
         print(f"penstock import: {refusal}", file=sys.stderr)
         return 2
+    print(_summary(done, task.out_dir))
+    for path, name, number in done.rounded:
+        print(f"penstock import: {path}: {_loss(name, number)}", file=sys.stderr)
     return 0
 
 
@@ -73,6 +77,14 @@ def _summary(done: Imported, out_dir: Path) -> str:
     if done.left_out:
         lines.append(f"  left out, since Parquet holds no objects without fields: {', '.join(done.left_out)}")
     return "\n".join(lines)
+
+
+def _loss(name: str, number: Decimal) -> str:
+    before, after = (text if len(text) <= 40 else f"{text[:37]}..." for text in (f"{number:f}", f"{float(number):.0f}"))
+    return (
+        f"column {name!r} has whole numbers beyond 64 bits or beside decimal ones. As float64 large ones are rounded: "
+        f"{before} is now {after}. Write them as text to keep every digit."
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from penstock_server.importing.columns import ColumnsDiffer, merge, normal_schema, wide_columns
+from penstock_server.importing.rounding import find_inexact, float_columns
 from penstock_server.importing.source import ImportRefused, Report, Survey
 from penstock_server.importing.stream import Portion, opened, portions
 
@@ -34,7 +36,7 @@ class JsonLines:
         Raises ImportRefused: a line is no JSON object, or has a type that does not go with the lines before it.
         """
         self._check_start()
-        schema, names, wide = pa.schema([]), dict[str, None](), frozenset[str]()
+        schema, names, wide, inexact = pa.schema([]), dict[str, None](), frozenset[str](), dict[str, Decimal]()
         for portion in self._portions(report):
             if not names and self._columns is not None:
                 names |= _first_keys(portion.data)
@@ -42,7 +44,9 @@ class JsonLines:
             schema = merge(schema, normal_schema(table.schema, None, dates=False))
             names |= dict.fromkeys(schema.names)
             wide |= wide_columns(table)
-        return Survey(names=tuple(names), schema=schema, wide=wide)
+            inexact |= find_inexact(portion.data, table, inexact)
+        rounded = {path: inexact[path] for path in sorted(inexact.keys() & float_columns(schema))}
+        return Survey(names=tuple(names), schema=schema, wide=wide, rounded=rounded)
 
     def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
         """The lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""

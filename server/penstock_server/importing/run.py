@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -58,7 +59,8 @@ class Import:
             written = write_shards(row_groups(tables, self.shape), folder, schema, self.shape)
             if not written.num_rows:
                 raise ImportRefused(f"{', '.join(map(str, self.files))}: there is not one row to import.")
-        return Imported(schema=schema, left_out=left_out, written=written)
+        rounded = [(path, name, number) for path, survey in found for name, number in survey.rounded.items()]
+        return Imported(schema=schema, left_out=left_out, rounded=rounded, written=written)
 
     def _sources(self) -> list[Source]:
         found = [self._source(path) for path in self.files]
@@ -91,10 +93,15 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """What an import did; `left_out` are columns of objects without fields, which Parquet cannot hold."""
+    """What an import did.
+
+    left_out  columns of objects without fields, which Parquet cannot hold
+    rounded   columns of float64, each with its file and a whole number in it that float64 does not hold
+    """
 
     schema: pa.Schema
     left_out: Sequence[str]
+    rounded: Sequence[tuple[Path, str, Decimal]]
     written: Written
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Protocol
 
@@ -23,12 +24,14 @@ class Survey:
     """What a whole file holds.
 
     `schema` is of the columns to import, in the types that `columns.normal` gives; `names` are all the file has.
-    `wide` are the columns of token lists with an id that int32 does not hold.
+    `wide` are the columns of token lists with an id that int32 does not hold. `rounded` gives of each column of float64, by
+    its path, a whole number that the file holds and float64 does not.
     """
 
     names: tuple[str, ...]
     schema: pa.Schema
     wide: frozenset[str] = frozenset()
+    rounded: Mapping[str, Decimal] = field(default_factory=dict)
 
 
 class Source(Protocol):
