@@ -17,6 +17,8 @@ from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.storage.block import Block, Turn
 
+_IGNORED = -100  # the label of what is not learned, as penstock.tensors has it
+
 
 def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
     """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sequence decodes to."""
@@ -77,17 +79,36 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
             if tokenizer:
                 facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in _texts(plan, tensor, line).items()}
             facts[tensor.name] = _ids(line)
+            if not tensor.turn:  # the labels of seq2seq travel themselves
+                facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, tensor, line)
         elif tensor.kind == "mask":
             facts[tensor.name] = [int(learned) for ids, learned in line for _ in ids]
         elif tensor.kind == "count":
             facts[tensor.name] = len(_ids(line))
         elif tensor.kind == "starts":
-            facts[tensor.name] = _starts(sequences, number, len(_ids(line)), tensor.longest)
+            facts[tensor.name] = starts = _starts(sequences, number, len(_ids(line)), tensor.longest)
+            facts |= _by_document(facts["labels"], starts)
     names = [tensor.name for tensor in plan.tensors if tensor.kind == "column"]
     if names:
         columns = shown_columns(*sequences.row(number))
         facts["columns"] = {name: columns[name] for name in names}
     return facts
+
+
+def _labels(plan: Plan, tensor: Tensor, line: list[Turn]) -> list[int]:
+    """The ids that are learned, as a trainer gets them."""
+    is_masked = any(t.feature == tensor.feature and (t.kind == "mask" or t.turn == "prompt") for t in plan.tensors)
+    return [token if learned or not is_masked else _IGNORED for ids, learned in line for token in ids]
+
+
+def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
+    """Labels and positions where documents are told: what one begins with does not follow from the one before it."""
+    sizes = np.diff([*(start for start in starts if start < len(labels)), len(labels)]).tolist()
+    positions = [position for size in sizes for position in range(size)]
+    return {
+        "labels": [token if position else _IGNORED for token, position in zip(labels, positions, strict=True)],
+        "position_ids": positions,
+    }
 
 
 def _starts(sequences: Sequences, number: int, length: int, width: int) -> list[int]:

@@ -1,0 +1,86 @@
+"""Batches for people: what they are shown is what a trainer gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import write_tokenizer
+from penstock import wire
+from penstock.tensors import expand
+from penstock_server.batches.batch import frames
+from penstock_server.batches.gather import chunks, load
+from penstock_server.batches.readable import as_json
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+from planned import plan_of
+
+WORDS = "the quick brown fox jumps over the lazy dog".split()
+TEMPLATE = """{% for m in messages %}
+{% if m.role == "user" %}? {{ m.content }}{% else %}! {% generation %}{{ m.content }}{% endgeneration %}{% endif %}
+{% endfor %}"""
+
+
+def words(number: int) -> str:
+    return " ".join(WORDS[: 1 + number % 9])
+
+
+def turns(number: int) -> list[dict[str, str]]:
+    return [{"role": role, "content": words(number)} for _ in range(1 + number % 2) for role in ("user", "assistant")]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    tables = {
+        "text": {"text": [words(n) for n in range(40)]},
+        "pairs": {"prompt": [words(n) for n in range(40)], "response": [words(3 * n) for n in range(40)]},
+        "chats": {"messages": [turns(n) for n in range(40)]},
+        "preferences": {name: [words(n + len(name)) for n in range(40)] for name in ("prompt", "chosen", "rejected")},
+    }
+    for name, columns in tables.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        pq.write_table(pa.table(columns), tmp_path / "data" / name / "part-0.parquet")
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    return open_catalog(tmp_path / "data", tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize("loss", ["response", "all"])
+@pytest.mark.parametrize(
+    ("dataset", "way"),
+    [
+        *((name, {"packing": "rows"}) for name in ("text", "pairs", "chats", "preferences")),
+        *((name, {"packing": "best_fit"}) for name in ("text", "pairs", "chats")),
+        *((name, {"packing": "concat", "boundaries": "documents"}) for name in ("text", "pairs")),
+        ("pairs", {"packing": "concat"}),
+        ("pairs", {"long_rows": "split", "seq_len": 8}),
+        ("pairs", {"task": "seq2seq", "loss": "response"}),
+    ],
+)
+def test_labels_and_positions_are_those_that_a_trainer_gets(
+    catalog: Catalog, dataset: str, way: dict[str, Any], loss: str
+) -> None:
+    spec = {"batch_size": 4, "seq_len": 30, "loss": loss} | way
+    plan = plan_of(catalog, dataset, **spec)
+    [chunk] = chunks(plan, 0, 0, range(1))
+    blocks = load(chunk)
+    [page] = map(json.loads, as_json(chunk, blocks))
+    [frame] = wire.decode(frames(chunk, blocks))
+    batch = expand(frame, pin_memory=False)
+    names = {name for name in batch if name.endswith(("input_ids", "labels", "position_ids"))}
+    for index, sequence in enumerate(page["sequences"]):
+        assert {name for name in sequence if name.endswith(("input_ids", "labels", "position_ids"))} == names
+        for name in names:
+            shown, line = sequence[name], batch[name][index].tolist()
+            assert shown == line[: len(shown)]
+            if name.endswith("labels"):
+                assert set(line[len(shown) :]) <= {-100}
+            else:
+                side = name.removesuffix("input_ids").removesuffix("position_ids")
+                assert len(shown) == batch[f"{side}attention_mask"][index].sum()
