@@ -47,19 +47,15 @@ class RowLengths:
         """Tokens of each row of a block that is in the split, shape [rows]; 0 for a bad row."""
         shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
         found, number = self._shards[shard], block - int(self._first_block[shard])
-        return _lengths(found.words[found.starts[number] : found.starts[number + 1]], split)
+        lengths, inside = _split(found.words[found.starts[number] : found.starts[number + 1]], split)
+        return lengths[inside]
 
     def sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
         """The sums over each block of what a function makes of its rows' lengths, shape [num_blocks]."""
         sums = []
         for shard in self._shards:
-            inside = (
-                np.ones(len(shard.words), bool)
-                if split == "all"
-                else ((shard.words & _VALIDATION) > 0) == (split == "validation")
-            )
-            values = np.where(inside, function((shard.words & ~_VALIDATION).astype(np.int64)), 0)
-            sums.append(np.diff(starts_of(values)[shard.starts]))
+            lengths, inside = _split(shard.words, split)
+            sums.append(np.diff(starts_of(np.where(inside, function(lengths), 0))[shard.starts]))
         return np.concatenate(sums)
 
     def _per_block(self, split: str) -> IntArray:
@@ -68,10 +64,11 @@ class RowLengths:
         return np.array([self.sum_per_block(split, function) for function in functions])
 
 
-def _lengths(words: npt.NDArray[np.uint32], split: str) -> IntArray:
-    if split != "all":
-        words = words[((words & _VALIDATION) > 0) == (split == "validation")]
-    return (words & ~_VALIDATION).astype(np.int64)
+def _split(words: npt.NDArray[np.uint32], split: str) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """The lengths that words tell, and which of them are of rows in the split."""
+    marked = (words & _VALIDATION) > 0
+    inside = np.ones_like(marked) if split == "all" else marked == (split == "validation")
+    return (words & ~_VALIDATION).astype(np.int64), inside
 
 
 def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Callable[[int], None]) -> RowLengths:
