@@ -9,24 +9,22 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
-
-import uvicorn
 
 from penstock import __version__
 from penstock.spec import LARGEST_SEQ_LEN
-from penstock_server.app import create_app
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.describe import describe_tight_cache
-from penstock_server.datasets.held import Served
-from penstock_server.datasets.prepare import failure_of, prepare
-from penstock_server.datasets.watch import watching
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
-from penstock_server.sample import write_sample
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
+
+if TYPE_CHECKING:
+    from penstock_server.datasets.catalog import Catalog
+    from penstock_server.datasets.held import Served
+    from penstock_server.storage.cache import CacheFolder
+
+# The service itself is imported by the command that runs it: `penstock --help` and the client's commands must not take the
+# two seconds that it needs.
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,6 +76,10 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    from penstock_server.datasets.catalog import open_catalog
+    from penstock_server.datasets.prepare import failure_of, prepare
+    from penstock_server.storage.store import BlockStore
+
     try:
         settings = Settings.read(vars(arguments), os.environ)
         store = BlockStore(_cache(settings))
@@ -103,6 +105,13 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    import uvicorn
+
+    from penstock_server.app import create_app
+    from penstock_server.datasets.catalog import open_catalog
+    from penstock_server.datasets.watch import watching
+    from penstock_server.storage.store import BlockStore
+
     try:
         settings = Settings.read(vars(arguments), os.environ)
         store = BlockStore(_cache(settings))
@@ -126,6 +135,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _cache(settings: Settings) -> CacheFolder:
+    from penstock_server.storage.cache import CacheFolder
+
     try:
         return CacheFolder(settings.cache_dir, settings.cache_bytes)
     except OSError as error:
@@ -135,6 +146,8 @@ def _cache(settings: Settings) -> CacheFolder:
 
 
 def _warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
+    from penstock_server.datasets.describe import describe_tight_cache
+
     if warning := describe_tight_cache(cache.budget_bytes, datasets):
         print(f"penstock {command}: {warning}", file=sys.stderr)
 
@@ -173,6 +186,8 @@ def _small(num_rows: int) -> str:
 
 
 def _sample(arguments: argparse.Namespace) -> int:
+    from penstock_server.sample import write_sample
+
     if arguments.rows < 100:
         print("penstock sample: --rows must be at least 100", file=sys.stderr)
         return 2

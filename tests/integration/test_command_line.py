@@ -1,5 +1,6 @@
 """What a person types and reads: exit codes, messages without tracebacks."""
 
+import ast
 import re
 import signal
 import socket
@@ -27,6 +28,13 @@ def test_without_a_command_the_commands_are_listed() -> None:
     assert done.returncode == 2
     assert "serve" in done.stderr
     assert penstock("--version").stdout.startswith("penstock 0.")
+
+
+def test_help_is_quick_since_it_imports_nothing_that_is_slow() -> None:
+    code = "import sys; from penstock.cli import main\ntry: main()\nfinally: print([*sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    assert "import" in done.stdout
+    assert not {"fastapi", "httpx", "numpy", "pyarrow", "tokenizers", "torch", "uvicorn"} & set(ast.literal_eval(done.stderr))
 
 
 @pytest.mark.parametrize(

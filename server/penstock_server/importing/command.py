@@ -7,11 +7,12 @@ import signal
 import sys
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock_server.importing.run import Import, Imported
-from penstock_server.importing.shards import Shape
-from penstock_server.importing.source import ImportRefused
 from penstock_server.settings import byte_count
+
+if TYPE_CHECKING:
+    from penstock_server.importing.run import Imported
 
 _LEAST_SHARD_BYTES = 10**6
 
@@ -41,6 +42,10 @@ def _names(text: str) -> list[str]:
 
 
 def _import(arguments: argparse.Namespace) -> int:
+    from penstock_server.importing.run import Import
+    from penstock_server.importing.shards import Shape
+    from penstock_server.importing.source import ImportRefused
+
     shard_bytes = byte_count(arguments.shard_bytes)
     if shard_bytes is None or shard_bytes < _LEAST_SHARD_BYTES:
         print(f"penstock import: --shard-bytes must be at least 1MB, not {arguments.shard_bytes}", file=sys.stderr)
