@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import swagger_ui_bundle
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
-from penstock import __version__
+from penstock import __version__, wire
 from penstock.errors import SpecError
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.problems import BadParameter, IndexNotReady, Problem
@@ -35,9 +36,9 @@ def create_app(catalog: Catalog) -> FastAPI:
 
 def _add_probes(app: FastAPI, catalog: Catalog) -> None:
     @app.get("/healthz", tags=["probes"])
-    async def healthz() -> dict[str, str]:
-        """Whether the process lives."""
-        return {"status": "ok"}
+    async def healthz() -> dict[str, Any]:
+        """Whether the process lives; its versions, and its clock in seconds since 1970."""
+        return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
 
     @app.get("/readyz", tags=["probes"])
     async def readyz() -> dict[str, Any]:

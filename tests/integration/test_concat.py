@@ -165,6 +165,11 @@ def test_json_shows_text_mask_and_every_row(server: Server) -> None:
         assert sequence["loss_mask"] == mask
         assert len(sequence["source"].split(";")) > 1
         assert "<|endoftext|>" in sequence["text"]
+        pieces = sequence["pieces"]
+        assert [int(piece["learned"]) for piece in pieces for _ in range(piece["num_tokens"])] == mask
+        assert "".join(piece["text"] for piece in pieces) == sequence["text"]
+    everything = server.json(url, packing="concat", seq_len=40, batch_size=2, format="json", loss="all")
+    assert all(piece["learned"] for sequence in everything["sequences"] for piece in sequence["pieces"])
 
 
 def test_the_count_is_made_once_told_while_it_runs_and_kept(serve: Callable[..., Server], tmp_path: Path) -> None:

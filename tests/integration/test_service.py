@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from penstock import DataError, RemoteDataset, wire
+from penstock import DataError, RemoteDataset, __version__, wire
 from serving import Server
 
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -244,7 +244,9 @@ def test_a_run_as_json_is_an_array(server: Server) -> None:
 
 
 def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> None:
-    assert server.json("/healthz") == {"status": "ok"}
+    alive = server.json("/healthz")
+    assert abs(alive.pop("time") - time.time()) < 60
+    assert alive == {"status": "ok", "version": __version__, "wire": wire.VERSION}
     assert server.json("/readyz") == {"status": "ready", "datasets": 4, "refused": 1}
     page = server.get("/docs").text
     assert "https://" not in page

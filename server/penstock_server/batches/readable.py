@@ -15,6 +15,7 @@ from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
+from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.storage.block import Block, Turn
 
 _IGNORED = -100  # the label of what is not learned, as penstock.tensors has it
@@ -76,8 +77,12 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
             continue
         line = sequences.line(tensor, number)
         if tensor.kind == "tokens":
+            texts = _texts(plan, tensor, line)
             if tokenizer:
-                facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in _texts(plan, tensor, line).items()}
+                facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in texts.items()}
+            if len(texts) == 1 and len(line) > 1:  # which tokens are of which row and turn, the text alone does not tell
+                name = f"{tensor.name.removesuffix('input_ids')}pieces"
+                facts[name] = [_piece(plan, tokenizer, piece) for piece in line]
             facts[tensor.name] = _ids(line)
             if not tensor.turn:  # the labels of seq2seq travel themselves
                 facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, tensor, line)
@@ -125,6 +130,13 @@ def _texts(plan: Plan, tensor: Tensor, line: list[Turn]) -> dict[str, list[Turn]
     if plan.spec.packing == "rows" and [learned for _, learned in line] == [False, True]:
         return {f"{prefix}prompt": line[:1], f"{prefix}response": line[1:]}
     return {f"{prefix}text": line}
+
+
+def _piece(plan: Plan, tokenizer: TokenizerFile | None, turn: Turn) -> dict[str, Any]:
+    """One turn of one row, as far as it stands in a sequence."""
+    ids, learned = turn
+    text = {"text": tokenizer.decode(ids)} if tokenizer else {}
+    return {"num_tokens": len(ids), "learned": learned or plan.spec.loss == "all"} | text
 
 
 def _ids(line: Sequence[Turn]) -> list[int]:
