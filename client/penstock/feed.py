@@ -71,6 +71,7 @@ class Feed:
         return Stats(
             num_batches=self._num_batches,
             num_tokens=self._num_tokens,
+            num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
             wait_seconds=self._prefetch.wait_seconds,
             busy_seconds=self._busy_seconds,

@@ -11,6 +11,7 @@ class Stats:
 
     num_batches     batches that the loop was given
     num_tokens      tokens in them, without the padding
+    num_bytes       bytes fetched, also of what is ahead of the loop
     num_retries     fetches that failed and were tried again
     wait_seconds    how long the loop waited for batches
     busy_seconds    how long it took with them, until it asked for the next
@@ -19,6 +20,7 @@ class Stats:
 
     num_batches: int = 0
     num_tokens: int = 0
+    num_bytes: int = 0
     num_retries: int = 0
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0

@@ -74,11 +74,11 @@ class Transport:
     """GETs from one or more servers that hold the same data.
 
     Connections survive no fork: make it in the process that uses it. One thread uses it at a time; `interrupt` alone may
-    come from another. `num_retries` counts attempts that failed and were made again.
+    come from another. `num_retries` counts attempts that failed and were made again, `num_bytes` what came in bodies.
     """
 
     def __init__(self, servers: Sequence[str], *, retry_seconds: float) -> None:
-        self.num_retries = 0
+        self.num_retries = self.num_bytes = 0
         self._servers = servers
         self._retry_seconds = retry_seconds
         self._interrupted = threading.Event()
@@ -189,6 +189,7 @@ class Transport:
     def _fetch(self, url: str, query: Mapping[str, str]) -> bytes:
         response = self._client.get(url, params=dict(query), extensions={"trace": self._remember_socket})
         if response.status_code == 200:
+            self.num_bytes += len(response.content)
             return response.content
         problem = _problem(response)
         detail = problem.get("detail") or f"HTTP status {response.status_code}"

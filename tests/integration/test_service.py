@@ -275,3 +275,12 @@ def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() ->
         "assert not [name for name in heavy[1:] if name in sys.modules]\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_stats_tell_batches_and_the_bytes_that_came(server: Server) -> None:
+    data = RemoteDataset(server.url, "numbers", batch_size=50, rank=0, world_size=1)
+    for epoch in (1, 2):
+        data.set_epoch(epoch - 1)
+        assert len(list(data)) == 24
+        assert data.stats().num_batches == epoch * 24
+        assert data.stats().num_bytes == epoch * len(server.get(BATCHES, batch_size=50).content)
