@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 
 from penstock import __version__
+from penstock.commands import add_commands
+
+_SERVER_COMMANDS = ("serve", "prepare", "sample", "import")
+_SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
 
 
 def main() -> int:
@@ -21,23 +26,33 @@ def _run() -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    try:
-        # The one place where the client reaches for the server: a command of a person's, never the library.
-        from penstock_server.cli import add_commands
-
-        add_commands(commands)
-    except ImportError as error:
-        for name in ("serve", "prepare", "sample", "import"):
-            missing = f"penstock {name}: the server is not installed here ({error}): pip install 'penstock[server]'"
-            commands.add_parser(name, help="needs the server: pip install 'penstock[server]'").set_defaults(
-                run=lambda _, missing=missing: print(missing, file=sys.stderr) or 2
-            )
+    _add_server_commands(commands)
+    add_commands(commands)
     chosen = parser.parse_args()
     if not hasattr(chosen, "run"):
         parser.print_help(sys.stderr)
         return 2
     status: int = chosen.run(chosen)
     return status
+
+
+def _add_server_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    if missing := [name for name in _SERVER_NEEDS if find_spec(name) is None]:
+        for name in _SERVER_COMMANDS:
+            said = (
+                f"penstock {name}: the server is not installed here (there is no {', '.join(missing)}): "
+                f"pip install 'penstock[server]'"
+            )
+            needs = "needs the server: pip install 'penstock[server]'"
+            # It takes whatever follows: `penstock serve DATA_DIR --port 80` must not hear of an unknown argument instead.
+            stub = commands.add_parser(name, help=needs, add_help=False, prefix_chars="\0")
+            stub.add_argument("rest", nargs="*")
+            stub.set_defaults(run=lambda _, said=said: print(said, file=sys.stderr) or 2)
+        return
+    # The one place where the client reaches for the server: a command of a person's, never the library.
+    from penstock_server.cli import add_commands as add_server_commands
+
+    add_server_commands(commands)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from commands import SERVER_PACKAGES, penstock, penstock_without
 from corpora import write_numbered, write_text
 from penstock import RemoteDataset
 from serving import Server
-
-
-def penstock(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def test_without_a_command_the_commands_are_listed() -> None:
@@ -28,6 +23,20 @@ def test_without_a_command_the_commands_are_listed() -> None:
     assert done.returncode == 2
     assert "serve" in done.stderr
     assert penstock("--version").stdout.startswith("penstock 0.")
+
+
+def test_without_the_servers_packages_its_commands_say_what_to_install_and_the_clients_work(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    for arguments in (["serve"], ["serve", "data", "--port", "80"], ["import", "--help"]):
+        done = penstock_without(SERVER_PACKAGES, *arguments)
+        assert done.returncode == 2
+        assert "the server is not installed here (there is no penstock_server, fastapi" in done.stderr
+        assert "pip install 'penstock[server]'" in done.stderr
+    write_numbered(tmp_path / "data" / "numbers", 99)
+    server = serve(tmp_path / "data")
+    without = (*SERVER_PACKAGES, "torch")
+    assert "row group" in penstock_without(without, "peek", f"{server.url}/numbers").stdout
 
 
 def test_help_is_quick_since_it_imports_nothing_that_is_slow() -> None:

@@ -1,0 +1,141 @@
+"""A batch as a person looks at it: sequences, the rows that they are made of, and which tokens of them are learned."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+_SIDES = ("", "chosen_", "rejected_")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens one behind the other, all learned or none: their text, or their ids where the server has no tokenizer."""
+
+    text: str
+    num_tokens: int
+    learned: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passage:
+    """What a sequence holds of one row, or of one side of a preference pair, which `side` names then."""
+
+    source: str
+    side: str
+    runs: tuple[Run, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens."""
+        return sum(run.num_tokens for run in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceView:
+    """One line of a batch; `num_positions` are its tokens and its padding, `columns` what travels with it."""
+
+    index: int
+    num_tokens: int
+    num_positions: int
+    num_learned: int
+    passages: tuple[Passage, ...]
+    columns: Mapping[str, Any]
+
+    @property
+    def padding(self) -> float:
+        """The share of padding, from 0 to 1."""
+        return 1 - self.num_tokens / max(self.num_positions, 1)
+
+
+def view(batch: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[SequenceView]:
+    """The sequences of a batch, from what the server answers to format=json and to .../provenance."""
+    shapes = {name: shape for name, _, shape in batch["tensors"]}
+    lines = [line["sources"] for line in provenance["sequences"]]
+    is_mixed = any(source["dataset"] != batch["dataset"] for sources in lines for source in sources)
+    return [_sequence(facts, sources, shapes, is_mixed) for facts, sources in zip(batch["sequences"], lines, strict=True)]
+
+
+def _sequence(
+    facts: Mapping[str, Any], sources: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]], is_mixed: bool
+) -> SequenceView:
+    names = [_named(source, is_mixed) for source in sources]
+    lengths = [source["stop"] - source["start"] for source in sources]
+    passages: list[Passage] = []
+    num_learned = 0
+    for side in _SIDES:
+        if f"{side}input_ids" not in facts:
+            continue
+        runs = [*_runs(facts, side)]
+        several = len(names) > 1
+        for name, own in zip(names, _by_row(runs, lengths), strict=True) if several else ((names[0] if names else "", runs),):
+            passages.append(Passage(source=name, side=side.removesuffix("_"), runs=tuple(own)))
+        num_learned += sum(run.num_tokens for run in runs if run.learned)
+    if "document_starts" in facts:  # the first token of a row is not learned where its beginning is told
+        mask = [run.learned for passage in passages for run in passage.runs for _ in range(run.num_tokens)]
+        num_learned -= sum(mask[start] for start in facts["document_starts"] if start < len(mask))
+    return SequenceView(
+        index=facts["index"],
+        num_tokens=facts["num_tokens"],
+        num_positions=sum(shapes[name][1] for name in facts if name in shapes and name.endswith(("input_ids", "labels"))),
+        num_learned=num_learned,
+        passages=tuple(passages),
+        columns=facts.get("columns", {}),
+    )
+
+
+def _named(source: Mapping[str, Any], is_mixed: bool) -> str:
+    dataset = f"{source['dataset']}: " if is_mixed else ""
+    begin = f", from token {source['start']:,}" if source["start"] else ""
+    return f"{dataset}{source['shard']}, row group {source['row_group']}, row {source['row']:,}{begin}"
+
+
+def _runs(facts: Mapping[str, Any], side: str) -> Iterator[Run]:
+    """The tokens of one side, cut where rows or turns begin and where the loss does."""
+    ids = facts[f"{side}input_ids"]
+    if "labels" in facts:  # an encoder reads the one, a decoder learns the other
+        yield Run(facts.get("prompt", _spelled(ids)), len(ids), False)
+        yield Run(facts.get("response", _spelled(facts["labels"])), len(facts["labels"]), True)
+        return
+    mask = _mask(facts, side, len(ids))
+    end = 0
+    for num_tokens, text in _pieces(facts, side, ids, mask):
+        yield Run(_spelled(ids[end : end + num_tokens]) if text is None else text, num_tokens, mask[end])
+        end += num_tokens
+
+
+def _pieces(facts: Mapping[str, Any], side: str, ids: Sequence[int], mask: Sequence[bool]) -> Iterator[tuple[int, str | None]]:
+    """How many tokens, and their text if it is known."""
+    if f"{side}pieces" in facts:
+        yield from ((piece["num_tokens"], piece.get("text")) for piece in facts[f"{side}pieces"])
+    elif f"{side}prompt" in facts:
+        prompt, response = facts[f"{side}prompt"], facts[f"{side}response"]
+        num_prompt = mask.index(True) if True in mask else len(ids)
+        yield from ((num_prompt, prompt), (len(ids) - num_prompt, response)) if num_prompt else ((len(ids), prompt + response),)
+    elif ids:
+        yield len(ids), facts.get(f"{side}text")
+
+
+def _mask(facts: Mapping[str, Any], side: str, num_tokens: int) -> list[bool]:
+    """Which tokens are learned, as the trainer sees it."""
+    if f"{side}loss_mask" in facts:
+        return [bool(bit) for bit in facts[f"{side}loss_mask"]]
+    return [number >= facts.get(f"{side}prompt_lengths", 0) for number in range(num_tokens)]
+
+
+def _by_row(runs: Iterable[Run], lengths: Sequence[int]) -> list[list[Run]]:
+    """The runs of each row of these lengths; no run is of two rows."""
+    ends = [*accumulate(lengths)]
+    found: list[list[Run]] = [[] for _ in lengths]
+    at = 0
+    for run in runs:
+        found[bisect_right(ends, at)].append(run)
+        at += run.num_tokens
+    return found
+
+
+def _spelled(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))

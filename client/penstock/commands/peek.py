@@ -1,0 +1,78 @@
+"""`penstock peek`: one batch as a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.commands.address import batch_path, url
+from penstock.commands.arguments import address_of, first_of, spec_query
+from penstock.commands.batch_view import SequenceView, view
+from penstock.commands.remote import connected, dataset_of, get_json
+from penstock.commands.table import table
+from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal, printable
+
+_MUCH_PADDING = 0.5
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the batch. Raises the PenstockError that says why there is none."""
+    address = address_of(arguments)
+    query = spec_query(arguments, address)
+    epoch, rank = first_of(arguments.epoch, address.epoch), first_of(arguments.rank, address.rank)
+    step = first_of(arguments.step, address.step)
+    with connected(address.server) as transport:
+        path = batch_path(dataset_of(address, transport), epoch, rank, step)
+        batch = get_json(transport, path, {**query, "format": "json"})
+        # Of the same data, also where the dataset grows between the two requests.
+        provenance = get_json(transport, f"{path}/provenance", {**query, "snapshot": batch["snapshot"]})
+    sequences = view(batch, provenance)
+    terminal = Terminal.of(sys.stdout)
+    for line in (
+        *_head(batch, query, terminal),
+        "",
+        *table(sequences, terminal, arguments.lines),
+        "",
+        *_foot(batch, query, sequences, terminal),
+        terminal.paint(f"curl '{url(address.server, path, {**query, 'format': 'json'})}'", DIM),
+    ):
+        print(line)
+    return 0
+
+
+def _head(batch: Mapping[str, Any], query: Mapping[str, str], terminal: Terminal) -> Iterator[str]:
+    world_size = f" of {query['world_size']}" if "world_size" in query else ""
+    yield (
+        f"{terminal.paint(printable(batch['dataset']), BOLD)}  epoch {batch['epoch']}, rank {batch['rank']}{world_size}, "
+        f"step {batch['step']}  {terminal.paint('snapshot ' + batch['snapshot'], DIM)}"
+    )
+
+
+def _foot(
+    batch: Mapping[str, Any], query: Mapping[str, str], sequences: Sequence[SequenceView], terminal: Terminal
+) -> Iterator[str]:
+    tokens, positions = (sum(getattr(s, name) for s in sequences) for name in ("num_tokens", "num_positions"))
+    learned, padding = sum(s.num_learned for s in sequences), 1 - tokens / max(positions, 1)
+    yield (
+        f"{tokens:,} of {positions:,} positions are tokens ({padding:.0%} padding), {learned:,} learned; "
+        f"{batch['nbytes']:,} bytes"
+    )
+    if padding >= _MUCH_PADDING and query.get("packing", "rows") == "rows" and "pad" not in query:
+        packings = ", --packing best_fit or concat" if _can_be_packed(batch) else ""
+        yield from terminal.paragraph(f"less padding: a smaller --seq-len, --pad longest{packings}", YELLOW)
+    if batch["substituted"]:
+        named = f"GET /v1/datasets/{batch['dataset']}/quarantine lists them"
+        yield from terminal.paragraph(f"{batch['substituted']} of these stand in for rows that cannot be used: {named}", YELLOW)
+    if empty := [str(s.index) for s in sequences if not s.num_learned]:
+        yield from terminal.paragraph(f"nothing is learned from {', '.join(empty)}: does the prompt fill seq_len?", RED)
+    if any(not run.learned for s in sequences for passage in s.passages for run in passage.runs):
+        dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
+        yield f"{dimmed}: no loss is taken there"
+
+
+def _can_be_packed(batch: Mapping[str, Any]) -> bool:
+    """Neither preference pairs nor encoder-decoder batches are streams of tokens."""
+    names = {name for name, *_ in batch["tensors"]}
+    return "input_ids" in names and "labels" not in names

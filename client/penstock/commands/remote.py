@@ -1,0 +1,78 @@
+"""A server as a command asks it: quickly, and with one clear sentence where it does not answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from penstock.commands.address import Address
+from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
+from penstock.transport import Transport
+
+RETRY_SECONDS = 2.0  # a person waits: long enough for a hiccup, not for a restart
+_GREETING_SECONDS = 5.0
+
+
+def greet(server: str) -> dict[str, Any]:
+    """What a server says of itself. Raises ServerUnavailable: none answers. Raises PenstockError: what answers is none."""
+    try:
+        response = httpx.get(f"{server}/healthz", timeout=_GREETING_SECONDS)
+    except httpx.RequestError as error:
+        raise ServerUnavailable(
+            f"{server} does not answer: {error or type(error).__name__}. Start a server there (penstock serve DATA_DIR), or "
+            f"correct the address."
+        ) from error
+    try:
+        greeting = response.json()
+    except ValueError:
+        greeting = None
+    if response.status_code != 200 or not isinstance(greeting, dict) or greeting.get("status") != "ok":
+        raise PenstockError(
+            f"{server} answers, but not as a penstock server does: /healthz gave status {response.status_code}. Correct the "
+            f"address; one looks like http://localhost:8000/stories"
+        )
+    return greeting
+
+
+@contextmanager
+def connected(server: str) -> Iterator[Transport]:
+    """A transport to a server that answers. Raises what `greet` raises."""
+    greet(server)
+    with closing(Transport((server,), retry_seconds=RETRY_SECONDS)) as transport:
+        yield transport
+
+
+def get_json(transport: Transport, path: str, query: Mapping[str, str] | None = None) -> Any:
+    """The JSON at a path. Raises the PenstockError that says why there is none."""
+    return transport.get(path, query or {}, _decode)
+
+
+def describe_dataset(transport: Transport, dataset: str) -> Any:
+    """What the server tells of a dataset or a mixture."""
+    return get_json(transport, f"/v1/datasets/{quote(dataset, safe='')}")
+
+
+def dataset_of(address: Address, transport: Transport) -> str:
+    """The dataset that an address names. Raises SpecError: it names none; the message lists those of the server."""
+    if address.dataset is not None:
+        return address.dataset
+    known = get_json(transport, "/v1/datasets")
+    names = [one["name"] for kind in ("datasets", "mixtures") for one in known[kind]]
+    example = f"{address.server}/{quote(names[0], safe='')}" if names else ""
+    raise SpecError(
+        f"which dataset? {address.server} has {', '.join(names) or 'none that can be served'}."
+        + (f" Name it behind the server: {example}" if names else ""),
+        ("dataset",),
+    )
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise VersionMismatch(f"an answer that should be JSON is none ({error}): is this a penstock server?") from error

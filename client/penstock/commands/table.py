@@ -1,0 +1,104 @@
+"""The table of a batch: a line of numbers for each sequence, and beside it the rows that it is made of, with their text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from penstock.commands.batch_view import Passage, Run, SequenceView
+from penstock.commands.terminal import BOLD, CYAN, DIM, PLAIN, RED, YELLOW, Terminal, Unit, abridge, units, wrap
+
+_WIDTHS = (4, 7, 5, 7)  # of the columns below
+_TITLES = ("#", "tokens", "pad", "learned")
+_MUCH_PADDING = 0.5
+_FEWEST_RUN_COLUMNS = 32
+
+
+def table(sequences: Sequence[SequenceView], terminal: Terminal, num_lines: int) -> Iterator[str]:
+    """The table's lines. Of each row about `num_lines` lines of text are shown, and as many rows of each sequence; 0: all."""
+    width = terminal.columns - sum(_WIDTHS) - len(_WIDTHS) - 2
+    yield f"{_numbers(_TITLES, [BOLD] * 4, terminal)} {_bar(terminal)} {terminal.paint('text', BOLD)}"
+    yield terminal.paint("─" * (sum(_WIDTHS) + len(_WIDTHS)) + "┼" + "─" * (width + 1), DIM)
+    for sequence in sequences:
+        facts = (f"{sequence.index}", f"{sequence.num_tokens:,}", f"{sequence.padding:.0%}", f"{sequence.num_learned:,}")
+        styles = (PLAIN, PLAIN, YELLOW if sequence.padding >= _MUCH_PADDING else PLAIN, PLAIN if sequence.num_learned else RED)
+        left = _numbers(facts, styles, terminal)
+        for line in _text(sequence, terminal, width, num_lines):
+            yield f"{left} {_bar(terminal)} {line}".rstrip()
+            left = " " * (sum(_WIDTHS) + len(_WIDTHS) - 1)
+
+
+def _bar(terminal: Terminal) -> str:
+    return terminal.paint("│", DIM)
+
+
+def _numbers(cells: Sequence[str], styles: Sequence[str], terminal: Terminal) -> str:
+    return " ".join(terminal.paint(c.rjust(w), s) for c, w, s in zip(cells, _WIDTHS, styles, strict=True))
+
+
+def _text(sequence: SequenceView, terminal: Terminal, width: int, num_lines: int) -> Iterator[str]:
+    several = len(sequence.passages) > 1
+    shown = sequence.passages[: num_lines or None]
+    for passage in shown:
+        for line in wrap(_heading(passage, several), width):
+            yield terminal.line(line)
+        for line in wrap(_passage(passage, terminal, num_lines * width), width):
+            yield terminal.line(line)
+    if left_out := len(sequence.passages) - len(shown):
+        yield terminal.paint(f"▸ and {left_out:,} more; --lines 0 shows all", YELLOW)
+    for name, value in sequence.columns.items():
+        for line in wrap([*units(f"{name}: ", CYAN), *_abridged(str(value), PLAIN, num_lines * width)], width):
+            yield terminal.line(line)
+
+
+def _heading(passage: Passage, several: bool) -> Iterator[Unit]:
+    if several:
+        yield from (Unit("▸", YELLOW), Unit(" ", PLAIN))
+    side = f"{passage.side}: " if passage.side else ""
+    yield from units(side, BOLD)
+    yield from units(f"{passage.source}" + (f", {passage.num_tokens:,} tokens" if several else ""), CYAN)
+
+
+def _passage(passage: Passage, terminal: Terminal, columns: int) -> Iterator[Unit]:
+    """The text of a passage, of each run its beginning and its end: a long prompt must not hide the response."""
+    runs = passage.runs
+    most = columns // _FEWEST_RUN_COLUMNS if columns else len(runs)
+    if len(runs) <= most:
+        for run, share in zip(runs, _shares([len(run.text) for run in runs], columns), strict=True):
+            yield from _run(run, terminal, share)
+        return
+    first, last = runs[: -(-most // 2)], runs[len(runs) - most // 2 :]
+    for run in first:
+        yield from _run(run, terminal, _FEWEST_RUN_COLUMNS)
+    yield from _note(f"{len(runs) - most:,} more turns")
+    for run in last:
+        yield from _run(run, terminal, _FEWEST_RUN_COLUMNS)
+
+
+def _shares(lengths: Sequence[int], columns: int) -> list[int]:
+    """The columns that each text of these lengths gets: what a short one leaves is for the longer ones."""
+    shares, left = [0] * len(lengths), columns
+    for place, index in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
+        shares[index] = left // (len(lengths) - place)
+        left -= min(shares[index], lengths[index])
+    return shares
+
+
+def _run(run: Run, terminal: Terminal, columns: int) -> Iterator[Unit]:
+    """Without colours, what carries no loss stands between ⟦ and ⟧."""
+    marks = ("", "") if run.learned or terminal.has_colours else ("⟦", "⟧")
+    style = PLAIN if run.learned else DIM
+    yield from units(marks[0], style)
+    yield from _abridged(run.text, style, columns)
+    yield from units(marks[1], style)
+
+
+def _abridged(text: str, style: str, columns: int) -> Iterator[Unit]:
+    head, left_out, tail = abridge(text, columns) if columns else (text, 0, "")
+    yield from units(head, style)
+    if left_out:
+        yield from _note(f"{left_out:,} characters")
+        yield from units(tail, style)
+
+
+def _note(text: str) -> Iterator[Unit]:
+    yield from (Unit(" ", PLAIN), Unit(f"[… {text} …]", YELLOW), Unit(" ", PLAIN))

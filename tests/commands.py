@@ -1,0 +1,56 @@
+"""The command `penstock` as a person runs it: with pipes, or in a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+SERVER_PACKAGES = ("penstock_server", "fastapi", "pyarrow", "starlette", "tokenizers", "uvicorn")
+
+
+def penstock(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return _run([sys.executable, "-m", "penstock.cli", *map(str, arguments)], environment)
+
+
+def penstock_without(modules: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Where these cannot be imported."""
+    code = f"import sys; sys.modules |= dict.fromkeys({modules!r}); from penstock.cli import main; sys.exit(main())"
+    return _run([sys.executable, "-c", code, *arguments], {})
+
+
+def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**_plain_environment(), **environment}
+    )
+
+
+def penstock_in_terminal(columns: int, *arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit status, and all that the terminal got."""
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    env = {**_plain_environment(), "TERM": "xterm-256color", **environment}
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env)
+    os.close(terminal)
+    received = bytearray()
+    with os.fdopen(reader, "rb", buffering=0) as screen:
+        while True:
+            try:
+                chunk = screen.read(65536)
+            except OSError:  # how Linux tells that the other end is closed
+                break
+            if not chunk:
+                break
+            received += chunk
+    return process.wait(60), received.decode()
+
+
+def _plain_environment() -> dict[str, str]:
+    unwanted = ("COLUMNS", "LINES", "NO_COLOR", "TERM", "RANK", "WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in unwanted}

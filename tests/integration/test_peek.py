@@ -1,0 +1,287 @@
+"""`penstock peek` against a real server: what it says of a batch is what the trainer gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from chat_templates import CHATML
+from commands import penstock, penstock_in_terminal
+from corpora import write_numbered, write_pairs, write_text, write_tokenizer
+from penstock import RemoteDataset, Spec
+from penstock.commands.address import batch_path
+from penstock.commands.batch_view import SequenceView, view
+from penstock.commands.remote import get_json
+from penstock.transport import Transport
+from serving import Server
+
+NUM_ROWS = 40
+CHINESE = "春天来了、万物复苏。小鸟在树上唱歌、孩子们在公园里放风筝、老人们坐在长椅上晒太阳。" * 3
+NASTY = "a \x1b[31mred\x1b]0;title\x07 \x9b2J bell\r\nb\ttab \u202e \x00"
+
+
+def chat(row: int) -> list[dict[str, str]]:
+    turns = [{"role": "user", "content": f"how many foxes, {row}?"}, {"role": "assistant", "content": f"{row} foxes"}]
+    return turns * (1 + row % 4)
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data")
+    tokenizer = {"tokenizer_config.json": json.dumps({"chat_template": CHATML})}
+    (data / "tokenizer_config.json").write_text(tokenizer["tokenizer_config.json"])
+    write_tokenizer(data / "tokenizer.json")
+    write_text(
+        data / "texts", [CHINESE, NASTY, "the quick fox", "e\u0301 👩\u200d👧 ❤\ufe0f 한국어 " * 9] * 10, row_group_size=7
+    )
+    write_pairs(data / "pairs", [(f"how many foxes jump, {n}?" * (1 + n % 5), f" {n} foxes") for n in range(NUM_ROWS)])
+    write_numbered(data / "numbers", 200)
+    for name, table in {
+        "chats": {"messages": [chat(n) for n in range(NUM_ROWS)]},
+        "prefs": {
+            "prompt": [f"how many, {n}?" for n in range(NUM_ROWS)],
+            "chosen": [f" {n}" for n in range(NUM_ROWS)],
+            "rejected": [" no dogs"] * NUM_ROWS,
+        },
+    }.items():
+        (data / name).mkdir()
+        pq.write_table(pa.table(table), data / name / "part-000.parquet", row_group_size=9)
+    (data / "both").mkdir()
+    (data / "both" / "penstock.toml").write_text('mix = "texts:1,pairs:1"')
+    return data
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+    return serve(data_dir, "--tokenizer", str(data_dir / "tokenizer.json"))
+
+
+def views(server: Server, dataset: str, step: int, **spec: Any) -> list[SequenceView]:
+    path = batch_path(dataset, 0, 0, step)
+    query = {name: str(value) for name, value in spec.items()}
+    with closing(Transport((server.url,), retry_seconds=5)) as transport:
+        return view(get_json(transport, path, {**query, "format": "json"}), get_json(transport, f"{path}/provenance", query))
+
+
+PACKED = {"packing": "best_fit", "seq_len": 120}
+SPECS: list[tuple[str, dict[str, Any]]] = [
+    ("texts", {}),
+    ("texts", {"packing": "concat", "seq_len": 90}),
+    ("pairs", {"pad": "longest"}),
+    ("pairs", {"seq_len": 16}),
+    ("pairs", {"loss": "all"}),
+    ("pairs", {"long_rows": "split", "seq_len": 16}),
+    ("pairs", {"packing": "concat", "seq_len": 90}),
+    ("pairs", {"packing": "concat", "seq_len": 90, "boundaries": "documents", "loss": "all"}),
+    ("pairs", PACKED),
+    ("pairs", {"task": "seq2seq", "target_len": 32}),
+    ("chats", {}),
+    ("chats", PACKED),
+    ("chats", {"loss": "all"}),
+    ("prefs", {"seq_len": 32}),
+    ("numbers", {}),
+    ("numbers", PACKED),
+    ("both", {}),
+]
+
+
+@pytest.mark.parametrize(("dataset", "spec"), SPECS, ids=str)
+def test_tokens_padding_and_loss_are_those_that_the_trainer_gets(server: Server, dataset: str, spec: dict[str, Any]) -> None:
+    batch_size = 2
+    data = RemoteDataset(server.url, dataset, rank=0, world_size=1, batch_size=batch_size, **spec)
+    for step, batch in zip(range(3), data, strict=False):
+        for index, shown in enumerate(views(server, dataset, step, batch_size=batch_size, **spec)):
+            labels = [batch[f"{side}labels"][index] for side in ("", "chosen_", "rejected_") if f"{side}labels" in batch]
+            masks = [batch[f"{side}attention_mask"][index] for side in ("", "chosen_", "rejected_") if f"{side}labels" in batch]
+            if spec.get("task") == "seq2seq":
+                masks.append(batch["labels"][index] != -100)
+            assert shown.num_learned == sum(int((line != -100).sum()) for line in labels)
+            assert shown.num_tokens == sum(int(mask.sum()) for mask in masks)
+            assert shown.num_positions == sum(mask.numel() for mask in masks)
+            assert sum(passage.num_tokens for passage in shown.passages) == shown.num_tokens
+            if len(masks) == 1:
+                learned = [run.learned for passage in shown.passages for run in passage.runs for _ in range(run.num_tokens)]
+                taken = (labels[0] != -100).tolist()
+                starts = (
+                    {0} if "position_ids" not in batch else {i for i, at in enumerate(batch["position_ids"][index]) if at == 0}
+                )
+                assert all(learned[i] == taken[i] for i in range(len(learned)) if i not in starts)
+
+
+@pytest.mark.parametrize("spec", [{}, PACKED, {"packing": "concat", "seq_len": 90}], ids=str)
+def test_each_passage_names_the_row_that_its_text_is_of(server: Server, data_dir: Path, spec: dict[str, Any]) -> None:
+    rows = pq.read_table(data_dir / "pairs" / "part-000.parquet").to_pylist()
+    seen = 0
+    for step in range(4):
+        for sequence in views(server, "pairs", step, batch_size=2, **spec):
+            for passage in sequence.passages:
+                [(row, start)] = re.findall(r"^part-000.parquet, row group 0, row (\d+)(, from token \d+)?$", passage.source)
+                whole = rows[int(row)]["prompt"] + rows[int(row)]["response"] + "<|endoftext|>"
+                text = "".join(run.text for run in passage.runs)
+                assert text in whole if start else whole.startswith(text)
+                seen += 1
+    assert seen >= 8
+
+
+def test_a_batch_is_shown_with_its_address_and_a_curl_line_that_gives_it(server: Server, tmp_path: Path) -> None:
+    done = penstock("peek", f"{server.url}/pairs?seq_len=64", "--step", "3", "--batch-size", "2", "--seed", "5")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    snapshot = server.json("/v1/datasets/pairs")["snapshot"]
+    assert lines[0] == f"pairs  epoch 0, rank 0, step 3  snapshot {snapshot}"
+    page = server.json("/v1/datasets/pairs/epochs/0/ranks/0/batches/3?seq_len=64&batch_size=2&seed=5&format=json")
+    for sequence in page["sequences"]:
+        [at] = [number for number, line in enumerate(lines) if line.endswith(sequence["source"])]
+        cells = lines[at].split("│")[0].split()
+        learned = sequence["num_tokens"] - sequence["prompt_lengths"]
+        padding = f"{1 - sequence['num_tokens'] / 64:.0%}"
+        assert cells == [str(sequence["index"]), str(sequence["num_tokens"]), padding, str(learned)]
+    assert f"{page['nbytes']:,} bytes" in done.stdout
+    assert lines[-1].startswith("curl '")
+    if shutil.which("curl"):
+        fetched = subprocess.run(["bash", "-c", f"{lines[-1]} --fail -sS"], capture_output=True, text=True, check=True)
+        assert json.loads(fetched.stdout)["digest"] == page["digest"]
+
+
+def test_a_batchs_url_shows_that_batch_and_an_option_goes_before_it(server: Server) -> None:
+    url = f"{server.url}/v1/datasets/numbers/epochs/2/ranks/1/batches?start=4&stop=9&batch_size=3&world_size=2&format=msgpack"
+    assert penstock("peek", url).stdout.startswith("numbers  epoch 2, rank 1 of 2, step 4 ")
+    told = penstock("peek", url, "--step", "0", "--epoch", "0", "--batch-size", "1").stdout
+    assert told.startswith("numbers  epoch 0, rank 1 of 2, step 0 ")
+    assert len(re.findall(r"row group", told)) == 1
+
+
+def test_every_parameter_of_the_spec_is_an_option() -> None:
+    offered = set(re.findall(r"^  --([a-z-]+)", penstock("peek", "--help", COLUMNS="200").stdout, re.MULTILINE))
+    assert offered - {"step", "epoch", "rank", "lines"} == {field.name.replace("_", "-") for field in fields(Spec)}
+
+
+def test_no_control_character_of_the_data_reaches_the_terminal(server: Server) -> None:
+    for shuffle in ("none", "window"):
+        status, shown = penstock_in_terminal(80, "peek", f"{server.url}/texts", "--shuffle", shuffle, NO_COLOR="1")
+        assert status == 0
+        assert not {c for c in shown if unicodedata.category(c) in ("Cc", "Cs")} - {"\r", "\n"}
+        assert "a ␛[31mred␛]0;title␇ <U+009B>2J bell␍↵" in shown
+
+
+def test_colours_are_for_terminals_and_no_color_is_honoured(server: Server) -> None:
+    arguments = ("peek", f"{server.url}/pairs", "--batch-size", "2")
+    _, coloured = penstock_in_terminal(200, *arguments)
+    assert re.search(r"\x1b\[2mhow many foxes.*\x1b\[0m \d+ foxes<", coloured)
+    assert "\x1b[2mdimmed\x1b[0m: no loss is taken there" in coloured
+    for _, plain in (
+        penstock_in_terminal(200, *arguments, NO_COLOR="1"),
+        penstock_in_terminal(200, *arguments, TERM="dumb"),
+        (0, penstock(*arguments, COLUMNS="200").stdout),
+    ):
+        assert "\x1b" not in plain
+        assert re.search(r"⟦how many foxes.*⟧ \d+ foxes<", plain)
+
+
+@pytest.mark.parametrize("columns", [44, 80, 132])
+def test_the_table_keeps_to_the_terminals_width_with_wide_characters_too(server: Server, columns: int) -> None:
+    _, shown = penstock_in_terminal(
+        columns, "peek", f"{server.url}/texts", "--batch-size", "12", "--shuffle", "none", NO_COLOR="1"
+    )
+    rows = [line for line in shown.split("\r\n") if "│" in line]
+    widths = [sum(_columns(character) for character in line) for line in rows]
+    assert max(widths) <= columns
+    assert max(widths) > columns - 4
+    assert len({line.index("│") for line in rows}) == 1
+    assert "春天来了、万物" in shown.replace("\r\n", "")
+
+
+def _columns(character: str) -> int:
+    """Told by Unicode alone: what is wide, what is zero-width."""
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1
+
+
+def test_a_long_prompt_does_not_hide_the_response_and_all_of_it_can_be_asked_for(
+    serve: Callable[..., Server], tmp_path: Path, data_dir: Path
+) -> None:
+    write_pairs(tmp_path / "data" / "long", [("fox " * 900 + "end of it?", " the dog jumps")])
+    server = serve(tmp_path / "data", "--tokenizer", str(data_dir / "tokenizer.json"))
+    arguments = ("peek", f"{server.url}/long", "--batch-size", "1", "--seq-len", "8192")
+    short, whole = penstock(*arguments).stdout, penstock(*arguments, "--lines", "0").stdout
+    assert len([line for line in short.splitlines() if "│" in line]) <= 9
+    assert "end of it?⟧ the dog jumps<|endoftext|>" in " ".join(re.findall("│ (.*)", short))
+    [left_out] = re.findall(r"\[… ([\d,]+) characters …\]", short)
+    assert short.count("fox") * 4 + int(left_out.replace(",", "")) == pytest.approx(3600, abs=8)
+    assert whole.count("fox") == 900
+    cut = penstock("peek", f"{server.url}/long", "--batch-size", "1", "--seq-len", "64").stdout
+    assert "nothing is learned from 0: does the prompt fill seq_len?" in cut
+
+
+def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:
+    shown = penstock("peek", f"{server.url}/numbers", "--packing", "concat", "--seq-len", "200", "--batch-size", "1").stdout
+    assert shown.count("▸ part-") == 4
+    [more] = re.findall(r"▸ and (\d+) more", shown)
+    whole = penstock(
+        "peek", f"{server.url}/numbers", "--packing", "concat", "--seq-len", "200", "--batch-size", "1", "--lines", "0"
+    )
+    assert whole.stdout.count("▸ part-") == 4 + int(more)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["{url}"],
+            "which dataset? {url} has chats, numbers, pairs, prefs, texts, both. Name it behind the server: {url}/chats",
+        ),
+        (["{url}/pears"], "there is no dataset 'pears'. Did you mean pairs?"),
+        (["{url}/pairs", "--step", "9999"], "step 9999 does not exist"),
+        (["{url}/pairs", "--rank", "2"], "rank 2 does not exist"),
+        (["{url}/pairs", "--batch-size", "none"], "batch_size must be a whole number from 1"),
+        (["{url}/pairs?sead=3"], "'sead' is not a parameter of a batch. Did you mean seed?"),
+        (["{url}/pairs", "--packing", "concat", "--task", "seq2seq"], "task=seq2seq goes with packing=rows only"),
+        (["{url}/v1/datasets/pairs/rows/1"], "shows no batch"),
+        (["ftp://host/pairs"], "is no address"),
+        (["http://127.0.0.1:9/pairs"], "does not answer: [Errno 111] Connection refused. Start a server there"),
+        (["{url}/gate/pairs"], "answers, but not as a penstock server does: /healthz gave status 404"),
+    ],
+)
+def test_what_goes_wrong_is_one_clear_line_and_status_2(server: Server, arguments: list[str], message: str) -> None:
+    done = penstock("peek", *(argument.format(url=server.url) for argument in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message.format(url=server.url) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(server: Server) -> None:
+    peek = f"{sys.executable} -m penstock.cli peek {server.url}/numbers --batch-size 150 --lines 0"
+    for reader in ("head -1 >/dev/null", "exec 0<&-; sleep 3"):
+        command = f"{peek} | ({reader}); echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_without_a_tokenizer_token_ids_are_shown(server: Server) -> None:
+    [row] = re.findall(r"│ (\d+(?: 1)*)$", penstock("peek", f"{server.url}/numbers", "--batch-size", "1").stdout, re.MULTILINE)
+    assert row.split()[1:] == ["1"] * (int(row.split()[0]) % 7)
+
+
+def test_the_text_is_what_the_token_ids_say(server: Server, data_dir: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(data_dir / "tokenizer.json"))
+    [frame] = server.frames("/v1/datasets/chats/epochs/0/ranks/0/batches/0", batch_size=4)
+    for ids, length, shown in zip(
+        frame.tensors["input_ids"], frame.tensors["lengths"], views(server, "chats", 0, batch_size=4), strict=True
+    ):
+        text = "".join(run.text for passage in shown.passages for run in passage.runs)
+        assert text == tokenizer.decode(ids[:length].tolist(), skip_special_tokens=False)
