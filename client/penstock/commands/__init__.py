@@ -1,4 +1,4 @@
-"""The client's command: peek. What a command needs is imported when it runs, so that --help stays quick."""
+"""The client's commands: peek, bench. What a command needs is imported when it runs, so that --help stays quick."""
 
 from __future__ import annotations
 
@@ -34,10 +34,34 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_spec_options(peek)
     peek.set_defaults(run=partial(_run, "peek"))
 
+    bench = commands.add_parser(
+        "bench",
+        help="measure how fast batches come",
+        description="Pulls batches as a training loop does, and says how many tokens a second this client could feed, and how "
+        "long a loop would wait for them.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("address", metavar="ADDRESS", help=_ADDRESS)
+    bench.add_argument("--seconds", type=_amount, metavar="N", default=10.0, help="how long to measure (default: 10)")
+    bench.add_argument(
+        "--training-rate",
+        type=_amount,
+        metavar="N",
+        help="tokens a second that the model takes, such as 250k: measures as long once more, with a loop of that pace",
+    )
+    bench.add_argument("--epoch", type=_count, metavar="N", help="the first epoch to pull (default: 0)")
+    bench.add_argument("--rank", type=_count, metavar="N", help="from 0, below world_size (default: 0)")
+    bench.add_argument(
+        "--no-tensors", action="store_true", help="only fetch and check, without torch: what the network and server give"
+    )
+    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_spec_options(bench, without=("offset",))
+    bench.set_defaults(run=partial(_run, "bench"))
+
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a command; what the client raises is one line, without a traceback, and status 2."""
-    run = _load()
+    run = _load(name)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show Chinese is no reason to fail
@@ -56,9 +80,11 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     return status
 
 
-def _load() -> Run:
-    from penstock.commands.peek import run
-
+def _load(name: str) -> Run:
+    if name == "peek":
+        from penstock.commands.peek import run
+    else:
+        from penstock.commands.bench import run
     return run
 
 
@@ -66,3 +92,15 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 16):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 0")
     return int(text)
+
+
+def _amount(text: str) -> float:
+    """A positive number, such as 10, 0.5, 250k or 1.5M."""
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:])
+    try:
+        amount = float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount < 1e15:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above 0, such as 10, 0.5 or 250k")
+    return amount

@@ -1,0 +1,157 @@
+"""Batches for a benchmark, epoch after epoch: as a training loop gets them, or as they come over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from penstock.errors import PenstockError, SpecError
+from penstock.prefetch import Prefetch
+from penstock.source import Resolved, Source
+from penstock.spec import Spec
+from penstock.transport import Transport
+from penstock.wire import Frame
+
+_RETRY_SECONDS = 10.0
+_PREFETCH_BYTES = 64 << 20  # RemoteDataset's own default
+_SIDES = ("", "chosen_", "rejected_")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """What is in one batch: tokens, and positions, which are tokens and padding."""
+
+    num_tokens: int
+    num_positions: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Supply:
+    """An endless row of batches; `num_bytes` and `num_retries` tell what it took so far.
+
+    spec       with every parameter resolved, the snapshot included
+    num_steps  of an epoch
+    memory     where batches lie, in words
+    """
+
+    spec: Spec
+    num_steps: int
+    memory: str
+    batches: Generator[Any, None, None]
+    count: Callable[[Any], Count]
+    num_bytes: Callable[[], int]
+    num_retries: Callable[[], int]
+
+
+def tensors(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch: int) -> Supply:
+    """RemoteDataset's batches. Raises PenstockError: there is no torch; and what RemoteDataset raises."""
+    try:
+        import torch
+
+        from penstock.dataset import RemoteDataset
+        from penstock.tensors import IGNORED
+    except ImportError as error:
+        raise PenstockError(
+            f"RemoteDataset needs torch, which is not installed here ({error}): pip install 'penstock[torch]'. Or measure "
+            f"what comes over the wire alone, with --no-tensors."
+        ) from error
+    spec = _spec(query)
+    chosen: dict[str, Any] = {name: value for name, value in spec.to_dict().items() if name not in ("offset", "world_size")}
+    data = RemoteDataset(
+        server,
+        dataset,
+        rank=rank,
+        world_size=spec.world_size,
+        retry_seconds=_RETRY_SECONDS,
+        prefetch_bytes=_PREFETCH_BYTES,
+        **chosen,
+    )
+    _check_steps(data.steps_per_epoch, data.spec)
+
+    def batches() -> Generator[Any, None, None]:
+        for number in count(epoch):
+            data.set_epoch(number)
+            yield from data
+
+    return Supply(
+        spec=data.spec,
+        num_steps=data.steps_per_epoch,
+        memory="tensors in pinned memory" if torch.cuda.is_available() else "tensors in ordinary memory (no GPU)",
+        batches=batches(),
+        count=partial(_count_tensors, None if data.spec.task == "causal" else IGNORED),
+        num_bytes=lambda: data.stats().num_bytes,
+        num_retries=lambda: data.stats().num_retries,
+    )
+
+
+def frames(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch: int) -> Supply:
+    """Frames that are fetched ahead and checked, nothing more. Raises what Source raises."""
+    source = Source(server, dataset, rank=rank, retry_seconds=_RETRY_SECONDS)
+    resolved = source.resolve(_spec(query))
+    _check_steps(resolved.num_steps, resolved.spec)
+    used: list[Transport] = []
+
+    def batches() -> Generator[Frame, None, None]:
+        for number in count(epoch):
+            used.append(source.connect())
+            yield from _epoch(source, used[-1], resolved, number)
+
+    return Supply(
+        spec=resolved.spec,
+        num_steps=resolved.num_steps,
+        memory="frames as they came, without tensors",
+        batches=batches(),
+        count=_count_frame,
+        num_bytes=lambda: sum(transport.num_bytes for transport in used),
+        num_retries=lambda: sum(transport.num_retries for transport in used),
+    )
+
+
+def _epoch(source: Source, transport: Transport, resolved: Resolved, epoch: int) -> Iterator[Frame]:
+    ahead = Prefetch(
+        partial(source.frames, transport, resolved.spec, epoch),
+        range(resolved.num_steps),
+        nbytes=lambda frame: frame.nbytes,
+        budget_bytes=_PREFETCH_BYTES,
+        interrupt=transport.interrupt,
+    )
+    with closing(transport), closing(ahead):
+        yield from ahead
+
+
+def _spec(query: Mapping[str, str]) -> Spec:
+    spec = Spec.from_query(query.items())
+    if spec.offset:
+        raise SpecError("bench begins at an epoch's first sample: leave offset out", ("offset",))
+    return spec
+
+
+def _check_steps(num_steps: int, spec: Spec) -> None:
+    if not num_steps:
+        raise SpecError(
+            f"an epoch has no step: it has fewer sequences than batch_size={spec.batch_size} times "
+            f"world_size={spec.world_size}. Lower them, or give --tail wrap.",
+            ("batch_size",),
+        )
+
+
+def _count_tensors(ignored: int | None, batch: Mapping[str, Any]) -> Count:
+    """`ignored` is the label of what is not learned where labels are sequences of their own, as in seq2seq."""
+    masks = [batch[f"{side}attention_mask"] for side in _SIDES if f"{side}attention_mask" in batch]
+    if ignored is not None:
+        masks.append(batch["labels"] != ignored)
+    return Count(num_tokens=sum(int(mask.sum()) for mask in masks), num_positions=sum(mask.numel() for mask in masks))
+
+
+def _count_frame(frame: Frame) -> Count:
+    num_tokens = num_positions = 0
+    for ids, lengths in (*((f"{side}input_ids", f"{side}lengths") for side in _SIDES), ("labels", "label_lengths")):
+        if ids in frame.tensors and (ids != "labels" or lengths in frame.tensors):
+            size = frame.tensors[ids].size
+            num_positions += size
+            num_tokens += int(frame.tensors[lengths].sum()) if lengths in frame.tensors else size
+    return Count(num_tokens=num_tokens, num_positions=num_positions)
