@@ -37,6 +37,11 @@ def test_without_the_servers_packages_its_commands_say_what_to_install_and_the_c
     server = serve(tmp_path / "data")
     without = (*SERVER_PACKAGES, "torch")
     assert "row group" in penstock_without(without, "peek", f"{server.url}/numbers").stdout
+    assert "no torch" in penstock_without(without, "doctor", server.url).stdout
+    bench = penstock_without(without, "bench", f"{server.url}/numbers", "--seconds", "0.1")
+    assert (bench.returncode, "RemoteDataset needs torch" in bench.stderr) == (2, True)
+    bare = penstock_without(without, "bench", f"{server.url}/numbers", "--seconds", "0.1", "--no-tensors")
+    assert "This client could feed" in bare.stdout
 
 
 def test_help_is_quick_since_it_imports_nothing_that_is_slow() -> None:

@@ -1,4 +1,4 @@
-"""The client's commands: peek, bench. What a command needs is imported when it runs, so that --help stays quick."""
+"""The client's commands: peek, bench, doctor. What a command needs is imported when it runs, so that --help stays quick."""
 
 from __future__ import annotations
 
@@ -58,6 +58,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_spec_options(bench, without=("offset",))
     bench.set_defaults(run=partial(_run, "bench"))
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="find what is wrong between here and a server",
+        description="Checks versions, clock, latency, bandwidth, pinned memory, datasets and the block cache, and says what to "
+        "do. The exit status is 1 if something fails.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("address", metavar="ADDRESS", help="http://HOST:PORT, or http://HOST:PORT/DATASET to check only that")
+    doctor.set_defaults(run=partial(_run, "doctor"))
+
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a command; what the client raises is one line, without a traceback, and status 2."""
@@ -83,8 +93,10 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
 def _load(name: str) -> Run:
     if name == "peek":
         from penstock.commands.peek import run
-    else:
+    elif name == "bench":
         from penstock.commands.bench import run
+    else:
+        from penstock.commands.doctor import run
     return run
 
 

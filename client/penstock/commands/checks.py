@@ -1,0 +1,121 @@
+"""What `penstock doctor` looks at, in its order: the server, the way to it, this machine, and then the data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from penstock import __version__, wire
+from penstock.commands.check import Check
+from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
+from penstock.commands.machine_checks import check_machine
+from penstock.commands.remote import RETRY_SECONDS, get_json, greet
+from penstock.errors import PenstockError
+from penstock.transport import Transport
+
+_PROBES = 15
+_SLOW_SECONDS = 0.05
+_RUN_BYTES = 4 << 20  # what the client asks for at a time
+_CLOCK_SECONDS = 5.0
+
+
+def checks(server: str, dataset: str | None) -> Iterator[Check]:
+    """Everything, or of the data only what concerns one dataset. Each is made when it is asked for."""
+    try:
+        greeting = greet(server)
+    except PenstockError as error:
+        yield Check("fail", "server", str(error))
+        yield from _proxies(server)
+        yield from check_machine()
+        return
+    yield _versions(greeting)
+    yield from _proxies(server)
+    yield from _way(server)
+    yield from check_machine()
+    with closing(Transport((server,), retry_seconds=RETRY_SECONDS)) as transport:
+        try:
+            known = get_json(transport, "/v1/datasets")
+            yield from check_datasets(transport, known, dataset)
+            yield from check_cache(known["datasets"])
+            yield from check_bandwidth(server, transport, known, dataset)
+        except PenstockError as error:
+            yield Check("fail", "data", str(error))
+
+
+def _versions(greeting: Mapping[str, Any]) -> Check:
+    theirs, spoken = greeting.get("version"), greeting.get("wire")
+    if spoken is not None and spoken != wire.VERSION:
+        return Check(
+            "fail",
+            "server",
+            f"penstock {theirs} there speaks wire version {spoken}, penstock {__version__} here version {wire.VERSION}",
+            "install the same penstock on both",
+        )
+    if theirs != __version__:
+        return Check(
+            "warn", "server", f"penstock {theirs or 'of unknown version'} there, {__version__} here", "install the same on both"
+        )
+    return Check("ok", "server", f"penstock {theirs}, wire version {spoken}, the same as here")
+
+
+def _proxies(server: str) -> Iterator[Check]:
+    """A proxy is seldom meant for batches, and mostly comes from an environment that nobody looks at."""
+    address = urlsplit(server)
+    named = [name for name in (address.scheme, "all") if name in getproxies()]
+    if named and not proxy_bypass(address.hostname or ""):
+        yield Check(
+            "warn",
+            "proxy",
+            f"{named[0].upper()}_PROXY is set, so batches go through a proxy",
+            f"set NO_PROXY={address.hostname} where the trainer runs",
+        )
+
+
+def _way(server: str) -> Iterator[Check]:
+    """Latency, and the difference of the clocks, from a few requests over one connection."""
+    seconds, ahead = [], []
+    try:
+        with httpx.Client(timeout=5.0) as client:
+            client.get(f"{server}/healthz")  # makes the connection
+            for _ in range(_PROBES):
+                sent, began = time.time(), time.perf_counter()
+                told = client.get(f"{server}/healthz").json().get("time")
+                seconds.append(time.perf_counter() - began)
+                ahead.append(told - sent - seconds[-1] / 2 if isinstance(told, int | float) else None)
+    except (httpx.RequestError, ValueError, AttributeError) as error:
+        yield Check("fail", "latency", f"the server answered once, and then no more: {error}", "look at its log")
+        return
+    yield _latency(median(seconds), max(seconds))
+    quickest = min(range(_PROBES), key=seconds.__getitem__)
+    if (difference := ahead[quickest]) is not None:
+        yield _clock(difference, seconds[quickest] / 2)
+
+
+def _latency(typical: float, longest: float) -> Check:
+    text = f"{1000 * typical:.1f} ms (median of {_PROBES}; at most {1000 * longest:.1f} ms)"
+    if typical < _SLOW_SECONDS:
+        return Check("ok", "latency", text)
+    most = _RUN_BYTES / typical / 1e6
+    return Check(
+        "warn",
+        "latency",
+        f"{text}: each request for some 4 MiB of batches waits that long, so {most:,.0f} MB/s is the most that can come",
+        "run a server nearer to the trainers; its cache fills from the same shards",
+    )
+
+
+def _clock(difference: float, error: float) -> Check:
+    where = "ahead of" if difference > 0 else "behind"
+    if abs(difference) <= error:
+        return Check("ok", "clock", f"the server's agrees with this one to {1000 * error:.1f} ms")
+    text = f"the server's is {abs(difference):,.3f} s {where} this one"
+    if abs(difference) < _CLOCK_SECONDS:
+        return Check("ok", "clock", text)
+    return Check("warn", "clock", f"{text}: logs of both cannot be laid side by side", "let NTP set both")

@@ -1,0 +1,125 @@
+"""What `penstock doctor` looks at in the data: datasets and their snapshots, the block cache, and how fast batches come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.commands.check import Check, size
+from penstock.commands.remote import RETRY_SECONDS, describe_dataset
+from penstock.errors import PenstockError
+from penstock.source import Source
+from penstock.spec import Spec
+from penstock.transport import Transport
+
+_TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+_FULL = 0.97
+_RUN_BYTES, _PULLED_BYTES, _PULLED_SECONDS = 4 << 20, 16 << 20, 3.0
+_SEQ_LEN = 65_536
+_SLOW_BYTES_PER_SECOND = 10e6
+_LONG_SECONDS = 2.0
+
+
+def check_datasets(transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
+    """A line a dataset, or for the one that is named. Raises UnknownDataset and what else its description does."""
+    names = [one["name"] for one in known["datasets"]]
+    for name in names if dataset is None else [dataset] if dataset in names else []:
+        yield _dataset(describe_dataset(transport, name))
+    for mixture in known["mixtures"]:
+        if dataset in (None, mixture["name"]):
+            yield Check("ok", "dataset", f"{mixture['name']}: a mixture, {mixture['mix']}")
+    for refused in known["refused"]:
+        if dataset in (None, refused["name"]):
+            yield Check("fail", "dataset", f"{refused['name']} is not served: {refused['error']}")
+    everything = [one["name"] for kind in ("datasets", "mixtures", "refused") for one in known[kind]]
+    if dataset is not None and dataset not in everything:
+        describe_dataset(transport, dataset)  # raises, with the names that come near
+
+
+def _dataset(about: Mapping[str, Any]) -> Check:
+    name, index, bad = about["name"], about["index"], about["bad_rows"]
+    tokens = (
+        f"tokens counted in {index['blocks_done']:,} of {index['blocks']:,} blocks"
+        if about["tokens"] is None
+        else f"{about['tokens']:,} tokens"
+    )
+    text = (
+        f"{name}: {_count(about['rows'], 'row')} in {_count(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
+    )
+    if error := about.get("refresh_error"):
+        return Check(
+            "warn", "dataset", f"{text}; newer data is kept out: {error}", "mend the files; until then this snapshot is served"
+        )
+    if bad["known"] and bad["on_bad_row"] == "fail":
+        return Check(
+            "warn",
+            "dataset",
+            f"{text}; {bad['known']:,} bad rows are known, and a batch with one of them fails",
+            f'GET /v1/datasets/{name}/quarantine lists them; remove them, or set on_bad_row = "substitute" in penstock.toml',
+        )
+    return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows give way to neighbours" if bad["known"] else text)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """The block cache, which all datasets share."""
+    if not datasets:
+        return
+    cache = datasets[0]["cache"]
+    used, budget, asked = cache["used_bytes"], cache["budget_bytes"], cache["asked_bytes"]
+    text = f"{size(used)} of {size(budget)} used"
+    again = "blocks that do not fit are decoded again when they come round"
+    counted = [one["tokens"] * _TOKEN_BYTES.get(one["token_dtype"], 4) for one in datasets if one["tokens"] is not None]
+    if budget < asked:
+        yield Check(
+            "warn",
+            "cache",
+            f"{text}; its disk was full, so the budget is {size(budget)} in place of {size(asked)}: {again}",
+            "free some of the disk of --cache-dir, then restart the server",
+        )
+    elif used >= _FULL * budget or sum(counted) > budget:
+        needed = f"; the datasets take {size(sum(counted))}" if len(counted) == len(datasets) else ""
+        yield Check("warn", "cache", f"{text}{needed}: {again}", "raise --cache-bytes if the disk has room")
+    else:
+        yield Check("ok", "cache", text)
+
+
+def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
+    """A few MiB of batches, as the client fetches them."""
+    largest = sorted(known["datasets"], key=lambda one: one["size_bytes"], reverse=True)
+    names = [one["name"] for one in (*largest, *known["mixtures"]) if dataset in (None, one["name"])]
+    if names:
+        try:
+            yield _pull(server, transport, names[0])
+        except PenstockError as error:
+            yield Check("fail", "bandwidth", f"{names[0]} gives no batches: {error}")
+
+
+def _pull(server: str, transport: Transport, dataset: str) -> Check:
+    source = Source(server, dataset, rank=0, retry_seconds=RETRY_SECONDS)
+    began = time.perf_counter()
+    # Long lines of padding do: of a small dataset the usual ones would measure how many requests can be made.
+    resolved = source.resolve(Spec(seq_len=_SEQ_LEN, tail="wrap"))
+    if not resolved.num_steps:
+        return Check("warn", "bandwidth", f"{dataset} holds no sequence", "look at its filter, and at its shards")
+    [frame] = source.frames(transport, resolved.spec, 0, range(1))
+    first = time.perf_counter() - began
+    steps = range(min(resolved.num_steps, max(2, _RUN_BYTES // max(frame.nbytes, 1))))
+    source.frames(transport, resolved.spec, 0, steps)  # decodes on the server what is cold
+    before, began, elapsed = transport.num_bytes, time.perf_counter(), 0.0
+    while transport.num_bytes - before < _PULLED_BYTES and elapsed < _PULLED_SECONDS:
+        source.frames(transport, resolved.spec, 0, steps)
+        elapsed = time.perf_counter() - began
+    pulled = transport.num_bytes - before
+    text = f"{pulled / elapsed / 1e6:,.0f} MB/s: {size(pulled)} of {dataset} in {elapsed:.2f} s"
+    if first > _LONG_SECONDS:
+        text += f"; the first batch took {first:.1f} s, in which the server made its block"
+    if pulled / elapsed < _SLOW_BYTES_PER_SECOND:
+        return Check(
+            "warn", "bandwidth", text, "a million tokens a second take 2 to 4 MB/s; look for a slow link or a busy server"
+        )
+    return Check("ok", "bandwidth", text)

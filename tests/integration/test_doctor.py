@@ -1,0 +1,69 @@
+"""`penstock doctor` against real servers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands import penstock, penstock_in_terminal
+from corpora import write_numbered
+from serving import Server
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data = tmp_path_factory.mktemp("data")
+    write_numbered(data / "numbers", 500)
+    write_numbered(data / "few", 3, num_shards=1)
+    (data / "broken").mkdir()
+    (data / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    return serve(data)
+
+
+def levels(shown: str) -> dict[str, str]:
+    return {name: level for level, name in re.findall(r"^  (ok|warn|fail) +(\S+) ", shown, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("dataset", ["numbers", "few"])
+def test_a_dataset_that_is_well_passes_every_check(server: Server, dataset: str) -> None:
+    done = penstock("doctor", f"{server.url}/{dataset}", no_proxy="127.0.0.1")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = ["server", "latency", "clock", "client", "memory", "dataset", "cache", "bandwidth"]
+    assert list(levels(done.stdout)) == names
+    assert "fail" not in levels(done.stdout).values()
+    assert f"{dataset}: " in done.stdout
+    assert server.json(f"/v1/datasets/{dataset}")["snapshot"] in done.stdout
+    assert "broken" not in done.stdout
+
+
+def test_a_refused_dataset_fails_with_its_reason(server: Server) -> None:
+    status, shown = penstock_in_terminal(400, "doctor", server.url, no_proxy="127.0.0.1")
+    assert status == 1
+    assert re.search(r"\x1b\[31mfail\x1b\[0m  dataset +broken is not served: .*half.parquet ", shown)
+    assert re.search(r"\x1b\[32mok  \x1b\[0m  dataset +numbers: 500 rows in 3 shards", shown)
+    assert "1 of these must be mended" in shown
+
+
+def test_a_server_that_is_away_fails_and_an_address_that_is_none_is_refused(server: Server) -> None:
+    away = penstock("doctor", "http://127.0.0.1:9", no_proxy="127.0.0.1")
+    assert (away.returncode, levels(away.stdout)["server"], away.stderr) == (1, "fail", "")
+    unknown = penstock("doctor", f"{server.url}/numbrs", no_proxy="127.0.0.1")
+    assert (unknown.returncode, levels(unknown.stdout)["data"]) == (1, "fail")
+    assert "Did you mean numbers?" in unknown.stdout
+    refused = penstock("doctor", "ftp://host")
+    assert (refused.returncode, "is no address" in refused.stderr) == (2, True)
+
+
+def test_a_dataset_whose_blocks_cannot_be_read_fails(serve: Callable[..., Server], tmp_path: Path) -> None:
+    folder = write_numbered(tmp_path / "data" / "numbers", 500, num_shards=1)
+    server = serve(tmp_path / "data", "--poll-seconds", "0")
+    [shard] = folder.glob("*.parquet")
+    content = bytearray(shard.read_bytes())
+    content[4:600] = bytes(596)
+    shard.write_bytes(content)
+    done = penstock("doctor", server.url, no_proxy="127.0.0.1")
+    assert (done.returncode, levels(done.stdout)["bandwidth"]) == (1, "fail")
+    assert "numbers gives no batches: " in " ".join(done.stdout.split())

@@ -1,0 +1,190 @@
+"""The judgements of `penstock doctor`: what is well, what should be looked at, what fails, and what to do."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock import __version__, wire
+from penstock.commands import data_checks, machine_checks
+from penstock.commands.check import Check, size
+from penstock.commands.checks import checks
+from penstock.commands.data_checks import check_cache, check_datasets
+from penstock.commands.machine_checks import check_machine
+from penstock.transport import Transport
+
+
+@contextmanager
+def answering(greeting: Mapping[str, Any], delay_seconds: float = 0.0, clock_ahead_seconds: float = 0.0) -> Iterator[str]:
+    """A server that only greets."""
+
+    class Greeter(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            time.sleep(delay_seconds)
+            found = self.path == "/healthz"
+            body = json.dumps({"time": time.time() + clock_ahead_seconds, **greeting} if found else {}).encode()
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Greeter) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+GOOD = {"status": "ok", "version": __version__, "wire": wire.VERSION}
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def found(url: str) -> dict[str, Check]:
+    return {check.name: check for check in checks(url, None)}
+
+
+def test_versions_are_compared() -> None:
+    with answering(GOOD) as url:
+        assert found(url)["server"] == Check("ok", "server", f"penstock {__version__}, wire version 1, the same as here")
+    with answering({**GOOD, "version": "9.1"}) as url:
+        older = found(url)["server"]
+        assert (older.level, older.text) == ("warn", f"penstock 9.1 there, {__version__} here")
+    with answering({**GOOD, "version": "9.1", "wire": 7}) as url:
+        other = found(url)["server"]
+        assert (other.level, other.fix) == ("fail", "install the same penstock on both")
+        assert f"wire version 7, penstock {__version__} here version 1" in other.text
+    with answering({"status": "ok"}) as url:
+        assert found(url)["server"].text.startswith("penstock of unknown version there")
+
+
+def test_a_server_without_data_fails() -> None:
+    with answering(GOOD) as url:
+        assert found(url)["data"].level == "fail"
+
+
+def test_a_clock_that_is_wrong_is_told_with_its_direction() -> None:
+    for seconds, where, level in ((3600.0, "ahead of", "warn"), (-60.0, "behind", "warn"), (2.0, "ahead of", "ok")):
+        with answering(GOOD, clock_ahead_seconds=seconds) as url:
+            clock = found(url)["clock"]
+        assert clock.level == level
+        assert f"s {where} this one" in clock.text
+        assert float(clock.text.split()[3].replace(",", "")) == pytest.approx(abs(seconds), abs=1)
+
+
+def test_a_long_way_bounds_what_can_come() -> None:
+    with answering(GOOD, delay_seconds=0.08) as url:
+        latency = found(url)["latency"]
+    assert latency.level == "warn"
+    assert "MB/s is the most that can come" in latency.text
+    assert 0 < float(latency.text.split(" MB/s")[0].rpartition(" ")[2]) <= 53
+
+
+def test_a_proxy_in_between_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    away = found("http://127.0.0.1:10")
+    assert away["server"].level == "fail"
+    assert away["proxy"].fix == "set NO_PROXY=127.0.0.1 where the trainer runs"
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert "proxy" not in found("http://127.0.0.1:10")
+
+
+def test_a_server_that_is_away_still_shows_what_is_here() -> None:
+    away = found("http://127.0.0.1:9")
+    assert "does not answer" in away["server"].text
+    assert (away["client"].level, set(away)) == ("ok", {"server", "client", "memory"})
+
+
+CACHE = {"used_bytes": 50_000_000, "budget_bytes": 10**9, "asked_bytes": 10**9}
+
+
+def cache(tokens: int | None = 1000, **other: int) -> Check:
+    [check] = check_cache([{"cache": {**CACHE, **other}, "tokens": tokens, "token_dtype": "uint16"}])
+    return check
+
+
+def test_a_cache_that_is_full_lowered_or_too_small_is_told() -> None:
+    assert cache() == Check("ok", "cache", "50.0 MB of 1.0 GB used")
+    assert cache(tokens=None).level == "ok"
+    lowered = cache(budget_bytes=60_000_000)
+    assert (lowered.level, "the budget is 60.0 MB in place of 1.0 GB" in lowered.text) == ("warn", True)
+    assert "free some of the disk" in lowered.fix
+    full = cache(used_bytes=999_000_000)
+    assert (full.level, full.fix) == ("warn", "raise --cache-bytes if the disk has room")
+    small = cache(tokens=10**9)
+    assert (small.level, "the datasets take 2.0 GB: blocks that do not fit are decoded again" in small.text) == ("warn", True)
+
+
+ABOUT = {
+    "name": "wiki",
+    "rows": 1,
+    "shards": 2,
+    "tokens": None,
+    "index": {"blocks_done": 3, "blocks": 4},
+    "bad_rows": {"known": 0, "on_bad_row": "fail"},
+    "snapshot": "3f9c",
+    "refresh_error": None,
+}
+
+
+def dataset(monkeypatch: pytest.MonkeyPatch, **about: Any) -> Check:
+    monkeypatch.setattr(data_checks, "describe_dataset", lambda *_: {**ABOUT, **about})
+    known = {"datasets": [{"name": "wiki"}], "mixtures": [], "refused": []}
+    [check] = check_datasets(Transport(("http://host",), retry_seconds=0), known, None)
+    return check
+
+
+def test_bad_rows_and_data_that_is_kept_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "wiki: 1 row in 2 shards, tokens counted in 3 of 4 blocks, snapshot 3f9c"
+    assert dataset(monkeypatch) == Check("ok", "dataset", text)
+    assert "1,000 tokens, snapshot" in dataset(monkeypatch, tokens=1000).text
+    kept_out = dataset(monkeypatch, refresh_error="half a file")
+    assert (kept_out.level, "newer data is kept out: half a file" in kept_out.text) == ("warn", True)
+    bad = dataset(monkeypatch, bad_rows={"known": 7, "on_bad_row": "fail"})
+    assert (bad.level, "7 bad rows are known" in bad.text, "quarantine" in bad.fix) == ("warn", True, True)
+    assert dataset(monkeypatch, bad_rows={"known": 7, "on_bad_row": "substitute"}).level == "ok"
+
+
+def torch_with(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, pins: bool = True, sign: str = "/none") -> Check:
+    def empty(*_: Any, **__: Any) -> None:
+        if not pins:
+            raise RuntimeError("out of resources\nand a trace")
+
+    cuda = SimpleNamespace(is_available=lambda: gpu, get_device_name=lambda: "H200")
+    version = SimpleNamespace(cuda="12.9", hip=None)
+    fake = SimpleNamespace(__version__="2.9", cuda=cuda, version=version, empty=empty, uint8=None)
+    monkeypatch.setitem(__import__("sys").modules, "torch", fake)
+    monkeypatch.setattr(machine_checks, "_GPU_SIGNS", (sign,))
+    return {check.name: check for check in check_machine()}["memory"]
+
+
+def test_pinned_memory_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_with(monkeypatch, gpu=False).level == "ok"
+    assert torch_with(monkeypatch, gpu=True) == Check("ok", "memory", "H200; batches lie in pinned memory")
+    failed = torch_with(monkeypatch, gpu=True, pins=False)
+    assert (failed.level, failed.text) == ("fail", "H200, but memory cannot be pinned: out of resources")
+    hidden = torch_with(monkeypatch, gpu=False, sign="/")
+    assert (hidden.level, "built for 12.9, cannot use it" in hidden.text) == ("warn", True)
+
+
+def test_sizes_are_said_as_people_say_them() -> None:
+    assert [size(n) for n in (999, 10**6, 2.5e9, 3e12)] == ["1.0 kB", "1.0 MB", "2.5 GB", "3.0 TB"]
