@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from commands import penstock
 from penstock_server.recipes.recipe_file import read_recipe
 from serving import Server
 
@@ -55,7 +56,7 @@ def test_every_command_is_run_by_some_test() -> None:
     lines = shell_lines()
     curls = [line for line in lines if line.startswith("curl ")]
     assert len(curls) >= 3
-    known = {". .venv/bin/activate", "penstock sample sample-data", "penstock serve sample-data", IMPORT, *curls}
+    known = {". .venv/bin/activate", "penstock sample sample-data", "penstock serve sample-data", IMPORT, *curls, *asking()}
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
 
 
@@ -66,6 +67,24 @@ def test_the_import_line_writes_what_can_be_served(sample: Path, serve: Callable
     subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(IMPORT)[1:]], cwd=tmp_path, check=True)
     server = serve(tmp_path / "data", "--tokenizer", str(sample / "tokenizer.json"))
     assert server.json("/v1/datasets/stories")["rows"] == 3
+
+
+def asking() -> list[str]:
+    """The lines that ask a server."""
+    return [line for line in shell_lines() if line.startswith(("penstock peek", "penstock bench", "penstock doctor"))]
+
+
+def test_the_lines_that_ask_a_server_answer(server: Server) -> None:
+    assert len(asking()) == 3
+    shown = []
+    for line in asking():
+        name, *arguments = shlex.split(here(line, server))[1:]
+        quick = ["--seconds", "0.5"] if name == "bench" else []
+        done = penstock(name, *arguments, *quick, COLUMNS="100")
+        assert done.returncode == 0, f"{line}\n{done.stderr}{done.stdout}"
+        shown.append(done.stdout)
+    table = blocks("text")[0].splitlines()
+    assert table[1:] == shown[0].splitlines()[1 : len(table)]  # the first line names the snapshot of the files as written here
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
