@@ -10,7 +10,8 @@ from penstock.errors import PenstockError, SpecError
 from penstock.item import Item
 from penstock.place import Worker
 from penstock.prefetch import Prefetch
-from penstock.tensors import IGNORED, Batch, as_tensor, columns_of, lines_of, travelled
+from penstock.spec import IGNORED
+from penstock.tensors import Batch, as_tensor, columns_of, lines_of, travelled
 from penstock.wire import Frame
 
 CPU = torch.device("cpu")

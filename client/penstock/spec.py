@@ -16,6 +16,7 @@ from penstock.skip import Ranges, parse_skip
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
+IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 

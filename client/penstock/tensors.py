@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 
 from penstock.errors import SpecError
+from penstock.spec import IGNORED
 from penstock.wire import Frame
-
-IGNORED = -100  # the label that torch's cross entropy leaves out
 
 Batch = dict[str, Any]  # tensors, and lists of texts or bytes
 T = TypeVar("T")

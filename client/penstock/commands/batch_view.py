@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from penstock.spec import IGNORED
+
 _SIDES = ("", "chosen_", "rejected_")
 
 
@@ -73,10 +75,7 @@ def _sequence(
         several = len(names) > 1
         for name, own in zip(names, _by_row(runs, lengths), strict=True) if several else ((names[0] if names else "", runs),):
             passages.append(Passage(source=name, side=side.removesuffix("_"), runs=tuple(own)))
-        num_learned += sum(run.num_tokens for run in runs if run.learned)
-    if "document_starts" in facts:  # the first token of a row is not learned where its beginning is told
-        mask = [run.learned for passage in passages for run in passage.runs for _ in range(run.num_tokens)]
-        num_learned -= sum(mask[start] for start in facts["document_starts"] if start < len(mask))
+        num_learned += sum(_mask(facts, side))
     return SequenceView(
         index=facts["index"],
         num_tokens=facts["num_tokens"],
@@ -96,15 +95,15 @@ def _named(source: Mapping[str, Any], is_mixed: bool) -> str:
 def _runs(facts: Mapping[str, Any], side: str) -> Iterator[Run]:
     """The tokens of one side, cut where rows or turns begin and where the loss does."""
     ids = facts[f"{side}input_ids"]
-    if "labels" in facts:  # an encoder reads the one, a decoder learns the other
+    if "label_lengths" in facts:  # an encoder reads the one, a decoder learns the other
         yield Run(facts.get("prompt", _spelled(ids)), len(ids), False)
         yield Run(facts.get("response", _spelled(facts["labels"])), len(facts["labels"]), True)
         return
-    mask = _mask(facts, side, len(ids))
+    mask = _mask(facts, side)
     end = 0
     for num_tokens, text in _pieces(facts, side, ids, mask):
-        yield Run(_spelled(ids[end : end + num_tokens]) if text is None else text, num_tokens, mask[end])
-        end += num_tokens
+        start, end = end, end + num_tokens
+        yield Run(_spelled(ids[start:end]) if text is None else text, num_tokens, any(mask[start:end]))
 
 
 def _pieces(facts: Mapping[str, Any], side: str, ids: Sequence[int], mask: Sequence[bool]) -> Iterator[tuple[int, str | None]]:
@@ -113,17 +112,15 @@ def _pieces(facts: Mapping[str, Any], side: str, ids: Sequence[int], mask: Seque
         yield from ((piece["num_tokens"], piece.get("text")) for piece in facts[f"{side}pieces"])
     elif f"{side}prompt" in facts:
         prompt, response = facts[f"{side}prompt"], facts[f"{side}response"]
-        num_prompt = mask.index(True) if True in mask else len(ids)
+        num_prompt = facts.get(f"{side}prompt_lengths", mask.index(True) if True in mask else len(ids))
         yield from ((num_prompt, prompt), (len(ids) - num_prompt, response)) if num_prompt else ((len(ids), prompt + response),)
     elif ids:
         yield len(ids), facts.get(f"{side}text")
 
 
-def _mask(facts: Mapping[str, Any], side: str, num_tokens: int) -> list[bool]:
+def _mask(facts: Mapping[str, Any], side: str) -> list[bool]:
     """Which tokens are learned, as the trainer sees it."""
-    if f"{side}loss_mask" in facts:
-        return [bool(bit) for bit in facts[f"{side}loss_mask"]]
-    return [number >= facts.get(f"{side}prompt_lengths", 0) for number in range(num_tokens)]
+    return [label != IGNORED for label in facts[f"{side}labels"]]
 
 
 def _by_row(runs: Iterable[Run], lengths: Sequence[int]) -> list[list[Run]]:

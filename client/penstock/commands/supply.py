@@ -12,7 +12,7 @@ from typing import Any
 from penstock.errors import PenstockError, SpecError
 from penstock.prefetch import Prefetch
 from penstock.source import Resolved, Source
-from penstock.spec import Spec
+from penstock.spec import IGNORED, Spec
 from penstock.transport import Transport
 from penstock.wire import Frame
 
@@ -53,7 +53,6 @@ def tensors(server: str, dataset: str, query: Mapping[str, str], rank: int, epoc
         import torch
 
         from penstock.dataset import RemoteDataset
-        from penstock.tensors import IGNORED
     except ImportError as error:
         raise PenstockError(
             f"RemoteDataset needs torch, which is not installed here ({error}): pip install 'penstock[torch]'. Or measure "

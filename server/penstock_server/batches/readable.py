@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock import wire
+from penstock.spec import IGNORED
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import Plan
@@ -17,8 +18,6 @@ from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.storage.block import Block, Turn
-
-_IGNORED = -100  # the label of what is not learned, as penstock.tensors has it
 
 
 def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
@@ -103,7 +102,7 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
 def _labels(plan: Plan, tensor: Tensor, line: list[Turn]) -> list[int]:
     """The ids that are learned, as a trainer gets them."""
     is_masked = any(t.feature == tensor.feature and (t.kind == "mask" or t.turn == "prompt") for t in plan.tensors)
-    return [token if learned or not is_masked else _IGNORED for ids, learned in line for token in ids]
+    return [token if learned or not is_masked else IGNORED for ids, learned in line for token in ids]
 
 
 def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
@@ -111,7 +110,7 @@ def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
     sizes = np.diff([*(start for start in starts if start < len(labels)), len(labels)]).tolist()
     positions = [position for size in sizes for position in range(size)]
     return {
-        "labels": [token if position else _IGNORED for token, position in zip(labels, positions, strict=True)],
+        "labels": [token if position else IGNORED for token, position in zip(labels, positions, strict=True)],
         "position_ids": positions,
     }
 
