@@ -65,9 +65,7 @@ def main() -> None:
     data = RemoteDataset(
         args.server, dataset, batch_size=args.batch_size, seq_len=args.seq_len, seed=7, prefetch_bytes=args.prefetch_bytes
     )
-    if data.vocab_size is None:
-        raise SystemExit(f"{dataset} does not say how many token ids there are: set vocab_size in its penstock.toml")
-    model = TinyGPT(data.vocab_size, args.seq_len).to(device)
+    model = TinyGPT(vocab_size_of(data), args.seq_len).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = 0
     if args.checkpoint and args.checkpoint.exists():
@@ -131,6 +129,12 @@ def first_dataset(server: str) -> str:
         return str(httpx.get(f"{server}/v1/datasets").json()["datasets"][0]["name"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as error:
         raise SystemExit(f"{server} does not list its datasets ({error!r}); is `penstock serve` running there?") from error
+
+
+def vocab_size_of(data: RemoteDataset) -> int:
+    if data.vocab_size is None:
+        raise SystemExit(f"{data.dataset} does not say how many token ids there are: set vocab_size in its penstock.toml")
+    return data.vocab_size
 
 
 def say(text: str) -> None:

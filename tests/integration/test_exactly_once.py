@@ -135,9 +135,9 @@ def test_workers_that_live_on_see_a_new_epoch(server: Server) -> None:
         assert rows_of(iter(loader)) == rows_of(iter(alone))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_may_be_forked_or_spawned(server: Server, context: str) -> None:
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 4), ("spawn", 1), ("spawn", 4)])
+def test_workers_may_be_forked_or_spawned(server: Server, context: str, num_workers: int) -> None:
     data = dataset(server, 0, 1, "window")
     expected = rows_of(iter(data))
-    loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
+    loader = DataLoader(data, batch_size=None, num_workers=num_workers, multiprocessing_context=context)
     assert rows_of(iter(loader)) == expected

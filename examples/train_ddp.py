@@ -1,0 +1,71 @@
+"""Trains a small GPT on several GPUs, or CPU processes: DistributedDataParallel under torchrun.
+
+    torchrun --nproc-per-node=2 examples/train_ddp.py http://localhost:8000 stories --checkpoint gpt.pt
+
+Started again with the same checkpoint it goes on at the very next sample, also on another number of ranks.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock import RemoteDataset
+from train_gpt import TinyGPT, vocab_size_of
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+    # Rank and world size come from the process group. A DistributedSampler would leave batches out: these are this rank's own.
+    data = RemoteDataset(args.server, args.dataset, batch_size=16, seq_len=128, seed=7)
+
+    torch.manual_seed(0)
+    model = TinyGPT(vocab_size_of(data), seq_len=128).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    if args.checkpoint.exists():
+        saved = torch.load(args.checkpoint, map_location=device)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        data.load_state_dict(saved["data"])  # the same for all ranks: a place in the order of samples, which they share
+        step = saved["step"]
+
+    parallel = DistributedDataParallel(model)
+    while step < args.steps:
+        for batch in data:  # every rank has the same number of batches, so none waits for another at the end
+            loss = parallel(batch["input_ids"].to(device), batch["labels"].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if dist.get_rank() == 0 and step % 10 == 0:
+                print(f"step {step}, loss {loss.item():.3f}", flush=True)
+            if step == args.steps:
+                break
+        else:
+            data.set_epoch(data.epoch + 1)  # without it every pass has the same order
+
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
+        torch.save(state, args.checkpoint)
+    dist.destroy_process_group()
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("server", help="address of the server, http://host:port")
+    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("--steps", type=int, default=300, help="train up to this step")
+    parser.add_argument("--checkpoint", type=Path, default=Path("gpt.pt"), help="load it if it exists; save to it at the end")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

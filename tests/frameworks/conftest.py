@@ -1,0 +1,46 @@
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from corpora import write_numbered
+from penstock import RemoteDataset
+from recorded import Given, recording
+from serving import Server
+
+NUM_ROWS = 320  # twenty steps of sixteen
+
+
+@pytest.fixture(scope="session")
+def url(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A server of the dataset "numbers": 320 rows, whose first tokens are their numbers."""
+    data = tmp_path_factory.mktemp("data")
+    write_numbered(data / "numbers", NUM_ROWS)
+    (data / "numbers" / "penstock.toml").write_text(f"vocab_size = {NUM_ROWS}\n")
+    return serve(data).url
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
+    """The batches that the loops of this process were given so far."""
+    batches: list[Given] = []
+    monkeypatch.setattr(RemoteDataset, "__iter__", recording(batches.append))
+    return batches
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that share few cores with a server wait for one another more than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _library(request: pytest.FixtureRequest) -> None:
+    """Skips the tests of a module whose LIBRARY is missing."""
+    library = getattr(request.module, "LIBRARY", "torch")
+    if not find_spec(library):
+        pytest.skip(f"{library} is not installed; make test installs penstock[frameworks]")
