@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint check format docker-test memory-test clean
@@ -20,10 +21,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 	@echo "installed into $(VENV); to have the command penstock: . $(BIN)/activate"
 
+$(FRAMEWORKS): $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,frameworks]'
+	@touch $@
+
 demo: install  ## train a tiny GPT on a generated corpus, kill the server and the trainer in mid-run (two minutes)
 	$(BIN)/python examples/demo.py
 
-test: install  ## the whole test suite; what needs a Docker engine is skipped where there is none
+test: $(FRAMEWORKS)  ## the whole test suite, training frameworks included; what needs a Docker engine is skipped where there is none
 	$(BIN)/python -m pytest
 
 lint: install  ## ruff and mypy --strict

@@ -1,0 +1,69 @@
+"""Trains a small GPT through torchdata's StatefulDataLoader, with loader workers.
+
+    python examples/train_dataloader.py http://localhost:8000 stories --workers 2 --checkpoint gpt.pt
+
+Workers are for what you do to batches yourself: the dataset fetches ahead in a thread of its own. The order is the same for
+any number of workers. Started again with the same checkpoint and workers it goes on at the very next batch.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from penstock import RemoteDataset
+from train_gpt import TinyGPT, vocab_size_of
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    data = RemoteDataset(args.server, args.dataset, batch_size=16, seq_len=128, seed=7)
+
+    # batch_size=None: batches come ready-made. Torch's own DataLoader takes the same arguments, but cannot tell where its
+    # workers are: with them, only this one can save its place.
+    loader = StatefulDataLoader(data, batch_size=None, num_workers=args.workers, pin_memory=torch.cuda.is_available())
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = TinyGPT(vocab_size_of(data), seq_len=128).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    if args.checkpoint.exists():
+        saved = torch.load(args.checkpoint)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        loader.load_state_dict(saved["loader"])
+        step = saved["step"]
+
+    while step < args.steps:
+        for batch in loader:
+            loss = model(batch["input_ids"].to(device), batch["labels"].to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % 10 == 0:
+                print(f"step {step}, loss {loss.item():.3f}", flush=True)
+            if step == args.steps:
+                break
+        else:
+            data.set_epoch(data.epoch + 1)  # workers see it, too
+
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict(), "step": step}
+    torch.save(state, args.checkpoint)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("server", help="address of the server, http://host:port")
+    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("--steps", type=int, default=300, help="train up to this step")
+    parser.add_argument("--checkpoint", type=Path, default=Path("gpt.pt"), help="load it if it exists; save to it at the end")
+    parser.add_argument("--workers", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

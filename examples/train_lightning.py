@@ -1,0 +1,84 @@
+"""Trains a small GPT with Lightning, on one device or several.
+
+    python examples/train_lightning.py http://localhost:8000 stories --devices 2 --checkpoint gpt.ckpt
+
+Started again with the same checkpoint it goes on at the very next batch.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from penstock import RemoteDataset
+from penstock.tensors import Batch
+from train_gpt import TinyGPT, vocab_size_of
+
+
+class Data(lightning.LightningDataModule):
+    def __init__(self, server: str, dataset: str) -> None:
+        super().__init__()
+        self.server, self.dataset = server, dataset
+
+    def setup(self, stage: str) -> None:  # noqa: ARG002
+        # Here, and not where Trainer is made: Lightning starts the other ranks in between, and a dataset made before would
+        # take each process for the only one.
+        self.data = RemoteDataset(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
+
+    def train_dataloader(self) -> RemoteDataset:
+        return self.data  # as it is: Lightning saves its state and shards nothing that is no DataLoader
+
+
+class Model(lightning.LightningModule):
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.gpt = TinyGPT(vocab_size_of(self.trainer.datamodule.data), seq_len=128)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def on_train_start(self) -> None:
+        data = self.trainer.train_dataloader
+        if not data.steps_ahead:  # resumed behind the last batch of an epoch: Lightning does not say that the next one starts
+            data.set_epoch(data.epoch + 1)
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.set_epoch(self.current_epoch)  # without it every pass has the same order
+
+    def training_step(self, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = self.gpt(batch["input_ids"], batch["labels"])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    # The newest is kept, under the one name. A checkpoint that is written after fit() would count its last epoch as done.
+    saver = ModelCheckpoint(
+        args.checkpoint.parent,
+        filename=args.checkpoint.stem,
+        every_n_train_steps=args.save_every,
+        save_top_k=1,
+        enable_version_counter=False,
+    )
+    trainer = lightning.Trainer(max_steps=args.steps, devices=args.devices, callbacks=[saver], logger=False)
+    resumed = args.checkpoint if args.checkpoint.exists() else None
+    trainer.fit(Model(), datamodule=Data(args.server, args.dataset), ckpt_path=resumed)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("server", help="address of the server, http://host:port")
+    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("--steps", type=int, default=300, help="train up to this step")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs, or CPU processes where there is none")
+    parser.add_argument("--checkpoint", type=Path, default=Path("gpt.ckpt"), help="load it if it exists; save to it")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

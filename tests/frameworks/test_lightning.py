@@ -1,0 +1,39 @@
+"""Lightning: no sampler of its own, and the state of the data in its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recorded import Given, run_example, whole_run
+
+LIBRARY = "lightning"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+def test_a_resumed_run_has_the_same_losses(url: str, tmp_path: Path, given: list[Given]) -> None:
+    import train_lightning
+
+    def train(checkpoint: str, steps: int) -> dict[str, Any]:
+        path = tmp_path / checkpoint / "gpt.ckpt"
+        flags = ["--steps", str(steps), "--save-every", "4", "--checkpoint", str(path)]
+        train_lightning.main([url, "numbers", *flags])
+        return dict(torch.load(path, weights_only=True))
+
+    whole = train("whole", 24)
+    for steps in (8, 20, 24):  # in the middle of an epoch, and at its end
+        parts = train("parts", steps)
+
+    assert given[:24] == given[24:] == whole_run(url, 24)
+    assert all(torch.equal(weight, parts["state_dict"][name]) for name, weight in whole["state_dict"].items())
+
+
+def test_two_ranks_that_lightning_starts_itself_are_given_each_batch_once(url: str, tmp_path: Path) -> None:
+    arguments = [url, "numbers", "--steps", 13, "--devices", 2, "--checkpoint", tmp_path / "gpt.ckpt"]
+    assert run_example(tmp_path / "out", "train_lightning.py", *arguments) == whole_run(url, 13, num_ranks=2)
