@@ -1,0 +1,142 @@
+"""Hugging Face's Trainer on a RemoteDataset: ready-made batches, sharded once, and checkpoints that resume at the next batch.
+
+    from penstock.huggingface import RemoteTrainer
+
+    data = RemoteDataset("http://localhost:8000", "stories", batch_size=args.train_batch_size)
+    RemoteTrainer(model=model, args=args, train_dataset=data).train()
+
+Needs transformers and accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from math import ceil
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from penstock.dataset import RemoteDataset
+from penstock.errors import SpecError, StateMismatch
+from penstock.tensors import Batch
+
+_KEY = "penstock"  # under which trainer_state.json holds the state of the data
+
+
+class RemoteTrainer(Trainer):
+    """A Trainer whose train_dataset is a RemoteDataset; an eval_dataset may be one, too. All else is as in Trainer.
+
+    Batches go to the model as they come, less what its forward does not take (args.remove_unused_columns): no collator, no
+    sampler and no loader workers take part. Every epoch has an order of its own. A checkpoint holds the state of the data,
+    and resuming costs the same at any step.
+
+    Raises SpecError: train_dataset is no RemoteDataset, or its batches are not those that args speak of.
+    Raises StateMismatch, from train(resume_from_checkpoint=...): the checkpoint is of other data or counts other batches.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.train_dataset is not None:
+            self._check_train_dataset()
+            self.add_callback(_Place(self.train_dataset))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The batches of this rank. Trainer's own loader would join several to one, and give each rank a part of its part."""
+        return _Loader(self.train_dataset, self._without_unused_columns)
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
+        """The batches of this rank, if the dataset is a RemoteDataset."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]
+        if isinstance(chosen, RemoteDataset):
+            return _Loader(chosen, self._without_unused_columns)
+        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
+        return loader
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Sequences of an epoch, over all ranks."""
+        if isinstance(dataloader, _Loader):
+            return len(dataloader) * dataloader.data.spec.batch_size * dataloader.data.spec.world_size
+        return int(super().num_examples(dataloader))
+
+    def _check_train_dataset(self) -> None:
+        data, args = self.train_dataset, self.args
+        if not isinstance(data, RemoteDataset):
+            raise SpecError(f"train_dataset must be a RemoteDataset, not a {type(data).__name__}")
+        if args.ignore_data_skip:
+            raise SpecError(
+                "leave ignore_data_skip out: nothing is fetched anew, and with it Trainer miscounts a resumed epoch"
+            )
+        expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
+        if data.spec.batch_size * data.spec.world_size != expected:
+            raise SpecError(
+                f"the dataset gives {data.spec.world_size} rank(s) {data.spec.batch_size} sequences each a step, but by its "
+                f"arguments Trainer counts {expected} in all, {args.train_batch_size} a rank: the length of the run would be "
+                "wrong. Make the dataset after args, with batch_size=args.train_batch_size, and start with torchrun (on CPUs "
+                "alone with use_cpu=True).",
+                ("batch_size", "world_size"),
+            )
+
+    def _without_unused_columns(self, batch: Batch) -> Batch:
+        if not self.args.remove_unused_columns:
+            return batch
+        self._set_signature_columns_if_needed()
+        return {name: value for name, value in batch.items() if name in self._signature_columns}
+
+
+class _Place(TrainerCallback):
+    """Keeps the state of the data in trainer_state.json, and puts the data where a resumed run goes on."""
+
+    def __init__(self, data: RemoteDataset) -> None:
+        self._data = data
+
+    def on_step_end(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
+        state.stateful_callbacks[_KEY] = {"args": {}, "attributes": self._data.state_dict()}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
+        data = self._data
+        if not state.global_step:
+            data.load_state_dict(data.state_dict() | {"epoch": 0, "step": 0, "offset": 0})
+            return
+        saved = state.stateful_callbacks.get(_KEY)
+        if saved is None:
+            raise StateMismatch("this checkpoint holds no state of the data: it was not written by a RemoteTrainer.")
+        data.load_state_dict(saved["attributes"])
+        num_epochs, num_updates = divmod(state.global_step, ceil(len(data) / args.gradient_accumulation_steps))
+        counted = num_epochs * len(data) + num_updates * args.gradient_accumulation_steps
+        trained = data.epoch * len(data) + len(data) - data.steps_ahead
+        if trained != counted:
+            raise StateMismatch(
+                f"Trainer counts {counted:,} batches before this checkpoint, where the data stands behind {trained:,}. Resume "
+                "with the ranks, the batch size and the gradient_accumulation_steps that it was saved with."
+            )
+
+
+class _Loader(DataLoader[Any]):
+    """A RemoteDataset as Trainer takes it; its length is an epoch's."""
+
+    def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
+        self.data = data
+        super().__init__(_Steps(data, select), batch_size=None)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Trainer says it before every epoch."""
+        self.data.set_epoch(epoch)
+
+
+class _Steps(IterableDataset[Batch | None]):
+    """Trainer resumes by drawing the batches before the checkpoint, and drops them: it is given None for these."""
+
+    def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
+        self._data, self._select = data, select
+
+    def __iter__(self) -> Iterator[Batch | None]:
+        yield from repeat(None, len(self._data) - self._data.steps_ahead)
+        for batch in self._data:
+            yield self._select(batch)

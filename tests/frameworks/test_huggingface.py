@@ -1,0 +1,103 @@
+"""Hugging Face's Trainer: steps counted by the length, one sharding, checkpoints that resume with the same losses."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import RemoteDataset, SpecError, StateMismatch
+from recorded import SPEC, TORCHRUN, Given, run_example, whole_run
+
+LIBRARY = "transformers"
+
+
+def trainer(url: str, out: Path, *, data: RemoteDataset | None = None, **options: Any) -> Any:
+    """A RemoteTrainer of a tiny model with dropout, on two epochs."""
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    from penstock.huggingface import RemoteTrainer
+
+    settings: dict[str, Any] = {"per_device_train_batch_size": 16, "num_train_epochs": 2, "logging_steps": 1} | options
+    args = TrainingArguments(str(out), use_cpu=True, report_to="none", disable_tqdm=True, **settings)
+    torch.manual_seed(0)
+    size = {"vocab_size": 320, "n_positions": 128, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+    data = data or RemoteDataset(url, "numbers", **SPEC)
+    return RemoteTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+
+
+def losses(done: Any) -> list[dict[str, float]]:
+    return [entry for entry in done.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(("accumulation", "num_updates"), [(1, 40), (3, 14)])
+def test_every_checkpoint_resumes_with_the_same_losses(
+    url: str, tmp_path: Path, given: list[Given], accumulation: int, num_updates: int
+) -> None:
+    """Also in the middle and at the end of an epoch, and where the last update of an epoch is made of fewer batches."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "save_steps": 5 if accumulation == 1 else 2}
+    whole = trainer(url, tmp_path / "whole", **options)
+    whole.train()
+    assert whole.state.global_step == num_updates
+    assert given == whole_run(url, 40)
+
+    for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
+        given.clear()
+        resumed = trainer(url, tmp_path / "resumed", **options)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        assert given == whole_run(url, 40)[40 - len(given) :]
+        assert losses(resumed) == losses(whole)
+        pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch(url: str, tmp_path: Path) -> None:
+    arguments = [url, "numbers", "--out", tmp_path / "out", "--save-steps", 6, "--epochs"]
+    launcher = [*TORCHRUN, "--nproc-per-node=2"]
+    first = run_example(tmp_path / "1", "train_huggingface.py", *arguments, 1, launcher=launcher)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-10")
+    again = run_example(tmp_path / "2", "train_huggingface.py", *arguments, 1, launcher=launcher)
+
+    assert first == whole_run(url, 10, num_ranks=2)
+    assert again == first[6:10] + first[16:]
+
+
+def test_it_evaluates_on_a_dataset_of_this_kind(url: str, tmp_path: Path) -> None:
+    one = trainer(url, tmp_path)
+    figures = [one.evaluate() for _ in range(2)]
+    assert figures[0]["eval_loss"] == figures[1]["eval_loss"]
+    assert one.num_examples(one.get_eval_dataloader()) == 320
+
+
+def test_what_the_model_does_not_take_stays_behind(url: str, tmp_path: Path) -> None:
+    data = RemoteDataset(url, "numbers", **SPEC, packing="concat", boundaries="documents", tail="wrap")
+    [batch, *_] = data
+    assert "cu_seqlens" in batch
+    one = trainer(url, tmp_path, data=data, max_steps=1)
+    one.train()
+    [given, *_] = one.get_train_dataloader()
+    assert set(given) == set(batch) - {"cu_seqlens"}
+
+
+def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"gives 1 rank\(s\) 16 sequences each a step, but by its arguments Trainer counts 8"):
+        trainer(url, tmp_path, per_device_train_batch_size=8)
+    with pytest.raises(SpecError, match="leave ignore_data_skip out"):
+        trainer(url, tmp_path, ignore_data_skip=True)
+    half = RemoteDataset(url, "numbers", **SPEC, rank=0, world_size=2)
+    with pytest.raises(SpecError, match=r"gives 2 rank\(s\) 16 sequences each a step"):
+        trainer(url, tmp_path, data=half)
+
+
+def test_a_checkpoint_that_counts_other_batches_is_refused(url: str, tmp_path: Path) -> None:
+    trainer(url, tmp_path / "whole", save_steps=5, max_steps=5).train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-5")
+    with pytest.raises(StateMismatch, match="Trainer counts 10 batches before this checkpoint, where the data stands behind 5"):
+        trainer(url, tmp_path, gradient_accumulation_steps=2).train(resume_from_checkpoint=checkpoint)
+    other = RemoteDataset(url, "numbers", **SPEC | {"seed": 8})
+    with pytest.raises(StateMismatch, match="another order of samples"):
+        trainer(url, tmp_path, data=other).train(resume_from_checkpoint=checkpoint)
