@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.checkpoint.is_dir():
         accelerator.load_state(str(args.checkpoint))
 
-    step = (data.epoch + 1) * len(data) - data.steps_ahead
+    step = (data.epoch + 1) * data.steps_per_epoch - len(data)
     while step < args.steps:
         for batch in data:
             loss = model(batch["input_ids"].to(accelerator.device), batch["labels"].to(accelerator.device))

@@ -18,6 +18,17 @@ from penstock.tensors import Batch
 from train_gpt import TinyGPT, vocab_size_of
 
 
+class Epochs(RemoteDataset):
+    """Lightning asks for the length once, maybe in a resumed epoch, and cuts all that follow to it: so it is a whole epoch's."""
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    @property
+    def num_left(self) -> int:
+        return super().__len__()
+
+
 class Data(lightning.LightningDataModule):
     def __init__(self, server: str, dataset: str) -> None:
         super().__init__()
@@ -26,9 +37,9 @@ class Data(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:  # noqa: ARG002
         # Here, and not where Trainer is made: Lightning starts the other ranks in between, and a dataset made before would
         # take each process for the only one.
-        self.data = RemoteDataset(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
+        self.data = Epochs(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
 
-    def train_dataloader(self) -> RemoteDataset:
+    def train_dataloader(self) -> Epochs:
         return self.data  # as it is: Lightning saves its state and shards nothing that is no DataLoader
 
 
@@ -42,7 +53,7 @@ class Model(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         data = self.trainer.train_dataloader
-        if not data.steps_ahead:  # resumed behind the last batch of an epoch: Lightning does not say that the next one starts
+        if not data.num_left:  # resumed behind the last batch of an epoch: Lightning does not say that the next one starts
             data.set_epoch(data.epoch + 1)
 
     def on_train_epoch_start(self) -> None:

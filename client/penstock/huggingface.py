@@ -105,9 +105,9 @@ class _Place(TrainerCallback):
         if saved is None:
             raise StateMismatch("this checkpoint holds no state of the data: it was not written by a RemoteTrainer.")
         data.load_state_dict(saved["attributes"])
-        num_epochs, num_updates = divmod(state.global_step, ceil(len(data) / args.gradient_accumulation_steps))
-        counted = num_epochs * len(data) + num_updates * args.gradient_accumulation_steps
-        trained = data.epoch * len(data) + len(data) - data.steps_ahead
+        num_epochs, num_updates = divmod(state.global_step, ceil(data.steps_per_epoch / args.gradient_accumulation_steps))
+        counted = num_epochs * data.steps_per_epoch + num_updates * args.gradient_accumulation_steps
+        trained = (data.epoch + 1) * data.steps_per_epoch - len(data)
         if trained != counted:
             raise StateMismatch(
                 f"Trainer counts {counted:,} batches before this checkpoint, where the data stands behind {trained:,}. Resume "
@@ -123,7 +123,7 @@ class _Loader(DataLoader[Any]):
         super().__init__(_Steps(data, select), batch_size=None)
 
     def __len__(self) -> int:
-        return len(self.data)
+        return self.data.steps_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Trainer says it before every epoch."""
@@ -137,6 +137,6 @@ class _Steps(IterableDataset[Batch | None]):
         self._data, self._select = data, select
 
     def __iter__(self) -> Iterator[Batch | None]:
-        yield from repeat(None, len(self._data) - self._data.steps_ahead)
+        yield from repeat(None, self._data.steps_per_epoch - len(self._data))
         for batch in self._data:
             yield self._select(batch)
