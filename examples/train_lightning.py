@@ -19,7 +19,7 @@ from train_gpt import TinyGPT, vocab_size_of
 
 
 class Epochs(RemoteDataset):
-    """Lightning asks for the length once, maybe in a resumed epoch, and cuts all that follow to it: so it is a whole epoch's."""
+    """Lightning asks for the length once, maybe in a resumed epoch, and cuts all that follow to it: so it is an epoch's."""
 
     def __len__(self) -> int:
         return self.steps_per_epoch

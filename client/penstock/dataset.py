@@ -15,7 +15,7 @@ from penstock.errors import PenstockError, SpecError
 from penstock.feed import Feed
 from penstock.item import Recorder
 from penstock.mix import spell_mix
-from penstock.place import find_rank, find_worker
+from penstock.place import check_rank, find_rank, find_worker
 from penstock.progress import Progress
 from penstock.source import Source
 from penstock.spec import Spec
@@ -86,6 +86,7 @@ class RemoteDataset(IterableDataset[Batch]):
             raise SpecError(f"replay must be a whole number from 1, not {replay!r}", ("replay",))
         self._device, self._replay = check_device(device), replay
         self.rank, self.world_size = find_rank(rank, world_size)
+        self._rank_was_found = rank is None
         self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
         asked = Spec(
@@ -154,9 +155,11 @@ class RemoteDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """One epoch from its first step, or from where load_state_dict put it. Leaving the loop stops the fetching.
 
-        Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
+        Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.  Raises PenstockError: the rank has changed.
         """
         worker = find_worker()
+        if self._rank_was_found and not worker:  # a worker is not told what the loop's process is
+            check_rank(self.rank, self.world_size)
         destination = find_destination(self._device, worker)
         this = self._progress.begin(worker)
         at = this.stretch.position

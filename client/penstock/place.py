@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed
 from torch.utils.data import get_worker_info
 
-from penstock.errors import SpecError
+from penstock.errors import PenstockError, SpecError
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -30,7 +30,25 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
+def check_rank(rank: int, world_size: int) -> None:
+    """Whether this process is still the rank that was found for it. Raises PenstockError: it is another by now."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    now = find_rank(None, None)
+    if now != (rank, world_size):
+        raise PenstockError(
+            f"this dataset was made for rank {rank} of {world_size}, before torch.distributed was initialized, and this is "
+            f"rank {now[0]} of {now[1]}: ranks would train on the same samples. Make it later, or pass rank and world_size."
+        )
+
+
 def _of_environment() -> tuple[int, int]:
+    if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise SpecError(
+            f"the environment says WORLD_SIZE={os.environ['WORLD_SIZE']} and no RANK, so every process would take itself for "
+            f"rank 0. Make the dataset after torch.distributed is initialized, or pass rank and world_size.",
+            ("rank", "world_size"),
+        )
     given = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
     if not all(value.isascii() and value.isdigit() for value in given.values()) or int(given["RANK"]) >= int(
         given["WORLD_SIZE"]

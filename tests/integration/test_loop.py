@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +154,22 @@ def test_on_a_gpu_batches_are_the_same_and_a_loop_never_waits_for_it(server: Ser
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1)
     with pytest.raises(PenstockError, match="workers cannot give batches on device='cuda'"):
         next(iter(loader))
+
+
+def test_a_rank_that_nobody_named_is_refused_not_guessed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SpecError, match="no RANK, so every process would take itself for rank 0"):
+        dataset(server)
+    monkeypatch.setenv("RANK", "1")
+    early, named = dataset(server), dataset(server, rank=1, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with pytest.raises(PenstockError, match="made for rank 1 of 2, before .* this is rank 0 of 1"):
+            next(iter(early))
+        assert len(list(named)) == len(named)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(list(early)) == NUM_ROWS // BATCH_SIZE // 2
