@@ -29,7 +29,7 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 	$(BIN)/python examples/demo.py
 
 test: $(FRAMEWORKS)  ## the whole test suite, training frameworks included; what needs a Docker engine is skipped where there is none
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: install  ## ruff and mypy --strict
 	$(BIN)/ruff check .
