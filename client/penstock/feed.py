@@ -73,6 +73,7 @@ class Feed:
             num_tokens=self._num_tokens,
             num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
+            num_damaged=self._transport.num_damaged,
             wait_seconds=self._prefetch.wait_seconds,
             busy_seconds=self._busy_seconds,
             buffered_bytes=self._prefetch.buffered_bytes,

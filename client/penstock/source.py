@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from urllib.parse import quote
 
 import httpx
 
 from penstock import wire
-from penstock.errors import DataError, PenstockError, SpecError, VersionMismatch, WireError
+from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.spec import Spec
 from penstock.transport import Transport
 
@@ -45,11 +45,14 @@ class Source:
 
     def connect(self) -> Transport:
         """Connections for one thread of this process."""
-        return Transport(self._servers, retry_seconds=self._retry_seconds)
+        return Transport(self._servers, retry_seconds=self._retry_seconds, rank=self._rank)
 
     def resolve(self, spec: Spec) -> Resolved:
-        """The spec with every parameter resolved. Raises the PenstockError that says why the server does not."""
-        with closing(self.connect()) as transport:
+        """The spec with every parameter resolved. Raises the PenstockError that says why no server does."""
+        # What the latest snapshot is all ranks ask the same server: another may be some seconds behind.
+        rank = self._rank if spec.snapshot else 0
+        transport = Transport(self._servers, retry_seconds=self._retry_seconds, rank=rank, first_contact=True)
+        with closing(transport):
             return transport.get(f"{self._path}/spec", spec.to_query(), _decode_resolved)
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range) -> list[wire.Frame]:
@@ -59,26 +62,28 @@ class Source:
         """
         path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
         if len(steps) > 1:
-            with suppress(DataError):
-                frames = transport.get_once(path, _query(spec, steps), self._decoder(spec, epoch, steps))
-                if frames is not None:
-                    return frames
+            frames = transport.get_some(path, _query(spec, steps), self._decoder(spec, epoch, steps))
+            if frames:
+                return frames
         # What stops a run may lie in one of its last steps, and once the first bytes are sent, the reason is only told to
         # who asks for that step alone. Step by step all that is before it is delivered, and its reason is heard.
-        return transport.get(path, _query(spec, steps[:1]), self._decoder(spec, epoch, steps[:1]))
+        decode = self._decoder(spec, epoch, steps[:1])
+        return transport.get(path, _query(spec, steps[:1]), lambda body: list(decode(body)))
 
-    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[bytes], list[wire.Frame]]:
-        assert spec.snapshot  # resolved by the server
-        expected = [
-            wire.Address(dataset=self.dataset, snapshot=spec.snapshot, epoch=epoch, rank=self._rank, step=step)
-            for step in steps
-        ]
-
-        def decode(body: bytes) -> list[wire.Frame]:
-            frames = list(wire.decode(body))
-            if [frame.address for frame in frames] != expected:
-                raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, other batches came")
-            return frames
+    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[bytes], Iterator[wire.Frame]]:
+        def decode(body: bytes) -> Iterator[wire.Frame]:
+            """Raises WireError behind the last frame that is sound and was asked for."""
+            assert spec.snapshot  # resolved by the server
+            frames = wire.decode(body)
+            for step in steps:
+                frame = next(frames, None)
+                asked = wire.Address(dataset=self.dataset, snapshot=spec.snapshot, epoch=epoch, rank=self._rank, step=step)
+                if frame is None or frame.address != asked:
+                    came = "another came" if frame else "the answer ends before it"
+                    raise WireError(f"the batch of step {step} was asked for, but {came}")
+                yield frame
+            if next(frames, None):
+                raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
 
         return decode
 
@@ -114,4 +119,4 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
         sound = False
     if not sound:
         raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
-    return tuple(address.rstrip("/") for address in given)
+    return tuple(dict.fromkeys(address.rstrip("/") for address in given))

@@ -13,6 +13,7 @@ class Stats:
     num_tokens      tokens in them, without the padding
     num_bytes       bytes fetched, also of what is ahead of the loop
     num_retries     fetches that failed and were tried again
+    num_damaged     those of them whose answer was damaged on the way, or not of the batches that were asked for
     wait_seconds    how long the loop waited for batches
     busy_seconds    how long it took with them, until it asked for the next
     buffered_bytes  host memory of batches that were fetched ahead when the loop was given its last one
@@ -22,6 +23,7 @@ class Stats:
     num_tokens: int = 0
     num_bytes: int = 0
     num_retries: int = 0
+    num_damaged: int = 0
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0
     buffered_bytes: int = 0

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
 
 import penstock.transport
+from answering import problem, response, server
 from penstock import (
     AddressError,
     DataError,
@@ -26,36 +26,6 @@ from penstock import (
     WireError,
 )
 from penstock.transport import Transport
-
-
-def response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
-    head = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
-    return "\r\n".join([*head, "", ""]).encode() + body
-
-
-def problem(slug: str, status: int, *headers: str) -> bytes:
-    body = {"type": f"urn:penstock:problem:{slug}", "status": status, "detail": f"this is {slug}"}
-    return response(json.dumps(body).encode(), f"{status} No", *headers)
-
-
-@contextmanager
-def server(*answers: bytes) -> Iterator[str]:
-    """Answers each connection with the next bytes, whatever is asked, then closes it; b"" hangs up at once."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def run() -> None:
-            for answer in answers:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(65536)
-                    connection.sendall(answer)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
@@ -124,12 +94,26 @@ def test_a_refusal_is_raised_at_once_with_the_servers_words(slug: str, status: i
         get(url)
 
 
-def test_a_stranger_on_the_port_is_named() -> None:
+def test_a_stranger_on_the_port_is_named_when_a_run_begins() -> None:
     with (
         server(response(b"<html>", "404 Not Found")) as url,
-        pytest.raises(PenstockError, match="Is there a penstock server at"),
+        closing(Transport([url], retry_seconds=600, first_contact=True)) as transport,
+        pytest.raises(PenstockError, match="answered 404: .* Is there a penstock server at this address"),
     ):
-        get(url)
+        transport.get("/", {}, bytes)
+
+
+@pytest.mark.parametrize("status", ["404 Not Found", "302 Found", "204 Nothing", "200 OK"])
+def test_a_run_that_is_under_way_rides_out_a_load_balancer_whose_servers_are_away(status: str) -> None:
+    def decode(body: bytes) -> bytes:
+        if body != b"here":
+            raise WireError("this is not a batch")
+        return body
+
+    page = response(b"" if status.startswith("204") else b"<html>", status)
+    with server(page, page, response(b"here")) as url, closing(Transport([url], retry_seconds=20)) as transport:
+        assert transport.get("/", {}, decode) == b"here"
+        assert (transport.num_retries, transport.num_damaged) == (2, 2 if status.startswith("200") else 0)
 
 
 def test_an_outage_is_two_lines_in_the_log_and_not_a_flood(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,7 +123,7 @@ def test_an_outage_is_two_lines_in_the_log_and_not_a_flood(caplog: pytest.LogCap
     lines = [record.message for record in caplog.records if record.name == "penstock"]
     assert len(lines) == 2
     assert "trying again for up to 20 seconds" in lines[0]
-    assert "answers again after 6 failed attempts" in lines[1]
+    assert "answers after 6 failed attempts" in lines[1]
 
 
 @pytest.mark.parametrize("state", ["reading", "waiting"])
@@ -173,15 +157,18 @@ def test_a_server_that_asks_to_be_left_alone_gives_way_to_the_next_at_once(heade
         assert get(busy, idle, retry_seconds=60) == (b"here", 1)
 
 
-def test_one_attempt_tells_a_fault_from_a_refusal() -> None:
-    with (
-        server(b"", response(b"here"), problem("bad-row", 500)) as url,
-        closing(Transport([url], retry_seconds=9)) as transport,
-    ):
-        assert transport.get_once("/", {}, bytes) is None
-        assert transport.get_once("/", {}, bytes) == b"here"
-        with pytest.raises(DataError):
-            transport.get_once("/", {}, bytes)
+def test_one_attempt_brings_what_is_sound_before_a_fault() -> None:
+    def decode(body: bytes) -> Iterator[int]:
+        for item in body:
+            if item == ord("x"):
+                raise WireError("damaged")
+            yield item - ord("0")
+
+    cut = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
+    answers = [b"", cut + b"123", cut + b"12x4", response(b"12x4"), response(b"1234"), problem("bad-row", 500)]
+    with server(*answers) as url, closing(Transport([url], retry_seconds=9)) as transport:
+        assert [transport.get_some("/", {}, decode) for _ in answers] == [[], [1, 2, 3], [1, 2], [1, 2], [1, 2, 3, 4], []]
+        assert (transport.num_retries, transport.num_damaged) == (4, 1)
 
 
 def test_what_httpx_cannot_decode_is_tried_again() -> None:

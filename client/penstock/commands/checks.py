@@ -39,7 +39,7 @@ def checks(server: str, dataset: str | None) -> Iterator[Check]:
     yield from _proxies(server)
     yield from _way(server)
     yield from check_machine()
-    with closing(Transport((server,), retry_seconds=RETRY_SECONDS)) as transport:
+    with closing(Transport((server,), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
         try:
             known = get_json(transport, "/v1/datasets")
             yield from check_datasets(transport, known, dataset)

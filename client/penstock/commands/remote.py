@@ -43,7 +43,7 @@ def greet(server: str) -> dict[str, Any]:
 def connected(server: str) -> Iterator[Transport]:
     """A transport to a server that answers. Raises what `greet` raises."""
     greet(server)
-    with closing(Transport((server,), retry_seconds=RETRY_SECONDS)) as transport:
+    with closing(Transport((server,), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
         yield transport
 
 

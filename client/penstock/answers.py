@@ -1,0 +1,91 @@
+"""What an answer that is no batch means: a refusal that holds whoever asks, or a fault that another attempt may not meet."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+
+from penstock.errors import AddressError, DataError, PenstockError, SnapshotGone, SpecError, UnknownDataset
+
+_REFUSALS: Mapping[str, type[PenstockError]] = {
+    "bad-parameter": SpecError,
+    "unknown-dataset": UnknownDataset,
+    "step-out-of-range": AddressError,
+    "rank-out-of-range": AddressError,
+    "row-out-of-range": AddressError,
+    "snapshot-gone": SnapshotGone,
+    "dataset-refused": DataError,
+    "shard-unreadable": DataError,
+    "bad-row": DataError,
+    "index-failed": DataError,
+}
+
+
+class Fault(Exception):
+    """This attempt failed in a way that another may not.
+
+    after_seconds  how long the server asks to be left alone
+    received       the body as far as it came
+    """
+
+    def __init__(self, reason: str, *, after_seconds: float = 0.0, received: bytes = b"") -> None:
+        super().__init__(reason)
+        self.after_seconds = after_seconds
+        self.received = received
+
+
+class NotYet(Fault):
+    """The server is at work on what was asked for, and says how far it is: `share` of it, from 0 to 1, is done."""
+
+    def __init__(self, reason: str, *, after_seconds: float, share: float) -> None:
+        super().__init__(reason, after_seconds=after_seconds)
+        self.share = share
+
+
+class Stranger(Fault):
+    """Something answered that does not speak as a penstock server does: another program, or a load balancer in its place."""
+
+
+def failure_of(url: str, status: int, retry_after: str, body: bytes) -> Fault | PenstockError:
+    """What an answer with a status other than 200 stands for; `retry_after` is that header's value, "" for none."""
+    problem = _problem(body)
+    slug = problem.get("type", "").rpartition(":")[2]
+    detail = problem.get("detail") or f"HTTP status {status}"
+    if kind := _REFUSALS.get(slug):
+        return kind(detail)
+    if slug == "index-not-ready":
+        return NotYet(detail, after_seconds=_seconds(retry_after), share=_share(problem))
+    if status in (408, 425, 429) or status >= 500:
+        return Fault(detail, after_seconds=_seconds(retry_after))
+    return Stranger(
+        f"{url} answered {status}: {detail} Is there a penstock server at this address, and nothing behind its port, as in "
+        f"http://localhost:8000?"
+    )
+
+
+def _problem(body: bytes) -> dict[str, str]:
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return {str(k): str(v) for k, v in content.items()} if isinstance(content, dict) else {}
+
+
+def _share(problem: Mapping[str, str]) -> float:
+    """How much of it is done, from 0 to 1; 0 where the server does not tell."""
+    try:
+        return min(max(int(problem["done"]) / int(problem["total"]), 0.0), 1.0)
+    except (KeyError, ValueError, ZeroDivisionError):
+        return 0.0
+
+
+def _seconds(retry_after: str) -> float:
+    """The seconds that a Retry-After header asks for: a number of them, or a date."""
+    if retry_after.isascii() and retry_after.isdigit():
+        return float(retry_after)
+    with suppress(ValueError, OverflowError):
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    return 0.0

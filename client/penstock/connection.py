@@ -1,0 +1,92 @@
+"""The connection: one GET, one body. Whoever receives in another way replaces what is in here, and nothing else."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from penstock.answers import Fault, failure_of
+
+_CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
+
+
+class Connection:
+    """GETs of one process, one at a time; connections are kept open between them.
+
+    `interrupt`, `hang_up` and `is_alive` may be called from other threads.
+    """
+
+    def __init__(self) -> None:
+        self.heard_at = time.monotonic()  # when the last bytes came
+        self.interrupted = threading.Event()  # from then on nothing can be fetched
+        self._sockets: tuple[socket.socket, ...] = ()
+        self._hung_up: str | None = None
+        # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
+        self._client = httpx.Client(headers={"Accept-Encoding": "identity"})
+
+    def fetch(self, url: str, query: Mapping[str, str], *, silence_seconds: float) -> bytes:
+        """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
+
+        Raises Fault: there is none, or only a part of it.  Raises the PenstockError that fits the refusal.
+        """
+        self._hung_up = None
+        parts: list[bytes] = []
+        status = 0
+        timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
+        trace = {"trace": self._remember_socket}
+        try:
+            with self._client.stream("GET", url, params=dict(query), timeout=timeout, extensions=trace) as response:
+                status = response.status_code
+                for part in response.iter_bytes():
+                    self.heard_at = time.monotonic()
+                    parts.append(part)
+        except httpx.RequestError as error:
+            reason = self._hung_up or str(error) or type(error).__name__
+            raise Fault(reason, received=b"".join(parts) if status == 200 else b"") from error
+        body = b"".join(parts)
+        if status == 200:
+            return body
+        raise failure_of(url, status, response.headers.get("Retry-After", ""), body)
+
+    def is_alive(self, server: str, seconds: float) -> bool:
+        """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
+        try:
+            trace = {"trace": self._remember_socket}
+            answer = self._client.get(f"{server}/healthz", timeout=seconds, extensions=trace)
+        except httpx.RequestError:
+            return False
+        return answer.status_code < 500  # a proxy that passes only batches on says 404, one that has nobody behind it 502
+
+    def hang_up(self, reason: str) -> None:
+        """Makes the `fetch` in another thread fail now, with this reason."""
+        self._hung_up = reason
+        self._shut_down()
+
+    def interrupt(self) -> None:
+        """Makes whatever runs in other threads fail now; nothing can be fetched afterwards."""
+        self.interrupted.set()
+        self._shut_down()
+
+    def close(self) -> None:
+        """Closes what is open. No other thread may be fetching."""
+        self._client.close()
+
+    def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            made = info["return_value"].get_extra_info("socket")
+            self._sockets = (*(known for known in self._sockets if known.fileno() >= 0), made)
+            if self.interrupted.is_set():  # while this connection was being made
+                self._shut_down()
+
+    def _shut_down(self) -> None:
+        for known in self._sockets:
+            # Closing it would not wake a thread that is blocked in it; shutting it down does. An SSL socket's own method
+            # would take the encryption away from under that thread.
+            with suppress(OSError):
+                socket.socket.shutdown(known, socket.SHUT_RDWR)

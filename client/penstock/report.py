@@ -1,0 +1,85 @@
+"""What a run says of its servers while it waits: a line for each stage of an outage, and a bar for work that takes its time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+
+from penstock.answers import NotYet
+
+log = logging.getLogger("penstock")
+
+_QUIET_SECONDS = 10.0  # between two lines of one kind: a line that flips bits would else write a line for each
+_BAR_WIDTH = 20
+
+
+class Report:
+    """The log lines of one transport; an outage begins with the first failure and ends with the next answer."""
+
+    def __init__(self, retry_seconds: float) -> None:
+        self._retrying = f"trying again for up to {retry_seconds:g} seconds"
+        self._num_failures = 0
+        self._said: set[str] = set()  # of this outage
+        self._said_at: dict[str, float] = {}
+        self._has_bar = False
+
+    def failed(self, server: str, failure: Exception, next_server: str) -> None:
+        """An attempt failed; another server is asked next, or the same once more."""
+        self._num_failures += 1
+        follows = self._retrying if next_server == server else f"failing over to {next_server}"
+        self._say_once("failed", f"{server}: {failure}; {follows}")
+
+    def nobody(self, failures: Mapping[str, Exception]) -> None:
+        """All servers were tried, and failed with this."""
+        if len(failures) > 1:
+            reasons = "; ".join(f"{server}: {failure}" for server, failure in failures.items())
+            self._say_once("nobody", f"no server has answered ({reasons}); {self._retrying}")
+
+    def answered(self, server: str) -> None:
+        """A server gave what was asked for."""
+        if self._num_failures:
+            self.end_bar()
+            if self._said:
+                attempts = "attempt" if self._num_failures == 1 else "attempts"
+                log.warning("penstock: %s answers after %d failed %s", server, self._num_failures, attempts)
+            self._num_failures = 0
+            self._said.clear()
+
+    def came_home(self, server: str) -> None:
+        """The server that this rank has for its own is asked again."""
+        self._say("home", f"{server} lives again: back to it")
+
+    def progress(self, progress: NotYet) -> None:
+        """A bar that grows in its line of a terminal; elsewhere a line now and then."""
+        if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # of many ranks one draws
+            done = round(_BAR_WIDTH * progress.share)
+            bar = f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}"
+            sys.stderr.write(f"\r{bar[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+            sys.stderr.flush()
+            self._has_bar = True
+        else:
+            self._say("progress", str(progress))
+
+    def end_bar(self) -> None:
+        """Clears the bar's line, if there is one."""
+        if self._has_bar:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self._has_bar = False
+
+    def _say_once(self, stage: str, text: str) -> None:
+        if stage not in self._said and self._say(stage, text):
+            self._said.add(stage)
+
+    def _say(self, stage: str, text: str) -> bool:
+        now = time.monotonic()
+        if now - self._said_at.get(stage, -math.inf) < _QUIET_SECONDS:
+            return False
+        self._said_at[stage] = now
+        log.warning("penstock: %s", text)
+        return True

@@ -1,0 +1,139 @@
+"""Servers that hang, beside servers that are slow: real sockets, and a patience of a fraction of a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+import penstock.transport
+import penstock.watch
+from answering import pages, response, server
+from penstock import ServerUnavailable
+from penstock.transport import Transport
+
+SLOW_SECONDS = 2.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport, "_PATIENCE_SECONDS", 0.3)
+
+
+@pytest.fixture
+def curt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which no server lives that is asked whether it does."""
+    monkeypatch.setattr(penstock.watch, "_ANSWER_SECONDS", 0.3)
+
+
+@contextmanager
+def alive(answer: Callable[[], bytes]) -> Iterator[str]:
+    """A server that says at once that it lives, and takes its time with the rest."""
+    with pages(lambda path: (200, b"ok" if path == "/healthz" else answer())) as url:
+        yield url
+
+
+def slowly() -> bytes:
+    time.sleep(SLOW_SECONDS)
+    return b"slow"
+
+
+def get(*servers: str, retry_seconds: float = 60.0) -> tuple[bytes, int]:
+    with closing(Transport(servers, retry_seconds=retry_seconds)) as transport:
+        return transport.get("/path", {}, bytes), transport.num_retries
+
+
+@pytest.mark.usefixtures("curt")
+def test_a_server_that_hangs_gives_way_to_the_next() -> None:
+    with server() as hanging, pages(lambda _: (200, b"here")) as good:
+        assert get(hanging, good) == (b"here", 1)
+
+
+@pytest.mark.usefixtures("curt")
+def test_one_that_stops_in_the_middle_of_an_answer_gives_way_too_and_what_came_is_kept() -> None:
+    over = threading.Event()
+
+    def stop(body: bytes) -> Iterator[bytes]:
+        yield from (body[n : n + 1] for n in range(len(body)))
+
+    cut = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"
+    with server(cut, hold=over) as hanging, closing(Transport([hanging], retry_seconds=60)) as transport:
+        assert transport.get_some("/", {}, stop) == [b"a", b"b", b"c"]
+        over.set()
+
+
+def test_a_server_that_is_slow_but_lives_is_waited_for() -> None:
+    with alive(slowly) as slow, pages(lambda _: (200, b"here")) as other:
+        assert get(slow, other) == (b"slow", 0)
+        assert get(slow, retry_seconds=0.5) == (b"slow", 0)
+
+
+def test_one_that_lives_but_never_answers_gives_way_while_another_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport, "_HURRY_SECONDS", 0.5)
+    over = threading.Event()
+    with alive(lambda: bytes(over.wait(60))) as stuck, pages(lambda _: (200, b"here")) as good:
+        assert get(stuck, good) == (b"here", 1)
+        over.set()
+
+
+def test_when_all_are_slow_the_second_round_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport, "_HURRY_SECONDS", 0.5)
+    monkeypatch.setattr(penstock.transport, "_SILENCE_SECONDS", 3.0)
+    asked: list[float] = []
+
+    def slower_and_slower() -> bytes:
+        asked.append(time.monotonic())
+        time.sleep(4.0 if len(asked) < 3 else 1.0)
+        return b"slow"
+
+    with alive(slower_and_slower) as first, alive(slower_and_slower) as second:
+        assert get(first, second) == (b"slow", 2)
+
+
+@pytest.mark.usefixtures("curt")
+def test_a_hang_is_no_longer_than_retry_seconds_allow_and_says_what_it_was() -> None:
+    with server() as hanging, pytest.raises(ServerUnavailable, match="silent for . seconds, and it does not answer /healthz"):
+        get(hanging, retry_seconds=0.5)
+
+
+@pytest.mark.parametrize("page", [response(b"", "404 Not Found"), response(b"", "401 Unauthorized")])
+def test_a_proxy_that_lets_only_batches_through_counts_as_alive(page: bytes) -> None:
+    status = int(page.split()[1])
+
+    def answer(path: str) -> tuple[int, bytes]:
+        return (status, b"") if path == "/healthz" else (200, slowly())
+
+    with pages(answer) as url:
+        assert get(url) == (b"slow", 0)
+
+
+def test_one_with_nobody_behind_it_does_not() -> None:
+    over = threading.Event()
+
+    def answer(path: str) -> tuple[int, bytes]:
+        return (502, b"") if path == "/healthz" else (200, bytes(over.wait(60)))
+
+    with pages(answer) as url, pages(lambda _: (200, b"here")) as good:
+        assert get(url, good) == (b"here", 1)
+        over.set()
+
+
+def test_closing_ends_the_watch_also_while_it_asks() -> None:
+    before = threading.active_count()
+    with server() as hanging:
+        transport = Transport([hanging], retry_seconds=600)
+
+        def run() -> None:
+            with pytest.raises(ServerUnavailable, match="interrupted"):
+                transport.get("/", {}, bytes)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(0.6)
+        transport.interrupt()
+        thread.join(20)
+        transport.close()
+    assert threading.active_count() <= before
