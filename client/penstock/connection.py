@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 
 from penstock.answers import Fault, failure_of
+from penstock.errors import WireError
+from penstock.wire import content_digest
 
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
 
@@ -33,7 +35,8 @@ class Connection:
     def fetch(self, url: str, query: Mapping[str, str], *, silence_seconds: float) -> bytes:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
 
-        Raises Fault: there is none, or only a part of it.  Raises the PenstockError that fits the refusal.
+        Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
+        Raises the PenstockError that fits the refusal.
         """
         self._hung_up = None
         parts: list[bytes] = []
@@ -50,6 +53,9 @@ class Connection:
             reason = self._hung_up or str(error) or type(error).__name__
             raise Fault(reason, received=b"".join(parts) if status == 200 else b"") from error
         body = b"".join(parts)
+        declared = response.headers.get("Content-Digest", "")
+        if declared.startswith("sha-256=:") and declared != content_digest(body):
+            raise WireError(f"the answer of {url} was damaged on the way: its digest is not the one that was sent with it")
         if status == 200:
             return body
         raise failure_of(url, status, response.headers.get("Retry-After", ""), body)

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import math
 import struct
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -142,6 +144,11 @@ class Frame:
 def digest(content: bytes | memoryview) -> str:
     """xxh3-64, as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(content)
+
+
+def content_digest(body: bytes) -> str:
+    """The field Content-Digest (RFC 9530) of a body that is no frame and carries no digest of its own."""
+    return f"sha-256=:{b64encode(sha256(body).digest()).decode()}:"
 
 
 def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:

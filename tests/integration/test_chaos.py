@@ -1,0 +1,178 @@
+"""Epochs through connections that fail in every way: the same bytes as without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import penstock.servers
+import penstock.transport
+import penstock.watch
+from chaos_proxy import KINDS, ChaosProxy, Kind
+from corpora import write_numbered, write_shards
+from penstock import RemoteDataset, SnapshotGone
+from serving import Server
+
+NUM_ROWS = 400
+AWAY = "http://127.0.0.1:9"
+SEEDS = range(int(os.environ.get("PENSTOCK_TEST_CHAOS_SEEDS", "1")))
+# Without hangs, which take as long as the client is patient.
+QUICK: tuple[Kind, ...] = ("delay", "cut", "truncate", "flip", "error", "garbage")
+SPECS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "rows of any length": {"pad": "longest"},
+    "concat": {"packing": "concat"},
+    "best_fit": {"packing": "best_fit"},
+    "mixture": {"mix": "docs:3,numbers:1"},
+}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits of a run of weeks would make a test of hours."""
+    monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.transport, "_LONGEST_DELAY_SECONDS", 0.05)
+    monkeypatch.setattr(penstock.transport, "_SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(penstock.transport, "_HURRY_SECONDS", 1.0)
+    monkeypatch.setattr(penstock.transport, "_HOME_SECONDS", 0.5)
+    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.1)
+
+
+def write_docs(data: Path, factor: int) -> Path:
+    """Rows of token ids of many lengths; another factor, other ids."""
+    rows = [[factor * row + token for token in range(1 + row * row % 61)] for row in range(NUM_ROWS)]
+    write_shards(data / "docs", "tokens", [rows[:170], rows[170:]], type_=pa.list_(pa.int32()), row_group_size=40)
+    write_numbered(data / "numbers", NUM_ROWS)
+    return data
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_docs(tmp_path_factory.mktemp("data"), 100)
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], data_dir: Path) -> Server:
+    return serve(data_dir)
+
+
+@pytest.fixture(scope="module")
+def twin(serve: Callable[..., Server], data_dir: Path) -> Server:
+    """A second server of the same data, with a cache of its own."""
+    return serve(data_dir)
+
+
+@pytest.fixture(scope="module")
+def foreign(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """A server of other data under the same names."""
+    return serve(write_docs(tmp_path_factory.mktemp("data"), 101))
+
+
+def dataset(*servers: str, rank: int = 0, world_size: int = 1, **spec: Any) -> RemoteDataset:
+    settings: dict[str, Any] = {"batch_size": 4, "seq_len": 32, "window": 60, "prefetch_bytes": 1 << 14} | spec
+    return RemoteDataset(servers, "docs", rank=rank, world_size=world_size, retry_seconds=120, **settings)
+
+
+def contents(data: RemoteDataset) -> Iterator[bytes]:
+    for batch in data:
+        yield b"".join(name.encode() + batch[name].numpy().tobytes() for name in sorted(batch))
+
+
+def epoch_through(server: Server, seed: int, kinds: Sequence[Kind], **spec: Any) -> Counter[Kind]:
+    """Checks that an epoch through a proxy is the same bytes as without; the faults that struck on the way."""
+    expected = list(contents(dataset(server.url, **spec)))
+    with ChaosProxy(server.url, seed, kinds, longest=20_000) as proxy:
+        data = dataset(proxy.url, **spec)
+        assert list(contents(data)) == expected
+        assert data.stats().num_batches == len(expected)
+        assert data.stats().num_retries > 0
+    return proxy.num_faults
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_an_epoch_through_chaos_is_the_same_bytes(server: Server, spec: dict[str, Any]) -> None:
+    faults = sum((epoch_through(server, seed, QUICK, **spec) for seed in SEEDS), Counter[Kind]())
+    assert set(faults) == set(QUICK)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_through_any_one_kind_of_fault_is_the_same_bytes(server: Server, kind: Kind) -> None:
+    # Some connections must get further than that kind lets them; what waits for a hang waits for a second.
+    others: list[Kind] = ["truncate"]
+    assert epoch_through(server, 0, [kind, *others * (6 if kind == "hang" else 1)])[kind] > 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_servers_behind_chaos_and_one_that_is_away_are_as_good_as_one(server: Server, twin: Server, rank: int) -> None:
+    expected = list(contents(dataset(server.url, rank=rank, world_size=2)))
+    with ChaosProxy(server.url, 1, QUICK, longest=20_000) as first, ChaosProxy(twin.url, 2, QUICK, longest=20_000) as second:
+        for servers in ((first.url, second.url), (AWAY, first.url, second.url), (second.url, AWAY)):
+            assert list(contents(dataset(*servers, rank=rank, world_size=2))) == expected
+        assert first.num_faults
+        assert second.num_faults
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_server_of_other_data_is_passed_over(server: Server, foreign: Server, rank: int) -> None:
+    """Rank 1 has it for its home; what the latest snapshot is all ranks ask the first server."""
+    expected = list(contents(dataset(server.url, rank=rank, world_size=2)))
+    data = dataset(server.url, foreign.url, rank=rank, world_size=2)
+    assert list(contents(data)) == expected
+    assert (data.stats().num_retries > 0) == (rank == 1)
+    assert list(contents(dataset(foreign.url, server.url, rank=rank, world_size=2))) != expected
+    again = dataset(foreign.url, server.url, rank=rank, world_size=2, snapshot=data.snapshot)
+    assert list(contents(again)) == expected
+
+
+def test_a_snapshot_that_no_server_has_is_refused_with_what_each_says(server: Server, foreign: Server) -> None:
+    with pytest.raises(SnapshotGone, match=rf"all of 2 servers refuse.\n{server.url}: .*\n{foreign.url}: snapshot no-such"):
+        dataset(server.url, foreign.url, snapshot="no-such")
+
+
+def test_servers_that_come_and_go_leave_the_epoch_as_it_is(server: Server, twin: Server) -> None:
+    """As in a rolling restart: one after the other is away, and for a moment both are."""
+    expected = list(contents(dataset(server.url)))
+    with ChaosProxy(server.url, 0, []) as first, ChaosProxy(twin.url, 0, []) as second:
+        restarts = {5: first.stop, 15: first.start, 25: second.stop, 35: second.start, 45: first.stop, 55: second.stop}
+        data = dataset(first.url, second.url, prefetch_bytes=1)
+        seen = []
+        for number, batch in enumerate(contents(data)):
+            seen.append(batch)
+            restarts.get(number, int)()
+            if number == 55:
+                threading.Timer(0.3, second.start).start()
+        assert seen == expected
+        assert data.stats().num_retries >= 3
+
+
+def test_a_server_that_is_stopped_in_its_tracks_gives_way_and_is_asked_again(
+    server: Server, serve: Callable[..., Server], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP: its kernel still accepts connections."""
+    monkeypatch.setattr(penstock.transport, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(penstock.transport, "_SILENCE_SECONDS", 600.0)
+    monkeypatch.setattr(penstock.transport, "_HURRY_SECONDS", 600.0)
+    monkeypatch.setattr(penstock.watch, "_ANSWER_SECONDS", 0.5)
+    expected = list(contents(dataset(server.url)))
+    with serve(data_dir) as frozen:
+        data = dataset(frozen.url, server.url, prefetch_bytes=1)
+        seen = []
+        for number, batch in enumerate(contents(data)):
+            seen.append(batch)
+            if number in (10, 60):
+                os.kill(frozen.pid, signal.SIGSTOP)
+            if number == 40:
+                os.kill(frozen.pid, signal.SIGCONT)
+                time.sleep(0.5)  # it comes home, and loses it once more
+        os.kill(frozen.pid, signal.SIGCONT)
+    assert seen == expected
+    assert data.stats().num_retries >= 1

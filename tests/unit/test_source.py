@@ -1,0 +1,101 @@
+"""What a source makes of answers: what is sound and was asked for is kept, the rest is asked for again and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+import penstock.transport
+from answering import problem, response, server
+from penstock import DataError, SnapshotGone, Spec, wire
+from penstock.source import Source
+
+SPEC = Spec(snapshot="5eed")
+STEPS = range(4, 12, 2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.01)
+
+
+def frame(step: int, **other: int | str) -> bytes:
+    layout = wire.Layout.of([("input_ids", "uint16", (2, 3))])
+    payload = step.to_bytes(2, "little") * (layout.nbytes // 2)
+    address = wire.Address(dataset="docs", snapshot="5eed", epoch=1, rank=0, step=step)
+    address = replace(address, **other)  # type: ignore[arg-type]
+    return wire.encode_header(address, layout, wire.digest(payload)) + payload
+
+
+def run(steps: Sequence[int]) -> bytes:
+    return b"".join(map(frame, steps))
+
+
+def frames(*answers: bytes, steps: range = STEPS) -> tuple[list[int], int, int]:
+    """The steps that came, and how many attempts failed and were damaged."""
+    with server(*answers) as url:
+        source = Source(url, "docs", rank=0, retry_seconds=9)
+        with closing(source.connect()) as transport:
+            found = source.frames(transport, SPEC, 1, steps)
+            return [frame.address.step for frame in found], transport.num_retries, transport.num_damaged
+
+
+def test_a_run_is_one_request() -> None:
+    assert frames(response(run(STEPS))) == ([4, 6, 8, 10], 0, 0)
+
+
+def test_of_a_run_that_breaks_off_the_whole_frames_are_kept() -> None:
+    whole = response(run(STEPS))
+    head, size = len(whole) - len(run(STEPS)), len(frame(4))
+    for num_frames in (1, 2, 3):
+        assert frames(whole[: head + num_frames * size]) == ([4, 6, 8, 10][:num_frames], 1, 0)
+        assert frames(whole[: head + (num_frames + 1) * size - 1]) == ([4, 6, 8, 10][:num_frames], 1, 0)
+    for cut in (head, head + 1, head + size - 1):
+        assert frames(whole[:cut], response(frame(4))) == ([4], 1, 0)
+
+
+def test_of_a_run_with_a_damaged_frame_those_before_it_are_kept() -> None:
+    size = len(frame(4))
+    for num_sound in range(4):
+        body = bytearray(run(STEPS))
+        body[(num_sound + 1) * size - 1] ^= 1
+        again = [] if num_sound else [response(frame(4))]
+        assert frames(response(bytes(body)), *again) == ([4, 6, 8, 10][: max(num_sound, 1)], 1, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [frame(5), frame(6), frame(4, rank=1), frame(4, epoch=0), frame(4, snapshot="old"), frame(4, dataset="numbers"),
+     b"", frame(4)[:-1], frame(4) + frame(5), b"<html>", frame(4)[64:]],
+    ids=["another step", "the next step", "another rank", "another epoch", "another snapshot", "another dataset",
+         "nothing", "a part", "two", "a page", "an end"],
+)  # fmt: skip
+def test_what_was_not_asked_for_is_asked_for_again_and_counted(other: bytes) -> None:
+    assert frames(response(other), response(frame(4)), steps=range(4, 5)) == ([4], 1, 1)
+
+
+def test_fewer_and_more_than_was_asked_for_is_told_and_what_fits_is_kept() -> None:
+    assert frames(response(run(STEPS[:2]))) == ([4, 6], 1, 1)
+    assert frames(response(run([*STEPS, 12]))) == ([4, 6, 8, 10], 1, 1)
+    assert frames(response(run([4, 8, 6, 10]))) == ([4], 1, 1)
+
+
+def test_what_one_step_of_a_run_is_refused_for_is_told_to_who_asks_for_that_step() -> None:
+    assert frames(problem("bad-row", 500), response(frame(4))) == ([4], 0, 0)
+    with pytest.raises(DataError, match="this is bad-row"):
+        frames(problem("bad-row", 500), problem("bad-row", 500))
+    with pytest.raises(SnapshotGone, match="this is snapshot-gone"):
+        frames(problem("snapshot-gone", 409), problem("snapshot-gone", 409))
+
+
+def test_an_answer_that_tells_its_digest_is_held_to_it() -> None:
+    body = b'{"hello": "world"}\n'  # the example of RFC 9530
+    digest = f"Content-Digest: {wire.content_digest(body)}"
+    assert digest == "Content-Digest: sha-256=:RK/0qy18MlBSVnWgjwz6lZEWjP/lF5HF9bvEF8FabDg=:"
+    answers = [response(body.upper(), "200 OK", digest), response(body, "200 OK", digest)]
+    with server(*answers) as url, closing(Source(url, "docs", rank=0, retry_seconds=9).connect()) as transport:
+        assert transport.get("/", {}, bytes) == body
+        assert transport.num_damaged == 1
