@@ -23,6 +23,8 @@ _REFUSALS: Mapping[str, type[PenstockError]] = {
     "index-failed": DataError,
 }
 
+_NOTHING = memoryview(b"")
+
 
 class Fault(Exception):
     """This attempt failed in a way that another may not.
@@ -31,7 +33,7 @@ class Fault(Exception):
     received       the body as far as it came
     """
 
-    def __init__(self, reason: str, *, after_seconds: float = 0.0, received: bytes = b"") -> None:
+    def __init__(self, reason: str, *, after_seconds: float = 0.0, received: memoryview = _NOTHING) -> None:
         super().__init__(reason)
         self.after_seconds = after_seconds
         self.received = received

@@ -8,11 +8,13 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.request import getproxies
 
 import httpx
 
 from penstock.answers import Fault, failure_of
 from penstock.errors import WireError
+from penstock.receive import Body, ReceivingTransport
 from penstock.wire import content_digest
 
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
@@ -29,42 +31,40 @@ class Connection:
         self.interrupted = threading.Event()  # from then on nothing can be fetched
         self._sockets: tuple[socket.socket, ...] = ()
         self._hung_up: str | None = None
+        # A proxy is httpx's to find and to speak to, and then its own transport receives.
+        receiving = None if getproxies() else ReceivingTransport(self._remember)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
-        self._client = httpx.Client(headers={"Accept-Encoding": "identity"})
+        self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=receiving)
+        self._aside: httpx.Client | None = None  # for another thread
 
-    def fetch(self, url: str, query: Mapping[str, str], *, silence_seconds: float) -> bytes:
+    def fetch(self, url: str, query: Mapping[str, str], *, silence_seconds: float) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
 
         Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
         """
         self._hung_up = None
-        parts: list[bytes] = []
-        status = 0
         timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
-        trace = {"trace": self._remember_socket}
+        receiving = Body(lambda nbytes: memoryview(bytearray(nbytes)), self._hear)
+        extensions = {"body": receiving, "trace": self._trace}
         try:
-            with self._client.stream("GET", url, params=dict(query), timeout=timeout, extensions=trace) as response:
-                status = response.status_code
-                for part in response.iter_bytes():
-                    self.heard_at = time.monotonic()
-                    parts.append(part)
+            response = self._client.get(url, params=dict(query), timeout=timeout, extensions=extensions)
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
-            raise Fault(reason, received=b"".join(parts) if status == 200 else b"") from error
-        body = b"".join(parts)
+            raise Fault(reason, received=receiving.received if receiving.status == 200 else memoryview(b"")) from error
+        status, body = response.status_code, receiving.received or memoryview(response.content)
         declared = response.headers.get("Content-Digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
             raise WireError(f"the answer of {url} was damaged on the way: its digest is not the one that was sent with it")
         if status == 200:
             return body
-        raise failure_of(url, status, response.headers.get("Retry-After", ""), body)
+        raise failure_of(url, status, response.headers.get("Retry-After", ""), bytes(body))
 
     def is_alive(self, server: str, seconds: float) -> bool:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
         try:
-            trace = {"trace": self._remember_socket}
-            answer = self._client.get(f"{server}/healthz", timeout=seconds, extensions=trace)
+            self._aside = self._aside or httpx.Client()
+            answer = self._aside.get(f"{server}/healthz", timeout=seconds, extensions={"trace": self._trace})
         except httpx.RequestError:
             return False
         return answer.status_code < 500  # a proxy that passes only batches on says 404, one that has nobody behind it 502
@@ -82,13 +82,20 @@ class Connection:
     def close(self) -> None:
         """Closes what is open. No other thread may be fetching."""
         self._client.close()
+        if self._aside:
+            self._aside.close()
 
-    def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
+    def _hear(self) -> None:
+        self.heard_at = time.monotonic()
+
+    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            made = info["return_value"].get_extra_info("socket")
-            self._sockets = (*(known for known in self._sockets if known.fileno() >= 0), made)
-            if self.interrupted.is_set():  # while this connection was being made
-                self._shut_down()
+            self._remember(info["return_value"].get_extra_info("socket"))
+
+    def _remember(self, made: socket.socket) -> None:
+        self._sockets = (*(known for known in self._sockets if known.fileno() >= 0), made)
+        if self.interrupted.is_set():  # while this connection was being made
+            self._shut_down()
 
     def _shut_down(self) -> None:
         for known in self._sockets:

@@ -70,8 +70,8 @@ class Source:
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path, _query(spec, steps[:1]), lambda body: list(decode(body)))
 
-    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[bytes], Iterator[wire.Frame]]:
-        def decode(body: bytes) -> Iterator[wire.Frame]:
+    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
+        def decode(body: memoryview) -> Iterator[wire.Frame]:
             """Raises WireError behind the last frame that is sound and was asked for."""
             assert spec.snapshot  # resolved by the server
             frames = wire.decode(body)
@@ -93,9 +93,9 @@ def _query(spec: Spec, steps: range) -> dict[str, str]:
     return {"start": str(steps[0]), "stop": str(steps[-1] + 1), "stride": str(steps.step), **spec.to_query()}
 
 
-def _decode_resolved(body: bytes) -> Resolved:
+def _decode_resolved(body: memoryview) -> Resolved:
     try:
-        answer = json.loads(body)
+        answer = json.loads(bytes(body))
         size = answer["vocab_size"]
         return Resolved(
             spec=Spec(**answer["spec"]),

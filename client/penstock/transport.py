@@ -52,7 +52,7 @@ class Transport:
         self._connection = Connection()
         self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)))
 
-    def get(self, path: str, query: Mapping[str, str], decode: Callable[[bytes], T]) -> T:
+    def get(self, path: str, query: Mapping[str, str], decode: Callable[[memoryview], T]) -> T:
         """What `decode` makes of the body at `path`. A WireError of `decode` counts as a failed attempt.
 
         Raises ServerUnavailable: no attempt succeeded within retry_seconds, or the transport was interrupted.
@@ -90,7 +90,7 @@ class Transport:
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
 
-    def get_some(self, path: str, query: Mapping[str, str], decode: Callable[[bytes], Iterable[T]]) -> list[T]:
+    def get_some(self, path: str, query: Mapping[str, str], decode: Callable[[memoryview], Iterable[T]]) -> list[T]:
         """What one attempt brings: the items that `decode` makes of the body, up to the first that is missing or damaged.
 
         Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
@@ -99,7 +99,7 @@ class Transport:
         self._come_home()
         items: list[T] = []
 
-        def collect(body: bytes) -> None:
+        def collect(body: memoryview) -> None:
             for item in decode(body):
                 items.append(item)  # noqa: PERF402 (extend promises nothing where its argument raises)
 
@@ -128,7 +128,9 @@ class Transport:
             self._connection.close()
             self._report.end_bar()
 
-    def _attempt(self, server: str, path: str, query: Mapping[str, str], decode: Callable[[bytes], T], *, hurry: bool) -> T:
+    def _attempt(
+        self, server: str, path: str, query: Mapping[str, str], decode: Callable[[memoryview], T], *, hurry: bool
+    ) -> T:
         """Raises Fault, NotYet among them: it failed, and another may not.  Raises a PenstockError: it was refused."""
         try:
             result = decode(self._fetch(server, path, query, _HURRY_SECONDS if hurry else _SILENCE_SECONDS))
@@ -152,7 +154,7 @@ class Transport:
         self._report.answered(server)
         return result
 
-    def _fetch(self, server: str, path: str, query: Mapping[str, str], silence_seconds: float) -> bytes:
+    def _fetch(self, server: str, path: str, query: Mapping[str, str], silence_seconds: float) -> memoryview:
         try:
             with self._watch.over(server):
                 body = self._connection.fetch(server + path, query, silence_seconds=silence_seconds)

@@ -146,7 +146,7 @@ def digest(content: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(content)
 
 
-def content_digest(body: bytes) -> str:
+def content_digest(body: bytes | memoryview) -> str:
     """The field Content-Digest (RFC 9530) of a body that is no frame and carries no digest of its own."""
     return f"sha-256=:{b64encode(sha256(body).digest()).decode()}:"
 

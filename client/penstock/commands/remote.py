@@ -71,8 +71,8 @@ def dataset_of(address: Address, transport: Transport) -> str:
     )
 
 
-def _decode(body: bytes) -> Any:
+def _decode(body: memoryview) -> Any:
     try:
-        return json.loads(body)
+        return json.loads(bytes(body))
     except ValueError as error:
         raise VersionMismatch(f"an answer that should be JSON is none ({error}): is this a penstock server?") from error

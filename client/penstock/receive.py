@@ -1,0 +1,162 @@
+"""Receiving: an httpx transport that reads a body from the socket straight into memory that the caller gives.
+
+httpx copies a body four times on its way through Python. For bodies of megabytes that is most of what a trainer's CPU does for
+its data; here the kernel writes them where they are to stay.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Callable
+
+import httpx
+
+_READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
+
+
+class Body:
+    """The body of one response, as a request's extension "body": `allocate(nbytes)` gives memory for it.
+
+    What has come so far is `received`; `on_bytes()` is called whenever something came.
+    """
+
+    def __init__(self, allocate: Callable[[int], memoryview], on_bytes: Callable[[], None]) -> None:
+        self._allocate, self._on_bytes = allocate, on_bytes
+        self._memory, self._num_bytes = memoryview(b""), 0
+        self.status = 0  # that it came with, or is still coming
+
+    @property
+    def received(self) -> memoryview:
+        """What has come so far; the whole body, once the response is there."""
+        return self._memory[: self._num_bytes]
+
+    def read(self, response: http.client.HTTPResponse) -> None:
+        """Reads to the end. Raises IncompleteRead: the connection closed before it."""
+        self.status = response.status
+        if response.length is None:  # chunked, so nobody knows how much comes
+            self._collect(response)
+            return
+        self._memory = self._allocate(response.length)
+        while self._num_bytes < len(self._memory):
+            came = response.readinto(self._memory[self._num_bytes : self._num_bytes + _READ_BYTES])
+            if not came:
+                raise http.client.IncompleteRead(b"", len(self._memory) - self._num_bytes)
+            self._num_bytes += came
+            self._on_bytes()
+
+    def _collect(self, response: http.client.HTTPResponse) -> None:
+        parts: list[bytes] = []
+        try:
+            while part := response.read1(_READ_BYTES):
+                parts.append(part)
+                self._on_bytes()
+        finally:
+            self._memory = memoryview(b"".join(parts))
+            self._num_bytes = len(self._memory)
+
+
+class ReceivingTransport(httpx.BaseTransport):
+    """HTTP/1.1 over one connection a server, kept open between requests; for one thread at a time.
+
+    Every request has a Body as its extension "body"; the response itself is empty. `on_connect` is given each new socket.
+    Raises what httpx's own transport raises.
+    """
+
+    def __init__(self, on_connect: Callable[[socket.socket], None]) -> None:
+        self._on_connect = on_connect
+        self._connections: dict[tuple[str, str, int | None], http.client.HTTPConnection] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """One exchange. A kept connection that the server has closed meanwhile is made anew."""
+        kept = _server(request) in self._connections
+        try:
+            try:
+                response = self._ask(request)
+            except ConnectionError:
+                if not kept:
+                    raise
+                self._drop(request)
+                response = self._ask(request)
+            body: Body = request.extensions["body"]
+            with response:  # one that ends its connection keeps the socket for itself
+                _check(response)
+                body.read(response)
+        except (OSError, http.client.HTTPException) as error:
+            self._drop(request)
+            # What is no HTTP stands in the error, and is nothing for a log.
+            reason = "what came is no HTTP" if type(error) is http.client.BadStatusLine else str(error)
+            raise _as_httpx(error)(reason or type(error).__name__, request=request) from error
+        except BaseException:
+            self._drop(request)  # what it would still send belongs to no request
+            raise
+        if response.will_close:
+            self._drop(request)
+        # As bytes: httpx takes text for ASCII, and a damaged header may be of any characters.
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
+        return httpx.Response(response.status, headers=headers)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _ask(self, request: httpx.Request) -> http.client.HTTPResponse:
+        connection = self._connected(request)
+        connection.putrequest(request.method, request.url.raw_path.decode(), skip_host=True, skip_accept_encoding=True)
+        for name, value in request.headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return connection.getresponse()
+
+    def _connected(self, request: httpx.Request) -> http.client.HTTPConnection:
+        limits = request.extensions["timeout"]
+        connection = self._connections.get(_server(request))
+        if connection is None:
+            connection = self._connect(request.url, limits["connect"], request)
+            self._connections[_server(request)] = connection
+            self._on_connect(connection.sock)
+        connection.sock.settimeout(limits["read"])
+        return connection
+
+    def _connect(self, url: httpx.URL, seconds: float | None, request: httpx.Request) -> http.client.HTTPConnection:
+        made = http.client.HTTPConnection(url.host, url.port, timeout=seconds)
+        if url.scheme == "https":
+            self._tls = self._tls or httpx.create_ssl_context()
+            made = http.client.HTTPSConnection(url.host, url.port, timeout=seconds, context=self._tls)
+        try:
+            made.connect()
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no connection within {seconds:g} seconds", request=request) from error
+        except OSError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        return made
+
+    def _drop(self, request: httpx.Request) -> None:
+        connection = self._connections.pop(_server(request), None)
+        if connection:
+            connection.close()
+
+
+def _server(request: httpx.Request) -> tuple[str, str, int | None]:
+    return request.url.scheme, request.url.host, request.url.port
+
+
+def _check(response: http.client.HTTPResponse) -> None:
+    """Whether the headers came whole. http.client takes those that end in mid-line for all there are.
+
+    Raises HTTPException: they did not, or the body is packed.
+    """
+    if response.length is None and not response.chunked:
+        raise http.client.HTTPException("the answer does not tell its length, or its headers were cut")
+    if (packed := response.getheader("Content-Encoding", "identity")) != "identity":
+        raise http.client.HTTPException(f"the answer is packed with {packed}, which was not asked for")
+
+
+def _as_httpx(error: OSError | http.client.HTTPException) -> type[httpx.TransportError]:
+    if isinstance(error, http.client.HTTPException):  # RemoteDisconnected is an OSError, too
+        return httpx.RemoteProtocolError
+    return httpx.ReadTimeout if isinstance(error, TimeoutError) else httpx.ReadError

@@ -1,0 +1,182 @@
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.receive import Body, ReceivingTransport
+
+CONTENT = bytes(range(256)) * 5000
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers /KIND, and counts connections in `server.num_connections`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.num_connections += 1  # type: ignore[attr-defined]
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_GET(self) -> None:
+        kind = self.path.split("?")[0].strip("/")
+        self.send_response(404 if kind == "missing" else 200)
+        self.send_header("X-Asked", self.headers["Host"] + self.path)
+        if kind == "chunked" or kind == "cut-chunked":
+            self.send_header("Transfer-Encoding", "chunked")
+        elif kind != "until-closed":
+            self.send_header("Content-Length", str(len(CONTENT)))
+        else:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if "chunked" in kind:
+            for start in range(0, len(CONTENT), 100_000):
+                part = CONTENT[start : start + 100_000]
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
+                if kind == "cut-chunked" and start:
+                    break
+            else:
+                self.wfile.write(b"0\r\n\r\n")
+        elif kind == "silent":
+            self.wfile.write(CONTENT[:300_000])
+            self.wfile.flush()
+            threading.Event().wait(3)
+        else:
+            self.wfile.write(CONTENT[:300_000] if kind == "cut" else CONTENT)
+        self.close_connection = kind in ("cut", "cut-chunked", "until-closed", "forgets", "silent")
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.num_connections = 0  # type: ignore[attr-defined]
+    made.daemon_threads = True
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+@contextmanager
+def client_of(made: list[socket.socket] | None = None) -> Iterator[httpx.Client]:
+    transport = ReceivingTransport((made if made is not None else []).append)
+    with httpx.Client(transport=transport, timeout=httpx.Timeout(0.5, connect=2)) as client:
+        yield client
+
+
+def body_in(memory: bytearray, signs: list[int] | None = None) -> Body:
+    def allocate(nbytes: int) -> memoryview:
+        memory[:] = bytes(nbytes)
+        return memoryview(memory)
+
+    return Body(allocate, lambda: signs.append(1) if signs is not None else None)
+
+
+def url_of(server: ThreadingHTTPServer, kind: str) -> str:
+    return f"http://127.0.0.1:{server.server_port}/{kind}"
+
+
+def test_a_body_lies_in_the_memory_that_was_given_for_it(server: ThreadingHTTPServer) -> None:
+    memory, signs = bytearray(), list[int]()
+    body = body_in(memory, signs)
+    with client_of() as client:
+        answer = client.get(url_of(server, "sized"), params={"a": "1 2"}, extensions={"body": body})
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["X-Asked"] == f"127.0.0.1:{server.server_port}/sized?a=1+2"
+    assert memory == CONTENT
+    assert body.received.obj is memory
+    assert body.received == CONTENT
+    assert len(signs) >= 5
+
+
+@pytest.mark.parametrize("kind", ["chunked", "missing"])
+def test_a_body_of_unknown_length_and_that_of_a_refusal_come_whole(server: ThreadingHTTPServer, kind: str) -> None:
+    body = body_in(bytearray())
+    with client_of() as client:
+        answer = client.get(url_of(server, kind), extensions={"body": body})
+    assert answer.status_code == (404 if kind == "missing" else 200)
+    assert body.received == CONTENT
+
+
+def test_an_answer_without_a_length_may_have_been_cut_in_its_headers(server: ThreadingHTTPServer) -> None:
+    with client_of() as client, pytest.raises(httpx.RemoteProtocolError, match="headers were cut"):
+        client.get(url_of(server, "until-closed"), extensions={"body": body_in(bytearray())})
+
+
+def test_one_connection_serves_many_requests_and_one_that_was_closed_is_made_anew(server: ThreadingHTTPServer) -> None:
+    made: list[socket.socket] = []
+    with client_of(made) as client:
+        for kind in ("sized", "missing", "chunked", "sized"):
+            client.get(url_of(server, kind), extensions={"body": body_in(bytearray())})
+        assert server.num_connections == 1  # type: ignore[attr-defined]
+        client.get(url_of(server, "forgets"), extensions={"body": body_in(bytearray())})  # and closes without a word
+        body = body_in(bytearray())
+        client.get(url_of(server, "sized"), extensions={"body": body})
+        assert body.received == CONTENT
+        assert server.num_connections == len(made) == 2  # type: ignore[attr-defined]
+    assert all(known.fileno() < 0 for known in made)
+
+
+@pytest.mark.parametrize("kind", ["cut", "cut-chunked", "silent"])
+def test_what_came_of_a_body_that_was_cut_is_kept(server: ThreadingHTTPServer, kind: str) -> None:
+    body, after = body_in(bytearray()), body_in(bytearray())
+    expected = httpx.ReadTimeout if kind == "silent" else httpx.RemoteProtocolError
+    with client_of() as client:
+        with pytest.raises(expected):
+            client.get(url_of(server, kind), extensions={"body": body})
+        assert 1 << 17 <= len(body.received) < len(CONTENT)
+        assert CONTENT.startswith(body.received)
+        client.get(url_of(server, "sized"), extensions={"body": after})  # nothing of the old answer is taken for the new
+        assert after.received == CONTENT
+
+
+def test_a_server_that_is_away_or_speaks_no_http_is_told_as_httpx_tells_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        thread = threading.Thread(target=lambda: _answer(listening, b"who is there?\r\n\r\n"))
+        thread.start()
+        with client_of() as client, pytest.raises(httpx.RemoteProtocolError):
+            client.get(f"http://127.0.0.1:{port}/", extensions={"body": body_in(bytearray())})
+        thread.join()
+    with client_of() as client, pytest.raises(httpx.ConnectError, match="refused"):
+        client.get(f"http://127.0.0.1:{port}/", extensions={"body": body_in(bytearray())})
+
+
+def _answer(listening: socket.socket, content: bytes) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(content)
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate")
+def test_https_is_spoken_and_its_certificate_is_checked(
+    server: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+         "subjectAltName=DNS:localhost", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = url_of(server, "sized").replace("http://127.0.0.1", "https://localhost")
+    with client_of() as client, pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
+        client.get(url, extensions={"body": body_in(bytearray())})
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    body = body_in(bytearray())
+    with client_of() as client:
+        client.get(url, extensions={"body": body})
+    assert body.received == CONTENT
