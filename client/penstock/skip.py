@@ -45,6 +45,11 @@ def spell_skip(ranges: Ranges) -> str | None:
     return _SAMPLES + ",".join(f"{start}-{stop - 1}" for start, stop in ranges) if ranges else None
 
 
+def before(ranges: Ranges, position: int) -> int:
+    """How many positions below this one are not skipped."""
+    return position - sum(min(stop, position) - start for start, stop in ranges if start < position)
+
+
 def behind(ranges: Ranges, offset: int, num_samples: int) -> int:
     """The position behind the last of `num_samples` samples that are not skipped, counted from position `offset` on."""
     position, left = offset, num_samples

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.skip import Ranges
+from penstock.skip import Ranges, before
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
@@ -30,7 +30,7 @@ class Schedule:
     @property
     def num_steps(self) -> int:
         """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
-        left = self._num_kept - self._num_before(self.offset)
+        left = self._num_kept - before(self.skipped, self.offset)
         per_step = self.batch_size * self.world_size
         return left // per_step if self.tail == "drop" else -(-left // per_step)
 
@@ -58,7 +58,7 @@ class Schedule:
         """
         for step in steps:
             self.check(step, rank)
-        starts = self._num_before(self.offset) + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
+        starts = before(self.skipped, self.offset) + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
         samples = (starts[:, None] + np.arange(self.batch_size)) % self._num_kept
         if not self.skipped:
             return samples
@@ -71,9 +71,9 @@ class Schedule:
         """Each (step, rank, index) that shows a position: none if it is skipped or dropped, several where the tail wraps."""
         if any(start <= position < stop for start, stop in self.skipped):
             return []
-        begin = self._num_before(self.offset)
+        begin = before(self.skipped, self.offset)
         end = begin + self.num_steps * self.world_size * self.batch_size
-        first = self._num_before(position)
+        first = before(self.skipped, position)
         first += self._num_kept if first < begin else 0
         found = []
         for sample in range(first, end, self._num_kept):
@@ -83,11 +83,7 @@ class Schedule:
 
     @property
     def _num_kept(self) -> int:
-        return self._num_before(self.num_positions)
-
-    def _num_before(self, position: int) -> int:
-        """Positions below this one that are not skipped."""
-        return position - sum(min(stop, position) - start for start, stop in self.skipped if start < position)
+        return before(self.skipped, self.num_positions)
 
     def _kept(self) -> tuple[IntArray, IntArray]:
         """The runs [start, stop) of positions between those that are skipped."""
