@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import (
     AddressError,
     DataError,
+    LedgerError,
     PenstockError,
     ServerUnavailable,
     SnapshotGone,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AddressError",
     "DataError",
+    "LedgerError",
     "PenstockError",
     "RemoteDataset",
     "ServerUnavailable",

@@ -9,7 +9,8 @@ PenstockError
 ├── ServerUnavailable   no server answered within `retry_seconds`
 ├── WireError           bytes that are not a batch, or not the batch that was asked for
 ├── VersionMismatch     the server is of a version that this client does not understand
-└── StateMismatch       a state_dict belongs to other data or another order
+├── StateMismatch       a state_dict belongs to other data or another order
+└── LedgerError         a ledger cannot be written or read
 """
 
 
@@ -55,3 +56,7 @@ class VersionMismatch(PenstockError):
 
 class StateMismatch(PenstockError, ValueError):
     """A state_dict belongs to other data or to another order."""
+
+
+class LedgerError(PenstockError):
+    """A ledger cannot be written, or what should be one cannot be read."""

@@ -1,0 +1,1 @@
+"""The audit of a run by its ledgers."""

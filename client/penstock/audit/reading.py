@@ -1,0 +1,230 @@
+"""Reading ledgers: files -> iterations with the steps and digests of their batches, and the lines that cannot be read."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import LedgerError
+from penstock.ledger import STEP_COLUMNS, Begin, check_of
+from penstock.ledger_file import MAGIC
+
+IntArray = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+
+_CHUNK_BYTES = 4 << 20
+_BEGIN_LINE = re.compile(rb"^begin .*$", re.MULTILINE)
+_NEWLINE, _SPACE = 10, 32
+_DIGEST = slice(STEP_COLUMNS + 1, STEP_COLUMNS + 17)
+_TEXT = slice(0, _DIGEST.stop)
+_CHECK = slice(_DIGEST.stop + 1, _DIGEST.stop + 9)
+_LINE_COLUMNS = _CHECK.stop
+
+
+@dataclass(slots=True)
+class Part:
+    """What one file says of one iteration. `steps` and `digests`, shape [batches], are in the order of the file.
+
+    `time` is that of its begin line, but never before that of another line above it, whatever the clock said.
+    """
+
+    path: Path
+    begin: Begin
+    time: datetime
+    steps: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    digests: Digests = field(default_factory=lambda: np.empty(0, np.uint64))
+    has_end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Lines `first` to `last` of a file, counted from 1, that cannot be read. `is_torn`: as a process leaves its last one."""
+
+    path: Path
+    first: int
+    last: int
+    is_torn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one file says. `parts` are in the order in which they begin."""
+
+    parts: list[Part]
+    damages: list[Damage]
+
+
+def read_ranks(path: Path) -> set[int]:
+    """The ranks whose iterations a file holds. Raises LedgerError: see read_ledger."""
+    begins = (_begin_of(path, line) for _, lines in _chunks(path) for line in _BEGIN_LINE.findall(lines.tobytes()))
+    if ranks := {begin.rank for begin in begins if begin}:
+        return ranks
+    raise LedgerError(_is_none(path))
+
+
+def read_ledger(path: Path) -> Reading:
+    """Everything that a file says.
+
+    Raises LedgerError: it cannot be read at all, holds something else, or is of another version.
+    """
+    parser = _Parser(path)
+    for first_line, lines in _chunks(path):
+        parser.take(first_line, lines)
+    return parser.finish()
+
+
+def _chunks(path: Path) -> Iterator[tuple[int, Bytes]]:
+    """The file in portions of whole lines, each closed by a newline, and the number of each portion's first line, from 1."""
+    rest, number = b"", 1
+    try:
+        with path.open("rb") as file:
+            while content := file.read(_CHUNK_BYTES):
+                body, newline, rest = (rest + content).rpartition(b"\n")
+                if len(rest) > _CHUNK_BYTES:
+                    raise LedgerError(f"{path} is no ledger: it has lines of more than {_CHUNK_BYTES:,} bytes")
+                if newline:
+                    yield number, np.frombuffer(body + newline, np.uint8)
+                    number += body.count(b"\n") + 1
+    except OSError as error:
+        raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}") from error
+    if rest:
+        yield number, np.frombuffer(rest + b"\n", np.uint8)
+
+
+class _Parser:
+    """Takes a file portion by portion. Lines of batches between two other lines are looked at all at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._parts: dict[bytes, Part] = {}  # by their begin lines: an iteration may begin again behind another
+        self._found: dict[bytes, list[tuple[IntArray, Digests]]] = {}
+        self._begin = b""
+        self._time = datetime.min.replace(tzinfo=UTC)
+        self._bad: list[tuple[int, bool]] = []  # line numbers, and whether it looks torn
+        self._last_line = 0
+        self._torn_before: set[int] = set()  # numbers of lines before which one may be torn
+
+    def take(self, first_line: int, content: Bytes) -> None:
+        """The next portion."""
+        ends = np.flatnonzero(content == _NEWLINE)
+        starts = np.append(0, ends[:-1] + 1)
+        is_batch = ends - starts == _LINE_COLUMNS
+        done = 0
+        for index in [*np.flatnonzero(~is_batch).tolist(), len(ends)]:
+            if index > done:
+                self._batches(first_line + done, content, starts[done:index])
+            if index < len(ends):
+                self._line(first_line + index, content[starts[index] : ends[index]].tobytes())
+            done = index + 1
+        self._last_line = first_line + len(ends) - 1
+
+    def finish(self) -> Reading:
+        """What was found. Raises LedgerError: nothing that a ledger holds."""
+        if not self._parts:
+            raise LedgerError(_is_none(self._path))
+        for begin, part in self._parts.items():
+            if found := self._found[begin]:
+                part.steps = np.concatenate([steps for steps, _ in found])
+                part.digests = np.concatenate([digests for _, digests in found])
+        self._torn_before.add(self._last_line + 1)
+        return Reading(list(self._parts.values()), self._damages())
+
+    @property
+    def _check(self) -> str:
+        return self._begin[-8:].decode()
+
+    def _damages(self) -> list[Damage]:
+        merged: list[Damage] = []
+        for number, looks_torn in self._bad:
+            if looks_torn and number + 1 in self._torn_before:
+                merged.append(Damage(self._path, number, number, is_torn=True))
+            elif merged and merged[-1].last == number - 1 and not merged[-1].is_torn:
+                merged[-1] = Damage(self._path, merged[-1].first, number, is_torn=False)
+            else:
+                merged.append(Damage(self._path, number, number, is_torn=False))
+        return merged
+
+    def _line(self, number: int, line: bytes) -> None:
+        """A line of another length than a batch's."""
+        if begin := _begin_of(self._path, line):
+            self._begin = line
+            self._time = max(self._time, begin.time)
+            self._parts.setdefault(line, Part(self._path, begin, self._time))
+            self._found.setdefault(line, [])
+            self._torn_before.add(number)
+        elif self._begin and line == f"end {check_of('end', self._check)}".encode():
+            self._parts[self._begin].has_end = True
+        elif line:
+            self._bad.append((number, len(line) < _LINE_COLUMNS or line.startswith(MAGIC) or 0 in line))
+
+    def _batches(self, first_line: int, content: Bytes, starts: IntArray) -> None:
+        lines = np.lib.stride_tricks.sliding_window_view(content, _LINE_COLUMNS)[starts]
+        # Column by column: as many operations as a line has columns, however many lines there are.
+        columns = np.ascontiguousarray(lines.T)
+        sound = (columns[_CHECK.start - 1] == _SPACE) & (_hex(columns[_CHECK]) == _crc(columns[_TEXT], self._check))
+        sound &= (_HEX[columns[_CHECK]] < 16).all(axis=0) & bool(self._begin)
+        self._bad += [(first_line + index, False) for index in np.flatnonzero(~sound).tolist()]
+        if self._begin:
+            self._found[self._begin].append((_steps(columns[:STEP_COLUMNS, sound]), _hex(columns[_DIGEST][:, sound])))
+
+
+def _is_none(path: Path) -> str:
+    return f"{path} is no ledger: it has no begin line that can be read"
+
+
+def _begin_of(path: Path, line: bytes) -> Begin | None:
+    """What a begin line says; None for any other, and for one that is damaged. Raises LedgerError: of another version."""
+    text, _, check = line.rpartition(b" ")
+    if not text.startswith(MAGIC) or f"{zlib.crc32(text):08x}".encode() != check:
+        return None
+    try:
+        return Begin.from_text(text.decode())
+    except LedgerError as error:
+        raise LedgerError(
+            f"the ledger {path} cannot be read: {error}. Install the penstock that wrote it, or a newer one"
+        ) from error
+
+
+def _table() -> npt.NDArray[np.uint32]:
+    """The CRC-32 of each byte, as zlib counts it."""
+    values = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        values = np.where(values & 1, (values >> 1) ^ np.uint32(0xEDB88320), values >> 1)
+    return values
+
+
+_CRC = _table()
+_HEX = np.full(256, 255, np.uint8)
+_HEX[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
+
+
+def _crc(columns: Bytes, before: str) -> npt.NDArray[np.uint32]:
+    """The CRC-32 of each line, shape [lines], with a text put before it."""
+    crc = np.full(columns.shape[1], ~np.uint32(zlib.crc32(before.encode())), np.uint32)
+    for column in columns:
+        crc = _CRC[(crc ^ column) & 0xFF] ^ (crc >> np.uint32(8))
+    return ~crc
+
+
+def _hex(columns: Bytes) -> Digests:
+    """The number that each line's columns spell in hex digits."""
+    number = np.zeros(columns.shape[1], np.uint64)
+    for column in columns:
+        number = (number << np.uint64(4)) | _HEX[column]
+    return number
+
+
+def _steps(columns: Bytes) -> IntArray:
+    """The number that each line's columns spell in decimal digits behind spaces; of both the last four bits are the value."""
+    number = np.zeros(columns.shape[1], np.int64)
+    for column in columns:
+        number = number * 10 + (column & 15)
+    return number

@@ -1,0 +1,44 @@
+"""Ledgers of runs that were never trained: written line by line, as a process would that is killed behind any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from penstock import Spec
+from penstock.ledger import Begin, check_of
+from penstock.ledger_file import ledger_path
+
+FIRST = datetime(2025, 1, 1, tzinfo=UTC)
+
+
+def line(text: str, begin: str = "") -> str:
+    """A line with its check; `begin` is that of its begin line."""
+    return f"{text} {check_of(text, begin)}\n"
+
+
+def begin_of(rank: int = 0, *, start: int = 0, epoch: int = 0, step: int = 0, num_sequences: int = 100, **spec: Any) -> Begin:
+    """An iteration of a run's start number `start`, which loaded a state unless it is the first."""
+    return Begin(
+        launch=f"{start}-{rank}", num_loads=int(start > 0), iteration=epoch, dataset="numbers", num_sequences=num_sequences,
+        rank=rank, epoch=epoch, step=step, spec=Spec(**({"batch_size": 5, "snapshot": "abc"} | spec)),
+        time=FIRST + timedelta(hours=start, minutes=epoch),
+    )  # fmt: skip
+
+
+def lines_of(begin: Begin, steps: Iterable[int], *, ends: bool = False, salt: int = 0) -> str:
+    """The lines of an iteration. Digests follow from the step, and from `salt`."""
+    text = begin.to_text()
+    check = check_of(text)
+    batches = [line(f"{step:>16} {(begin.epoch * 1000 + step) * 64 + begin.rank + salt:016x}", check) for step in steps]
+    return line(text) + "".join(batches) + (line("end", check) if ends else "")
+
+
+def append(ledger: Path, begin: Begin, steps: Iterable[int], *, ends: bool = False, salt: int = 0) -> Path:
+    """Appends an iteration to the file of its rank."""
+    path = ledger_path(ledger, begin.rank)
+    with path.open("a") as file:
+        file.write(lines_of(begin, steps, ends=ends, salt=salt))
+    return path

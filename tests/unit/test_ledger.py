@@ -1,0 +1,350 @@
+"""The ledger holds what the loop was given, whatever happens to its process, its file or its disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ledgers import begin_of, line, lines_of
+from penstock import LedgerError, Spec
+from penstock import ledger as ledger_module
+from penstock.audit.reading import Reading, read_ledger
+from penstock.ledger import Begin, Book, Ledger
+from penstock.ledger_file import find_ledgers, ledger_path
+from penstock.place import Worker
+from penstock.state import Position
+from penstock.wire import Address
+
+SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
+
+
+def book(path: Path, rank: int = 0) -> Book:
+    return Book(path, "numbers", rank, 1000)
+
+
+def address(step: int, rank: int = 0, epoch: int = 0) -> Address:
+    return Address(dataset="numbers", snapshot="abc", epoch=epoch, rank=rank, step=step)
+
+
+def digest(step: int) -> str:
+    return f"{step * 0x9E3779B97F4A7C15 % 2**64:016x}"
+
+
+def open_at(path: Path, epoch: int = 0) -> Ledger:
+    return book(path).open(SPEC, Position(epoch=epoch), None)
+
+
+def record(ledger: Ledger, *steps: int, epoch: int = 0) -> None:
+    for step in steps:
+        ledger.record(address(step, epoch=epoch), digest(step))
+
+
+def entries(reading: Reading) -> list[tuple[int, str]]:
+    return [(s, f"{d:016x}") for part in reading.parts for s, d in zip(part.steps.tolist(), part.digests.tolist(), strict=True)]
+
+
+def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    data = book(path)
+    data.num_loads = 2
+    for epoch in (4, 5):
+        ledger = data.open(SPEC, Position(epoch=epoch, step=7), None)
+        record(ledger, 7, 8, 10**15, epoch=epoch)
+        if epoch == 4:
+            ledger.finish()
+        ledger.close()
+    reading = read_ledger(path)
+    first, second = reading.parts
+    assert (first.has_end, second.has_end, reading.damages) == (True, False, [])
+    assert entries(reading) == 2 * [(step, digest(step)) for step in (7, 8, 10**15)]
+    assert first.begin == Begin(
+        launch=first.begin.launch, num_loads=2, iteration=0, dataset="numbers", num_sequences=1000, rank=0, epoch=4, step=7,
+        spec=SPEC, time=first.begin.time,
+    )  # fmt: skip
+    assert (second.begin.epoch, second.begin.iteration, second.begin.launch) == (5, 1, first.begin.launch)
+    assert first.begin.launch != book(path)._launch
+
+
+def test_the_file_is_as_it_is_documented(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    ledger = open_at(path)
+    record(ledger, 41)
+    ledger.finish()
+    ledger.close()
+    begin, batch, end = path.read_text().splitlines()
+    check = begin[-8:]
+    assert begin == f"{begin[:-9]} {zlib.crc32(begin[:-9].encode()):08x}"
+    assert batch == f"              41 {digest(41)} {zlib.crc32(f'{check}              41 {digest(41)}'.encode()):08x}"
+    assert end == f"end {zlib.crc32(f'{check}end'.encode()):08x}"
+
+
+def test_a_batch_is_in_the_file_before_the_loop_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    ledger = open_at(path)
+    for step in range(3):
+        record(ledger, step)
+        assert len(entries(read_ledger(path))) == step + 1
+    ledger.close()
+
+
+def test_a_file_that_is_cut_off_anywhere_is_read_and_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    whole = lines_of(begin_of(), [0, 1, 2], ends=True).encode()
+    first = whole.index(b"\n") + 1
+    for cut in [*range(0, first, 97), *range(first, len(whole))]:
+        path.write_bytes(whole[:cut])
+        before = entries(read_ledger(path)) if cut >= first - 1 else []
+        assert before == [(step, f"{step * 64:016x}") for step in range(max(0, cut + 1 - first) // 43)]
+        ledger = open_at(path)
+        record(ledger, 9)
+        ledger.close()
+        reading = read_ledger(path)
+        assert entries(reading) == [*before, (9, digest(9))]
+        assert all(damage.is_torn and damage.first == damage.last for damage in reading.damages)
+        is_whole = cut == 0 or whole[cut - 1 : cut] == b"\n" or whole[cut : cut + 1] == b"\n"
+        assert len(reading.damages) == (0 if is_whole or cut == len(whole) else 1)
+
+
+def test_what_a_file_system_leaves_of_a_write_that_never_came_is_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    path.write_bytes(lines_of(begin_of(), [0]).encode() + bytes(4000))
+    ledger = open_at(path)
+    ledger.close()
+    reading = read_ledger(path)
+    assert (len(entries(reading)), [d.is_torn for d in reading.damages]) == (1, [True])
+
+
+def test_every_flipped_bit_is_seen_and_turns_no_batch_into_another(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    whole = (lines_of(begin_of(), [0, 1, 2]) + lines_of(begin_of(start=1, step=1), [1], ends=True)).encode()
+    path.write_bytes(whole)
+    sound = entries(read_ledger(path))
+    begins = [number for number in range(len(whole)) if whole.rfind(b"begin", 0, number) > whole.rfind(b"\n", 0, number)]
+    for number in sorted(set(range(len(whole))) - set(begins) | set(begins[::23])):
+        for bit in range(8):
+            path.write_bytes(whole[:number] + bytes([whole[number] ^ 1 << bit]) + whole[number + 1 :])
+            reading = read_ledger(path)
+            assert reading.damages, (number, bit)
+            assert set(entries(reading)) <= set(sound)
+
+
+def test_batches_whose_begin_line_is_lost_belong_to_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    lines = (lines_of(begin_of(), [0]) + lines_of(begin_of(start=1), [7, 8, 9])).splitlines(keepends=True)
+    path.write_text("".join(lines[:2] + lines[3:]))
+    reading = read_ledger(path)
+    assert (entries(reading), [(d.first, d.last) for d in reading.damages]) == ([(0, f"{0:016x}")], [(3, 5)])
+
+
+def test_iterations_at_once_take_turns(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    data = book(path)
+    one, two = (data.open(SPEC, Position(), None) for _ in range(2))
+    for step in range(3):
+        record(one, step)
+        record(two, step + 10)
+    one.close()
+    record(two, 13)
+    two.finish()
+    two.close()
+    reading = read_ledger(path)
+    assert [(part.steps.tolist(), part.has_end) for part in reading.parts] == [([0, 1, 2], False), ([10, 11, 12, 13], True)]
+    assert reading.damages == []
+
+
+@pytest.mark.parametrize("name", ["run.ledger", "run-{rank}.ledger", "rank{rank}/run.ledger", "[a]*?/run.ledger"])
+def test_each_rank_and_each_worker_has_a_file_of_its_own_and_all_are_found(tmp_path: Path, name: str) -> None:
+    expected = []
+    for rank in (0, 11):
+        ledger_path(tmp_path / name, rank).parent.mkdir(exist_ok=True)
+        data = book(tmp_path / name, rank)
+        for worker in (None, Worker(first=2, stride=3, loader_seed=5)):
+            data.open(SPEC, Position(), worker).close()
+            path = ledger_path(tmp_path / name, rank, worker and worker.first)
+            begin = read_ledger(path).parts[0].begin
+            assert (begin.rank, begin.worker, begin.num_workers, begin.loader_seed) == (
+                rank,
+                *((2, 3, 5) if worker else (0, 0, 0)),
+            )
+            expected.append(path)
+    (expected[0].parent / "run.ledger.txt").touch()
+    (expected[0].parent / "run-0.ledger.old").touch()
+    assert find_ledgers(tmp_path / name) == sorted(set(expected))
+    assert len(set(expected)) == 4
+
+
+def test_a_single_process_writes_to_the_very_file_that_is_named() -> None:
+    assert ledger_path("run.ledger", 0) == Path("run.ledger").absolute()
+    assert ledger_path("run.ledger", 3, 1) == Path("run.ledger.3.worker1").absolute()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("notes.txt", "notes.txt is no ledger, and will not be written to: name another file"),
+        ("none/run.ledger", "cannot be written: No such file or directory"),
+        (".", "cannot be written: Is a directory"),
+    ],
+)
+def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "notes.txt").write_text("begin at the beginning")
+    with pytest.raises(LedgerError, match=message):
+        book(tmp_path / name)
+    assert (tmp_path / "notes.txt").read_text() == "begin at the beginning"
+
+
+HOLDS_IT = """
+import sys
+from penstock import Spec
+from penstock.ledger import Book
+from penstock.state import Position
+ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), Position(), None)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_IT, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(LedgerError, match="another process writes to the ledger"):
+            book(path)
+        other.send_signal(signal.SIGKILL)
+    open_at(path).close()
+    assert len(read_ledger(path).parts) == 2
+
+
+def fails_with(code: int, after_bytes: int = 0) -> Callable[[int, bytes], int]:
+    """A write to a disk that takes a little more, and then none."""
+    left = [after_bytes]
+    real = os.write
+
+    def write(fd: int, content: bytes) -> int:
+        if not left[0]:
+            raise OSError(code, os.strerror(code))
+        taken = real(fd, bytes(content[: left[0]]))
+        left[0] -= taken
+        return taken
+
+    return write
+
+
+def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = book(tmp_path / "run.ledger")
+    monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC))
+    with pytest.raises(LedgerError, match="run.ledger cannot be written: No space left on device"):
+        data.open(SPEC, Position(), None)
+    monkeypatch.undo()
+    open_at(tmp_path / "run.ledger").close()
+
+
+def test_a_full_disk_on_the_way_is_told_once_stops_nothing_and_loses_nothing_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.ledger"
+    data = book(path)
+    ledger = data.open(SPEC, Position(), None)
+    for first in (0, 10):
+        monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=60))  # one line, and a part of the next
+        record(ledger, *range(first, first + 9))
+        assert entries(read_ledger(path)) == [(step, digest(step)) for step in range(first + 1)]
+        monkeypatch.undo()
+        record(ledger, first + 9)
+        assert entries(read_ledger(path)) == [(step, digest(step)) for step in range(first + 10)]
+    ledger.close()
+    assert read_ledger(path).damages == []
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert [f"{path} cannot be written: No space left on device. Training goes on" in text for text in told] == [True, True]
+
+
+def test_batches_that_find_no_room_to_wait_in_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.ledger"
+    ledger = open_at(path)
+    monkeypatch.setattr(ledger_module, "_MOST_PENDING_BYTES", 100)
+    monkeypatch.setattr(os, "write", fails_with(errno.EIO))
+    record(ledger, *range(10))
+    monkeypatch.undo()
+    record(ledger, 10)
+    assert [step for step, _ in entries(read_ledger(path))] == [0, 1, 2, 10]
+    ledger.close()
+    assert "7 lines are not in the ledger" in caplog.text
+
+
+def test_a_ledger_that_goes_away_between_epochs_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    data = book(folder / "run.ledger")
+    data.open(SPEC, Position(), None).close()
+    (folder / "run.ledger").unlink()
+    folder.rmdir()
+    ledger = data.open(SPEC, Position(epoch=1), None)
+    record(ledger, 0, epoch=1)
+    assert "cannot be written: No such file or directory" in caplog.text
+    folder.mkdir()
+    record(ledger, 1, epoch=1)
+    ledger.close()
+    assert [step for step, _ in entries(read_ledger(folder / "run.ledger"))] == [0, 1]
+
+
+def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "_SYNC_SECONDS", 0.01)
+    synced, real = threading.Event(), os.fsync
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        synced.set()
+
+    ledger = open_at(tmp_path / "run.ledger")
+    monkeypatch.setattr(os, "fsync", fsync)
+    for _ in range(3):
+        synced.clear()
+        assert synced.wait(30)
+    monkeypatch.setattr(ledger_module, "_SYNC_SECONDS", 3600.0)
+    before = threading.active_count()
+    ledger.close()
+    ledger.close()
+    assert threading.active_count() == before - 1
+    with pytest.raises(ValueError, match="is closed"):
+        record(ledger, 0)
+
+
+def test_a_batch_of_another_iteration_is_refused(tmp_path: Path) -> None:
+    ledger = open_at(tmp_path / "run.ledger", epoch=1)
+    for other in (address(0), address(0, rank=1, epoch=1)):
+        with pytest.raises(ValueError, match="is no batch of the iteration"):
+            ledger.record(other, digest(0))
+    ledger.close()
+
+
+def test_a_ledger_of_another_version_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    text = begin_of().to_text()
+    for other in (text.replace('"ledger": 1', '"ledger": 2'), text.replace('"seq_len"', '"sequence_length"')):
+        path.write_text(line(other))
+        with pytest.raises(LedgerError, match="Install the penstock that wrote it, or a newer one"):
+            read_ledger(path)
+
+
+def test_what_is_no_ledger_cannot_be_read(tmp_path: Path) -> None:
+    for name, content in (("empty", b""), ("text", b"one\ntwo\n"), ("bytes", bytes(range(256)) * 40_000)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(LedgerError, match="is no ledger"):
+            read_ledger(tmp_path / name)
+    with pytest.raises(LedgerError, match="none cannot be read: No such file or directory"):
+        read_ledger(tmp_path / "none")
