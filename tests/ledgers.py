@@ -21,9 +21,10 @@ def line(text: str, begin: str = "") -> str:
 
 def begin_of(rank: int = 0, *, start: int = 0, epoch: int = 0, step: int = 0, num_sequences: int = 100, **spec: Any) -> Begin:
     """An iteration of a run's start number `start`, which loaded a state unless it is the first."""
+    settings: dict[str, Any] = {"batch_size": 5, "snapshot": "abc"} | spec
     return Begin(
         launch=f"{start}-{rank}", num_loads=int(start > 0), iteration=epoch, dataset="numbers", num_sequences=num_sequences,
-        rank=rank, epoch=epoch, step=step, spec=Spec(**({"batch_size": 5, "snapshot": "abc"} | spec)),
+        rank=rank, epoch=epoch, step=step, spec=Spec(**settings),
         time=FIRST + timedelta(hours=start, minutes=epoch),
     )  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_each_rank_and_each_worker_has_a_file_of_its_own_and_all_are_found(tmp_p
         data = book(tmp_path / name, rank)
         for worker in (None, Worker(first=2, stride=3, loader_seed=5)):
             data.open(SPEC, Position(), worker).close()
-            path = ledger_path(tmp_path / name, rank, worker and worker.first)
+            path = ledger_path(tmp_path / name, rank, worker.first if worker else None)
             begin = read_ledger(path).parts[0].begin
             assert (begin.rank, begin.worker, begin.num_workers, begin.loader_seed) == (
                 rank,

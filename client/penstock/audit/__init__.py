@@ -1,1 +1,13 @@
-"""The audit of a run by its ledgers."""
+"""The audit: proves from the ledgers of a run that each sample was trained on exactly once an epoch, or says which was not.
+
+reading              files: iterations with their steps and digests, and what is damaged
+history, rank        of one rank, what was thrown away where a later start resumed, and what is left
+slicing, intervals   steps of ranks: samples of an epoch
+account              all ranks: which samples were trained on once, never, or more than once
+report, text         the answer, as data and in words
+compare              what a server says of the same batches
+"""
+
+from penstock.audit.report import Report, audit
+
+__all__ = ["Report", "audit"]

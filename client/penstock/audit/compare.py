@@ -1,0 +1,110 @@
+"""Comparing with a server: whether it still gives the batches that a run was given, and which rows the missing ones show."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from penstock.audit.reading import read_ledger
+from penstock.audit.report import Report
+from penstock.errors import AddressError, DataError, SnapshotGone, UnknownDataset
+from penstock.ledger import Begin
+from penstock.source import Source
+
+_RETRY_SECONDS = 30.0
+_STEPS_AT_ONCE = 16
+_MOST_BATCHES_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Differing:
+    """A batch that the server does not give as it was given; `now` is its digest, or why there is none."""
+
+    dataset: str
+    epoch: int
+    rank: int
+    step: int
+    then: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many batches were asked for again, and those that came back as others."""
+
+    num_batches: int
+    differing: list[Differing]
+
+
+def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sample: int | None) -> Comparison:
+    """Asks servers for the batches in ledgers again: for all of them, or for `sample` of `num_batches`, by chance.
+
+    Raises ServerUnavailable: no server answers. Raises LedgerError: see read_ledger.
+    """
+    chosen = None if sample is None or sample >= num_batches else sorted(random.sample(range(num_batches), sample))
+    count = 0
+    differing: list[Differing] = []
+    for begin, digests in _runs(paths, chosen):
+        count += len(digests)
+        differing += _differing(begin, digests, servers)
+    return Comparison(count, differing)
+
+
+def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the first missing batches would have shown: each one's name, and its provenance as the server tells it.
+
+    Raises ServerUnavailable: no server answers.
+    """
+    gaps = [gap for order in report.orders for epoch in order.epochs for gap in epoch.gaps]
+    batches = ((gap, rank, step) for gap in gaps for step in range(*gap.steps) for rank in gap.ranks)
+    for (gap, rank, step), _ in zip(batches, range(_MOST_BATCHES_SHOWN), strict=False):
+        begin = gap.stretch.begin
+        source = _source(begin, servers, rank)
+        path = f"/v1/datasets/{quote(begin.dataset, safe='')}/epochs/{gap.epoch}/ranks/{rank}/batches/{step}/provenance"
+        with closing(source.connect()) as transport:
+            yield f"epoch {gap.epoch}, step {step:,} of rank {rank}", transport.get(path, begin.spec.to_query(), json.loads)
+
+
+def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:
+    """Digests of steps in a row, a few at a time; of the chosen batches, by their number in all ledgers together."""
+    first = 0
+    for path in paths:
+        for part in read_ledger(path).parts:
+            own = range(first, first + len(part.steps))
+            numbers = [number - first for number in (own if chosen is None else chosen) if number in own]
+            first = own.stop
+            digests: dict[int, str] = {}
+            for number in numbers:
+                step = int(part.steps[number])
+                if digests and (step - 1 not in digests or len(digests) == _STEPS_AT_ONCE):
+                    yield part.begin, digests
+                    digests = {}
+                digests[step] = f"{int(part.digests[number]):016x}"
+            if digests:
+                yield part.begin, digests
+
+
+def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) -> Iterator[Differing]:
+    source = _source(begin, servers, begin.rank)
+    with closing(source.connect()) as transport:
+        steps = range(min(digests), max(digests) + 1)
+        while steps:
+            try:
+                frames = source.frames(transport, begin.spec, begin.epoch, steps)
+                found = {frame.address.step: frame.digest for frame in frames}
+            except (AddressError, DataError, SnapshotGone, UnknownDataset) as error:
+                found = dict.fromkeys(steps, str(error))
+            for step, now in found.items():
+                if now != digests[step]:
+                    yield Differing(begin.dataset, begin.epoch, begin.rank, step, digests[step], now)
+            steps = steps[len(found) :]
+
+
+def _source(begin: Begin, servers: Sequence[str], rank: int) -> Source:
+    return Source(servers, begin.dataset, rank=rank, retry_seconds=_RETRY_SECONDS)

@@ -1,0 +1,99 @@
+"""The course of a run: which of the batches that were recorded led to where it is, and which were thrown away.
+
+A start that loaded a state goes on where that was saved. What was recorded behind that place is thrown away: it trained weights
+that nobody kept. A start goes on from the latest one before it that came as far as this place, with all that led to that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.audit.history import Iteration, Kept, Place, StartKey
+
+Course = list[Kept]
+
+
+def reaches(ranks: Sequence[Sequence[Iteration]]) -> dict[StartKey, Place]:
+    """How far all ranks that took part in a start came: a state can have been saved up to there, and not behind."""
+    found: dict[StartKey, Place] = {}
+    for iterations in ranks:
+        own: dict[StartKey, Place] = {}
+        for iteration in iterations:
+            key = iteration.start.key
+            own[key] = max(iteration.reach, own.get(key, iteration.reach))
+        for key, place in own.items():
+            found[key] = min(place, found.get(key, place))
+    return found
+
+
+def course_of(iterations: Sequence[Iteration], reach: Mapping[StartKey, Place]) -> Course:
+    """What led to where a rank is: iterations in their order, cut where a later one threw the rest away.
+
+    `reach` is that of all ranks together.
+    """
+    paths: list[Course] = []
+    for iteration in iterations:
+        number = iteration.start.number
+        if number < len(paths):
+            for path in {id(path): path for path in (paths[number], paths[-1])}.values():
+                path.append(Kept(iteration))
+            continue
+        resumes = iteration.start.resumes and paths
+        led_here = _resumed(paths, reach, iteration) if resumes else paths[-1] if paths else []
+        paths.append([*led_here, Kept(iteration)])
+    return paths[-1]
+
+
+def follow(iterations: Sequence[Iteration], course: Course, leader: Sequence[Iteration]) -> Course | None:
+    """What of a rank's iterations is on the course of its leader; None if it started when the leader did not.
+
+    A rank has no part in a start that stops before its first batch, nor in those of a world size that leaves it out.
+    """
+    own: dict[StartKey, list[list[Iteration]]] = {}  # the rank's starts, and each one's iterations
+    for iteration in iterations:
+        again = own.setdefault(iteration.start.key, [])
+        if not again or again[-1][0].start is not iteration.start:
+            again.append([])
+        again[-1].append(iteration)
+    if not own.keys() <= {iteration.start.key for iteration in leader}:
+        return None
+    cuts: dict[int, list[Iteration]] = {}  # of each start, what took over from it, and from that in turn
+    firsts: dict[int, Iteration] = {}
+    for kept in reversed(course):
+        number = kept.iteration.start.number
+        cuts.setdefault(number, []).extend(later for cut in kept.resumed for later in (cut, *cuts.get(cut.start.number, ())))
+        firsts[number] = kept.iteration
+    found: Course = []
+    for number in reversed(firsts):
+        first, again = firsts[number], own.get(firsts[number].start.key, [])
+        if any(cut.start.key == first.start.key for cut in cuts[number]):
+            continue  # tried again from the same state
+        if not first.start.resumes:
+            again, own[first.start.key] = again[:1], again[1:]
+        later = tuple(cut for cut in cuts[number] if cut.start.key in own or cut.slicing != first.slicing)
+        found += [Kept(iteration, later) for iteration in _try(again, cuts[number])]
+    return found
+
+
+def _try(again: Sequence[list[Iteration]], later: Sequence[Iteration]) -> list[Iteration]:
+    """The iterations of the last of several starts from one state that came to where the run went on."""
+    if not again:
+        return []
+    place = later[0].place if later else again[-1][-1].reach
+    came = [iterations for iterations in again if iterations[-1].reach >= place]
+    return came[-1] if came else max(again, key=lambda iterations: iterations[-1].reach)
+
+
+def _resumed(paths: Sequence[Course], reach: Mapping[StartKey, Place], resumed: Iteration) -> Course:
+    """What led to the place at which an iteration resumes."""
+    place = resumed.place
+    together = [path for path in paths if reach[path[-1].iteration.start.key] >= place]
+    for path in (*reversed(together), *reversed(paths)):
+        own = [at for at, kept in enumerate(path) if kept.iteration.start is path[-1].iteration.start]
+        for at in reversed(own):
+            if path[at].iteration.may_have_saved(resumed):
+                return [*path[:at], path[at].before(resumed)]
+        if place[1] == 0 and path[-1].iteration.begin.epoch < place[0]:
+            return path
+    # None came so far: what it went on from is not in the ledger, or the end of it was lost with the machine.
+    return [kept.before(resumed) for kept in paths[-1]]

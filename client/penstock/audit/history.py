@@ -1,0 +1,109 @@
+"""What a rank did: its starts, its iterations, and what of these is left where a later one resumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.audit.intervals import NONE, clip, join
+from penstock.audit.reading import IntArray
+from penstock.audit.slicing import Slicing
+from penstock.ledger import Begin
+
+Place = tuple[int, int]  # epoch and position
+StartKey = tuple[Slicing, int, int, int, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a rank: from a process's begin, or from a state that was loaded into it, up to the next.
+
+    number     from 0
+    begin      of its first iteration, of the worker that begins first; `last_step` is that at which the last one begins
+    resumes    it loaded a state, or is taken for one that did
+    """
+
+    number: int
+    begin: Begin
+    last_step: int
+    slicing: Slicing
+    resumes: bool
+
+    @property
+    def key(self) -> StartKey:
+        """Equal for the ranks that start together; a start from the same state has it again."""
+        return self.slicing, self.begin.epoch, self.begin.step, self.last_step, self.resumes
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One iteration of a rank over an epoch, by all workers of its loader.
+
+    begin        of the worker that begins first
+    first_steps  of each worker, as its begin line has it
+    runs         steps that were recorded, half-open, sorted, shape [runs, 2]; one that was recorded again begins a run anew
+    """
+
+    start: Start
+    begin: Begin
+    slicing: Slicing
+    first_steps: dict[int, int]
+    runs: IntArray
+    has_end: bool
+
+    @property
+    def place(self) -> Place:
+        """Where it begins."""
+        return self.begin.epoch, self.slicing.position(self.begin.step)
+
+    @property
+    def reach(self) -> Place:
+        """Behind what it recorded."""
+        return self.begin.epoch, self.slicing.position(int(self.runs[-1, 1])) if len(self.runs) else self.place[1]
+
+    def may_have_saved(self, resumed: Iteration) -> bool:
+        """Whether the state with which another iteration resumes may be of this one: it was there, between two of its steps."""
+        place = resumed.place
+        between = self.slicing.position(self.slicing.num_steps_before(place[1]))
+        # Under another slicing a state is counted in samples; see penstock.state.
+        counts = not any(resumed.first_steps.values()) or self.slicing.counts_like(resumed.slicing)
+        return self.place <= place <= self.reach and between == place[1] and counts
+
+    def before(self, runs: IntArray, other: Iteration) -> IntArray:
+        """What of its runs is not thrown away where `other` resumes."""
+        if self.begin.epoch != other.begin.epoch:
+            return runs if self.begin.epoch < other.begin.epoch else NONE
+        if self.slicing != other.slicing:
+            return clip(runs, 0, self.slicing.num_steps_before(other.place[1]))
+        behind = [clip(runs, step, step + 1) for step in other.steps_of_others()]
+        return join([clip(runs, 0, other.begin.step), *behind])
+
+    def steps_of_others(self) -> list[int]:
+        """The steps behind its first that a worker has behind itself, because another came less far."""
+        first, stride = self.begin.step, max(1, self.begin.num_workers)
+        own = {worker: self.first_steps.get(worker, first) for worker in range(stride)}
+        return sorted(step + worker for worker in own for step in range(first, own[worker], stride))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of an iteration led to where the run is: all of it, or what none of `resumed` threw away."""
+
+    iteration: Iteration
+    resumed: tuple[Iteration, ...] = ()
+
+    @property
+    def runs(self) -> IntArray:
+        """The steps that these are."""
+        runs = self.iteration.runs
+        for other in self.resumed:
+            runs = self.iteration.before(runs, other)
+        return runs
+
+    @property
+    def stop(self) -> Place | None:
+        """The place where another iteration took over; None: its own end."""
+        return min((other.place for other in self.resumed), default=None)
+
+    def before(self, other: Iteration) -> Kept:
+        """What is left of it where `other` resumes."""
+        return replace(self, resumed=(*self.resumed, other))

@@ -1,0 +1,181 @@
+"""One rank: what its ledgers say, summed up in a few numbers for each iteration, so that many ranks fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.audit.course import Course
+from penstock.audit.history import Iteration, Kept, Start
+from penstock.audit.intervals import covered, runs_of, without
+from penstock.audit.reading import IntArray, Part
+from penstock.audit.slicing import Slicing
+from penstock.ledger import Begin
+from penstock.state import Position, write_state
+
+_OPEN = 1 << 62
+_COUNTS = ("version", "epoch", "step", "offset", "batch_size", "world_size", "skip")  # of a state, what names no order
+
+OrderKey = tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A batch that was recorded with different digests."""
+
+    epoch: int
+    rank: int
+    step: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What a rank's ledgers hold of one order of samples, in the order in which the iterations began."""
+
+    rank: int
+    iterations: list[Iteration]
+    changed: list[Changed]
+
+    @property
+    def last_start(self) -> Start:
+        """The start that was its last."""
+        return self.iterations[-1].start
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What one iteration of a rank gave, as far as it led to where the run is.
+
+    start, stop  positions from which on and up to which it is what counts; `stop` may be far behind the epoch's end
+    runs         its steps that were recorded, half-open; a step that was recorded again is in a run of its own
+    has_end      it went through the epoch to its end
+    """
+
+    begin: Begin
+    slicing: Slicing
+    start: int
+    stop: int
+    runs: IntArray
+    started: Start
+    has_end: bool
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that it is of."""
+        return self.begin.epoch
+
+    @property
+    def first_step(self) -> int:
+        """The step at `start`."""
+        return self.begin.step
+
+
+@dataclass(frozen=True, slots=True)
+class Thrown:
+    """Steps of a rank, half-open, that trained weights which were thrown away, and the start that resumed before them."""
+
+    epoch: int
+    steps: tuple[int, int]
+    slicing: Slicing
+    started: Start
+    resumed: Start | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankHistory:
+    """What became of what a rank recorded. `stretches` are in the order in which they were trained on."""
+
+    rank: int
+    starts: list[Start]
+    stretches: list[Stretch]
+    thrown: list[Thrown]
+
+
+def order_of(begin: Begin) -> OrderKey:
+    """What decides which sample stands where in an epoch: of one order, and so of one run, if it is equal."""
+    state = write_state(begin.dataset, begin.spec, Position()) | {"num_sequences": begin.num_sequences}
+    return tuple((name, value) for name, value in state.items() if name not in _COUNTS)
+
+
+def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRecord:
+    """What a rank's files hold of one order, of all their parts.
+
+    With `trust_starts` every start counts as one that loaded a state.
+    """
+    by_iteration: dict[tuple[object, ...], list[Part]] = {}
+    for part in sorted(parts, key=lambda part: part.time):
+        begin = part.begin
+        name = (begin.launch, begin.num_loads, begin.loader_seed, begin.iteration, begin.epoch, begin.spec)
+        by_iteration.setdefault(name, []).append(part)
+    iterations: list[Iteration] = []
+    starts: dict[tuple[str, int], Start] = {}
+    for joined in by_iteration.values():
+        begin, *_, last = sorted([joined[0].begin, *(part.begin for part in joined)], key=lambda begin: begin.step)
+        resumes = trust_starts or begin.num_loads > 0
+        start = Start(len(starts), begin, last.step, Slicing.of(begin), resumes)
+        iterations.append(_join(starts.setdefault((begin.launch, begin.num_loads), start), begin, joined))
+    return RankRecord(rank, iterations, list(_changed(rank, parts)))
+
+
+def history_of(record: RankRecord, path: Course) -> RankHistory:
+    """What became of it, with what of it led to where the run is."""
+    starts = list({iteration.start.number: iteration.start for iteration in record.iterations}.values())
+    thrown = list(_thrown(record.iterations, path, starts))
+    return RankHistory(record.rank, starts, [_stretch(kept) for kept in path], thrown)
+
+
+def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
+    return Iteration(
+        start=start,
+        begin=begin,
+        slicing=Slicing.of(begin),
+        first_steps={part.begin.worker: part.begin.step for part in parts},
+        runs=runs_of(np.sort(np.concatenate([part.steps for part in parts]))),
+        has_end=all(part.has_end for part in parts),
+    )
+
+
+def _stretch(kept: Kept) -> Stretch:
+    iteration = kept.iteration
+    epoch, position = iteration.place
+    stop = kept.stop
+    return Stretch(
+        begin=iteration.begin,
+        slicing=iteration.slicing,
+        start=position,
+        stop=_OPEN if stop is None or stop[0] > epoch else stop[1] if stop[0] == epoch else position,
+        runs=kept.runs,
+        started=iteration.start,
+        has_end=iteration.has_end and not kept.resumed,
+    )
+
+
+def _thrown(iterations: Sequence[Iteration], path: Sequence[Kept], starts: Sequence[Start]) -> Iterable[Thrown]:
+    kept_of = {id(kept.iteration): kept for kept in path}
+    for iteration in iterations:
+        kept = kept_of.get(id(iteration))
+        runs = without(iteration.runs, kept.runs) if kept else covered(iteration.runs)
+        if kept and kept.resumed:
+            resumed: Start | None = kept.resumed[0].start
+        else:
+            resumed = next((start for start in starts if start.number > iteration.start.number and start.resumes), None)
+        for run in runs.tolist():
+            yield Thrown(iteration.begin.epoch, (run[0], run[1]), iteration.slicing, iteration.start, resumed)
+
+
+def _changed(rank: int, parts: Sequence[Part]) -> Iterable[Changed]:
+    by_address: dict[tuple[object, ...], list[Part]] = {}
+    for part in parts:
+        by_address.setdefault((part.begin.spec, part.begin.epoch), []).append(part)
+    for same in by_address.values():
+        steps = np.concatenate([part.steps for part in same])
+        digests = np.concatenate([part.digests for part in same])
+        order = np.argsort(steps, kind="stable")
+        steps, digests = steps[order], digests[order]
+        differs = (steps[1:] == steps[:-1]) & (digests[1:] != digests[:-1])
+        for step in np.unique(steps[1:][differs]).tolist():
+            seen = dict.fromkeys(f"{digest:016x}" for digest in digests[steps == step].tolist())
+            yield Changed(same[0].begin.epoch, rank, step, tuple(seen))

@@ -1,0 +1,187 @@
+"""The report: what the ledgers of a run prove, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.audit.account import Epoch, Gap, account_for
+from penstock.audit.course import Course, course_of, follow, reaches
+from penstock.audit.history import Place, StartKey
+from penstock.audit.intervals import size
+from penstock.audit.rank import Changed, OrderKey, RankHistory, RankRecord, Thrown, history_of, order_of, record_of
+from penstock.audit.reading import Damage, IntArray, Part, read_ledger, read_ranks
+
+_MOST_LISTED = 1000  # intervals of positions in JSON; how many there are is told besides
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What became of one order of samples: of one run, unless the ledgers are of several.
+
+    leader   the rank whose ledgers say how the run went
+    absent   ranks that took part, and of which there is no ledger
+    """
+
+    key: OrderKey
+    ranks: list[RankHistory]
+    leader: RankHistory
+    absent: list[int]
+    epochs: list[Epoch]
+    changed: list[Changed]
+
+    @property
+    def dataset(self) -> str:
+        """Its name on the server."""
+        return self.leader.starts[0].begin.dataset
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether each sample that was due was trained on exactly once an epoch, and was the same whenever it was seen."""
+        return all(epoch.is_proven for epoch in self.epochs) and not self.changed
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the ledgers of a run say. `num_batches` counts those that were trained on twice as well."""
+
+    paths: list[Path]
+    num_batches: int
+    orders: list[Order]
+    damages: list[Damage]
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether all orders are, and no line is lost that might say otherwise; a torn one is what a killed process leaves."""
+        return bool(self.num_batches) and all(o.is_proven for o in self.orders) and all(d.is_torn for d in self.damages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON has it. Positions are [start, stop) of the epoch, the first 1,000 ranges of each kind."""
+        return {
+            "proven": self.is_proven,
+            "batches": self.num_batches,
+            "ledgers": [str(path) for path in self.paths],
+            "damages": [asdict(damage) | {"path": str(damage.path)} for damage in self.damages],
+            "orders": [_order(order) for order in self.orders],
+        }
+
+
+def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
+    """What the ledgers at these paths prove, all ranks' and all starts'. In memory is one rank at a time.
+
+    With `trust_starts`, a start that loaded no state throws away what was recorded behind its first step, as one that did.
+    Raises LedgerError: a file cannot be read at all.
+    """
+    damages: list[Damage] = []
+    records: dict[OrderKey, list[RankRecord]] = {}
+    num_batches = 0
+    for files in _by_rank(paths):
+        parts: dict[tuple[OrderKey, int], list[Part]] = {}
+        for path in files:
+            reading = read_ledger(path)
+            damages += reading.damages
+            num_batches += sum(len(part.steps) for part in reading.parts)
+            for part in reading.parts:
+                parts.setdefault((order_of(part.begin), part.begin.rank), []).append(part)
+        for (key, rank), found in parts.items():
+            records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
+    return Report(list(paths), num_batches, [_make_order(key, found) for key, found in records.items()], damages)
+
+
+def _by_rank(paths: Sequence[Path]) -> list[list[Path]]:
+    """The files in groups that have no rank in common."""
+    ranks = {path: read_ranks(path) for path in paths}
+    if any(len(found) > 1 for found in ranks.values()):
+        return [list(paths)]
+    groups: dict[int, list[Path]] = {}
+    for path, [rank] in ranks.items():
+        groups.setdefault(rank, []).append(path)
+    return [groups[rank] for rank in sorted(groups)]
+
+
+def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:
+    records = sorted(records, key=lambda record: record.rank)
+    reach = reaches([record.iterations for record in records])
+    # Of the last start the lowest rank says how the run went: it takes part whatever the world size.
+    last = max(records, key=lambda record: record.last_start.begin.time).last_start.key
+    first = next(record for record in records if record.last_start.key == last)
+    course = course_of(first.iterations, reach)
+    leader = history_of(first, course)
+    histories = [leader if record is first else history_of(record, _path(record, course, first, reach)) for record in records]
+    took_part = {rank for start in leader.starts for rank in range(start.slicing.world_size)}
+    return Order(
+        key=key,
+        ranks=histories,
+        leader=leader,
+        absent=sorted(took_part - {record.rank for record in records}),
+        epochs=list(account_for(leader, histories)),
+        changed=[changed for record in records for changed in record.changed],
+    )
+
+
+def _path(record: RankRecord, course: Course, leader: RankRecord, reach: Mapping[StartKey, Place]) -> Course:
+    on_course = follow(record.iterations, course, leader.iterations)
+    return course_of(record.iterations, reach) if on_course is None else on_course
+
+
+def _order(order: Order) -> dict[str, Any]:
+    return {
+        "proven": order.is_proven,
+        **dict(order.key),
+        "ranks": [history.rank for history in order.ranks],
+        "absent_ranks": order.absent,
+        "starts": [
+            {
+                "time": start.begin.time.isoformat(),
+                "resumed": start.begin.num_loads > 0,
+                "epoch": start.begin.epoch,
+                "step": start.begin.step,
+                "offset": start.slicing.offset,
+                "batch_size": start.slicing.batch_size,
+                "world_size": start.slicing.world_size,
+                "ranks": sum(any(s.key == start.key for s in history.starts) for history in order.ranks),
+            }
+            for start in order.leader.starts
+        ],
+        "thrown_away": [_thrown(thrown) for thrown in order.leader.thrown],
+        "epochs": [_epoch(epoch) for epoch in order.epochs],
+        "changed": [asdict(changed) for changed in order.changed],
+    }
+
+
+def _thrown(thrown: Thrown) -> dict[str, Any]:
+    first, stop = thrown.steps
+    return {"epoch": thrown.epoch, "first_step": first, "last_step": stop - 1, "start": thrown.started.number + 1} | (
+        {"resumed_by": thrown.resumed.number + 1} if thrown.resumed else {}
+    )
+
+
+def _epoch(epoch: Epoch) -> dict[str, Any]:
+    counts = ("num_sequences", "num_due", "num_skipped", "num_dropped", "num_ahead", "is_finished", "steps_done")
+    return {
+        "epoch": epoch.epoch,
+        "proven": epoch.is_proven,
+        **{name: getattr(epoch, name) for name in counts},
+        "missing": _samples(epoch.missing),
+        "twice": _samples(epoch.twice),
+        "gaps": [_gap(gap) for gap in epoch.gaps],
+    }
+
+
+def _samples(positions: IntArray) -> dict[str, Any]:
+    return {"samples": size(positions), "ranges": len(positions), "positions": positions[:_MOST_LISTED].tolist()}
+
+
+def _gap(gap: Gap) -> Mapping[str, Any]:
+    first, stop = gap.steps
+    slicing = gap.stretch.slicing
+    return {
+        "first_step": first,
+        "last_step": stop - 1,
+        "ranks": gap.ranks,
+        "world_size": slicing.world_size,
+        "batch_size": slicing.batch_size,
+        "offset": slicing.offset,
+    }

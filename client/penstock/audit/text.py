@@ -1,0 +1,183 @@
+"""The report in words, for people. Ranges are given as people count: both ends included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from penstock.audit.account import Epoch, Gap
+from penstock.audit.history import Start
+from penstock.audit.intervals import clip, join, size, without
+from penstock.audit.rank import Changed, Stretch, Thrown
+from penstock.audit.reading import Damage, IntArray
+from penstock.audit.report import Order, Report
+
+_MOST_RANGES = 8
+_MOST_LINES = 20
+
+
+def lines_of(report: Report) -> Iterator[str]:
+    """The report, line by line; the first is the verdict."""
+    yield _verdict(report)
+    for order in report.orders:
+        key = dict(order.key)
+        yield ""
+        named = ", ".join(f"{name}={key[name]}" for name in ("snapshot", "seed", "shuffle", "packing"))
+        yield f"{order.dataset}, {named}"
+        yield from _some(_start(start) for start in order.leader.starts)
+        yield from (_epoch(epoch) for epoch in order.epochs)
+        yield from _some(_thrown(thrown, order.epochs) for thrown in order.leader.thrown)
+        yield from _left_out(order.epochs)
+        yield from _problems(order)
+    if report.damages:
+        yield ""
+        yield from _some(map(_damage, report.damages))
+
+
+def _verdict(report: Report) -> str:
+    epochs = [epoch for order in report.orders for epoch in order.epochs]
+    if report.is_proven:
+        num = sum(epoch.num_due for epoch in epochs)
+        return f"PROVEN: each sample that was due, {num:,} in {_number(len(epochs), 'epoch')}, was trained on exactly once"
+    reasons = {
+        "{} not trained on": sum(size(epoch.missing) for epoch in epochs),
+        "{} trained on more than once": sum(size(epoch.twice) for epoch in epochs),
+    }
+    found = [text.format(_number(count, "sample")) for text, count in reasons.items() if count]
+    if changed := sum(len(order.changed) for order in report.orders):
+        found.append(f"{_number(changed, 'batch', 'batches')} changed")
+    if lines := sum(d.last - d.first + 1 for d in report.damages if not d.is_torn):
+        found.append(f"{_number(lines, 'line')} cannot be read, whatever they said")
+    return f"NOT PROVEN: {', '.join(found) or 'no batch is recorded'}"
+
+
+def _start(start: Start) -> str:
+    slicing, begin = start.slicing, start.begin
+    how = "resumed" if begin.num_loads else "began"
+    behind = f" behind the first {slicing.offset:,} samples" if slicing.offset else ""
+    return (
+        f"  start {start.number + 1}, {begin.time:%Y-%m-%d %H:%M:%S}, {how} at epoch {begin.epoch}, step {begin.step:,}{behind}"
+        f", on {_number(slicing.world_size, 'rank')} with batches of {slicing.batch_size:,}"
+    )
+
+
+def _epoch(epoch: Epoch) -> str:
+    if epoch.is_proven:
+        text = f"  epoch {epoch.epoch}: {epoch.num_due:,} of {epoch.num_sequences:,} samples, each once"
+    else:
+        missing, twice = size(epoch.missing), size(epoch.twice)
+        once = size(without(epoch.due, epoch.twice)) - missing
+        text = (
+            f"  epoch {epoch.epoch}: of {epoch.num_sequences:,} samples {once:,} once, {missing:,} never, {twice:,} more often"
+        )
+    if epoch.num_skipped:
+        text += f"; {epoch.num_skipped:,} skipped"
+    if epoch.num_dropped:
+        text += f"; {epoch.num_dropped:,} dropped at the end"
+    if not epoch.is_finished:
+        text += f"; it is not over: all ranks came to step {epoch.steps_done:,} of {epoch.stretches[-1].slicing.num_steps:,}"
+    if epoch.num_ahead:
+        text += f", some took {_number(epoch.num_ahead, 'sample')} more"
+    return text
+
+
+def _thrown(thrown: Thrown, epochs: Iterable[Epoch]) -> str:
+    first, stop = thrown.steps
+    steps = f"  epoch {thrown.epoch}, {_range('step', first, stop)} of start {thrown.started.number + 1}"
+    resumed = f"start {thrown.resumed.number + 1} resumed from a checkpoint before them" if thrown.resumed else "abandoned"
+    end = thrown.slicing.position(stop)
+    again = any(e.epoch == thrown.epoch and end <= e.stretches[-1].slicing.position(e.steps_done) for e in epochs)
+    if again:
+        return f"{steps} were trained twice: {resumed}; what counts is the second time"
+    return f"{steps} were thrown away: {resumed}"
+
+
+def _left_out(epochs: list[Epoch]) -> Iterator[str]:
+    seen = {epoch.epoch for epoch in epochs}
+    if left_out := sorted(set(range(min(seen), max(seen))) - seen):
+        yield f"  no batch of epoch {', '.join(map(str, left_out[:_MOST_RANGES]))} was asked for"
+
+
+def _problems(order: Order) -> Iterator[str]:
+    for epoch in order.epochs:
+        yield from _some(map(_gap, epoch.gaps))
+        rest = without(epoch.missing, join([gap.positions for gap in epoch.gaps]))
+        if len(rest):
+            yield (
+                f"  MISSING epoch {epoch.epoch}, {_positions(rest)}: no iteration in these ledgers goes over them. Are all "
+                f"files of the run here, from its first start on?"
+            )
+        if len(epoch.twice):
+            steps = ", ".join(text for stretch in epoch.stretches if (text := _steps(stretch, epoch.twice)))
+            yield f"  TWICE   epoch {epoch.epoch}, {_positions(epoch.twice)}: {steps}"
+    if order.absent and any(len(epoch.missing) for epoch in order.epochs):
+        yield f"  MISSING the ledgers of {_ranks(order.absent)}: name the files of all ranks"
+    anew = [start for start in order.leader.starts[1:] if not start.resumes]
+    if anew and any(len(epoch.twice) for epoch in order.epochs):
+        yield (
+            f"  Start {anew[0].number + 1} loaded no state, so what was trained on before it counts, too. If its weights "
+            f"were new as well, or those from before its first step: --trust-starts"
+        )
+    yield from _some(map(_changed, order.changed))
+
+
+def _gap(gap: Gap) -> str:
+    steps = f"{_range('step', *gap.steps)} of start {gap.stretch.started.number + 1}"
+    return f"  MISSING epoch {gap.epoch}, {steps}, {_ranks(gap.ranks)}: {_positions(gap.positions)}"
+
+
+def _changed(changed: Changed) -> str:
+    return (
+        f"  CHANGED epoch {changed.epoch}, step {changed.step:,} of rank {changed.rank} had the digests "
+        f"{' and '.join(changed.digests)}: the data was not the same"
+    )
+
+
+def _damage(damage: Damage) -> str:
+    lines = _range("line", damage.first, damage.last + 1)
+    if damage.is_torn:
+        return f"{damage.path}, {lines} was cut off, as by a process or a machine that went down"
+    return f"{damage.path}, {lines} cannot be read: the file was damaged or edited"
+
+
+def _steps(stretch: Stretch, found: IntArray) -> str:
+    """The steps of a stretch among which these samples are."""
+    inside = clip(found, stretch.start, min(stretch.stop, stretch.slicing.position(stretch.slicing.num_steps)))
+    if not len(inside):
+        return ""
+    (first, _), (last, _) = (stretch.slicing.step_of(position) for position in (inside[0, 0], inside[-1, 1] - 1))
+    return f"{_range('step', first, last + 1)} of start {stretch.started.number + 1}"
+
+
+def _positions(found: IntArray) -> str:
+    ranges = found[:_MOST_RANGES].tolist()
+    shown = ", ".join(f"{start:,}-{stop - 1:,}" if stop - start > 1 else f"{start:,}" for start, stop in ranges)
+    more = f" and {len(found) - _MOST_RANGES:,} ranges more" if len(found) > _MOST_RANGES else ""
+    return f"{_number(size(found), 'sample')} at positions {shown}{more}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    runs = [(rank, rank) for rank in ranks[:1]]
+    for rank in ranks[1:]:
+        runs[-1:] = [(runs[-1][0], rank)] if rank == runs[-1][1] + 1 else [runs[-1], (rank, rank)]
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RANGES])
+    more = ", ..." if len(runs) > _MOST_RANGES else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _range(what: str, first: int, stop: int) -> str:
+    return f"{what} {first:,}" if stop - first == 1 else f"{what}s {first:,}-{stop - 1:,}"
+
+
+def _number(count: int, what: str, several: str = "") -> str:
+    return f"{count:,} {what if count == 1 else several or what + 's'}"
+
+
+def _some(lines: Iterable[str]) -> Iterator[str]:
+    """The first and the last of many lines."""
+    found = list(lines)
+    if len(found) <= _MOST_LINES:
+        yield from found
+        return
+    yield from found[: _MOST_LINES // 2]
+    yield f"  ... {len(found) - _MOST_LINES:,} lines more, see --json"
+    yield from found[-_MOST_LINES // 2 :]

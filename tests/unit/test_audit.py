@@ -1,0 +1,234 @@
+"""What the audit says of ledgers: of whole ones, and of those that something happened to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ledgers import append, begin_of
+from penstock.audit import Report, audit
+from penstock.audit.text import lines_of as words_of
+from penstock.ledger_file import find_ledgers
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    return tmp_path / "run.ledger"
+
+
+def report_on(ledger: Path, **settings: bool) -> Report:
+    return audit(find_ledgers(ledger), **settings)
+
+
+def words(ledger: Path, **settings: bool) -> str:
+    return "\n".join(words_of(report_on(ledger, **settings)))
+
+
+def write_run(ledger: Path, *, world_size: int = 2, epochs: int = 2, steps: int = 10, **spec: Any) -> None:
+    """Whole epochs of 100 samples."""
+    for rank in range(world_size):
+        for epoch in range(epochs):
+            append(ledger, begin_of(rank, epoch=epoch, world_size=world_size, **spec), range(steps), ends=True)
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_whole_epochs_are_proven(ledger: Path) -> None:
+    write_run(ledger)
+    report = report_on(ledger)
+    assert report.is_proven
+    epochs = report.orders[0].epochs
+    assert [(epoch.epoch, epoch.num_due, epoch.is_finished) for epoch in epochs] == [(0, 100, True), (1, 100, True)]
+    assert words(ledger).startswith("PROVEN: each sample that was due, 200 in 2 epochs, was trained on exactly once\n")
+    assert json.loads(json.dumps(report.to_dict()))["proven"] is True
+
+
+def test_steps_that_were_trained_twice_around_a_resume_are_told_and_counted_once(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(8))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=5), range(5, 10), ends=True)
+    assert report_on(ledger).is_proven
+    assert (
+        "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed from a checkpoint before them; what counts is the "
+        "second time" in words(ledger)
+    )  # fmt: skip
+    assert report_on(ledger).to_dict()["orders"][0]["thrown_away"] == [
+        {"epoch": 0, "first_step": 5, "last_step": 7, "start": 1, "resumed_by": 2}
+    ]
+
+
+def test_steps_that_a_resumed_run_has_not_come_to_again_were_thrown_away(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    append(ledger, begin_of(start=1, step=2), range(2, 4))
+    assert "epoch 0, steps 2-7 of start 1 were thrown away: start 2 resumed" in words(ledger)
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.is_finished, epoch.steps_done, epoch.num_due) == (True, False, 4, 20)
+    assert "epoch 0: 20 of 100 samples, each once; it is not over: all ranks came to step 4 of 20" in words(ledger)
+
+
+def test_another_world_size_and_batch_size_go_on_at_the_same_sample(ledger: Path) -> None:
+    for rank in range(4):
+        append(ledger, begin_of(rank, world_size=4), range(3))
+    for rank in range(2):
+        append(ledger, begin_of(rank, start=1, world_size=2, batch_size=4, offset=40), range(7), ends=True)
+    append(ledger, begin_of(0, start=2, epoch=1, batch_size=50), range(2), ends=True)
+    report = report_on(ledger)
+    assert report.is_proven
+    assert [(e.epoch, e.num_due, e.num_dropped) for e in report.orders[0].epochs] == [(0, 96, 4), (1, 100, 0)]
+    assert "start 2, 2025-01-01 01:00:00, resumed at epoch 0, step 0 behind the first 40 samples, on 2 ranks" in words(ledger)
+
+
+@pytest.mark.parametrize(("tail", "steps", "due"), [("drop", 11, 99), ("wrap", 12, 100)])
+def test_a_tail_is_dropped_or_filled_and_neither_is_a_fault(ledger: Path, tail: str, steps: int, due: int) -> None:
+    write_run(ledger, world_size=3, epochs=1, steps=steps, batch_size=3, tail=tail)
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.num_due, epoch.num_dropped) == (True, due, 100 - due)
+
+
+def test_what_is_skipped_is_not_missed(ledger: Path) -> None:
+    write_run(ledger, epochs=1, steps=8, skip="samples:10-24,90-94")
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.num_due, epoch.num_skipped) == (True, 80, 20)
+    assert "80 of 100 samples, each once; 20 skipped" in words(ledger)
+
+
+def test_a_missing_batch_is_named_by_step_rank_and_positions(ledger: Path) -> None:
+    write_run(ledger)
+    path = ledger.with_name("run.ledger.1")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4] + lines[5:]))
+    report = report_on(ledger)
+    assert not report.is_proven
+    assert words(ledger).startswith("NOT PROVEN: 5 samples not trained on\n")
+    assert "MISSING epoch 0, step 3 of start 1, rank 1: 5 samples at positions 35-39" in words(ledger)
+    assert report.to_dict()["orders"][0]["epochs"][0]["missing"] == {"samples": 5, "ranges": 1, "positions": [[35, 40]]}
+
+
+def test_the_ledgers_of_a_rank_that_are_not_there_are_missed(ledger: Path) -> None:
+    write_run(ledger)
+    ledger.with_name("run.ledger.1").unlink()
+    assert "MISSING epoch 1, steps 0-9 of start 1, rank 1: 50 samples at positions 5-9, 15-19" in words(ledger)
+    assert "MISSING the ledgers of rank 1: name the files of all ranks" in words(ledger)
+    assert not report_on(ledger).is_proven
+
+
+def test_a_run_whose_beginning_is_not_there_is_not_proven(ledger: Path) -> None:
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    assert "MISSING epoch 0, 25 samples at positions 0-24: no iteration in these ledgers goes over them" in words(ledger)
+
+
+@pytest.mark.parametrize(("behind", "is_proven"), [(3, True), (16, True), (17, False)])
+def test_ranks_of_a_killed_run_end_within_a_few_steps_of_each_other(ledger: Path, behind: int, is_proven: bool) -> None:
+    for rank, steps in ((0, 50), (1, 50 - behind)):
+        append(ledger, begin_of(rank, world_size=2, num_sequences=1000), range(steps))
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.steps_done, epoch.num_ahead) == (
+        (True, 50 - behind, 5 * behind) if is_proven else (False, 50, 0)
+    )
+
+
+def test_once_a_rank_went_through_an_epoch_the_others_must_have_too(ledger: Path) -> None:
+    append(ledger, begin_of(0, world_size=2), range(10), ends=True)
+    append(ledger, begin_of(1, world_size=2), range(9))
+    assert not report_on(ledger).is_proven
+    assert "MISSING epoch 0, step 9 of start 1, rank 1" in words(ledger)
+
+
+def test_an_epoch_that_is_left_for_another_lacks_its_rest(ledger: Path) -> None:
+    append(ledger, begin_of(), range(15))
+    append(ledger, begin_of(epoch=1), range(3))
+    append(ledger, begin_of(epoch=4), range(3))
+    assert "MISSING epoch 0, steps 15-19 of start 1, rank 0: 25 samples at positions 75-99" in words(ledger)
+    assert "no batch of epoch 2, 3 was asked for" in words(ledger)
+
+
+def test_a_start_without_a_state_counts_everything_again_unless_it_is_trusted(ledger: Path) -> None:
+    append(ledger, begin_of(), range(4))
+    append(ledger, replace(begin_of(start=1), num_loads=0), range(20), ends=True)
+    assert not report_on(ledger).is_proven
+    assert "TWICE   epoch 0, 20 samples at positions 0-19: steps 0-3 of start 1, steps 0-3 of start 2" in words(ledger)
+    assert "Start 2 loaded no state, so what was trained on before it counts, too." in words(ledger)
+    assert report_on(ledger, trust_starts=True).is_proven
+
+
+def test_an_epoch_that_a_process_goes_through_twice_is_trained_on_twice(ledger: Path) -> None:
+    begin = begin_of()
+    append(ledger, begin, range(20), ends=True)
+    append(ledger, replace(begin, iteration=1), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: 100 samples trained on more than once\n")
+    assert not report_on(ledger, trust_starts=True).is_proven
+
+
+def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    append(ledger, begin_of(start=1, step=6), [6])
+    append(ledger, begin_of(start=2, step=5), range(5, 20), ends=True, salt=1 << 40)
+    assert words(ledger).startswith("NOT PROVEN: 3 batches changed\n")
+    assert f"CHANGED epoch 0, step 6 of rank 0 had the digests {6 * 64:016x} and {6 * 64 + (1 << 40):016x}" in words(ledger)
+
+
+def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    change(ledger, f"   6 {6 * 64:016x}", f"   6 {6 * 64 + 1:016x}")
+    report = report_on(ledger)
+    assert not report.is_proven
+    assert not len(report.orders[0].epochs[0].missing)
+    assert words(ledger).startswith("NOT PROVEN: 1 line cannot be read, whatever they said\n")
+    assert f"{ledger}, line 8 cannot be read: the file was damaged or edited" in words(ledger)
+
+
+def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    ledger.write_text(ledger.read_text()[:-11] + "\n")
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    assert report_on(ledger).is_proven
+    assert f"{ledger}, line 9 was cut off, as by a process or a machine that went down" in words(ledger)
+
+
+def test_files_may_be_joined_into_one(ledger: Path) -> None:
+    write_run(ledger)
+    whole = "".join(path.read_text() for path in find_ledgers(ledger))
+    for path in find_ledgers(ledger):
+        path.unlink()
+    ledger.write_text(whole)
+    assert report_on(ledger).is_proven
+    assert [history.rank for history in report_on(ledger).orders[0].ranks] == [0, 1]
+
+
+def test_runs_on_other_data_or_in_another_order_are_accounted_for_apart(ledger: Path) -> None:
+    write_run(ledger, epochs=1)
+    for rank in range(2):
+        append(ledger, begin_of(rank, start=5, world_size=2, seed=9), range(rank, 10), ends=True)
+    report = report_on(ledger)
+    assert [(dict(order.key)["seed"], order.is_proven) for order in report.orders] == [(0, True), (9, False)]
+    assert not report.is_proven
+
+
+def test_a_rank_that_alone_was_killed_and_resumed_goes_on_where_it_was(ledger: Path) -> None:
+    """Ranks that share no step of the training, as several independent evaluations do."""
+    append(ledger, begin_of(0, world_size=2), range(7))
+    append(ledger, begin_of(0, world_size=2, start=1, step=5), range(5, 10), ends=True)
+    append(ledger, begin_of(1, world_size=2), range(10), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
+    append(ledger, begin_of(), [])
+    assert words(ledger).startswith("NOT PROVEN: no batch is recorded\n")
+
+
+def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:
+    append(ledger, begin_of(num_sequences=1000), range(0, 200, 2), ends=True)
+    text = words(ledger)
+    assert "... 80 lines more, see --json" in text
+    assert text.count("MISSING") == 20
+    assert len(report_on(ledger).to_dict()["orders"][0]["epochs"][0]["gaps"]) == 100

@@ -1,0 +1,95 @@
+"""Intervals against sets of numbers, and slicing against the server's schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.audit.intervals import clip, covered, intervals, join, runs_of, size, without
+from penstock.audit.reading import IntArray
+from penstock.audit.slicing import Slicing
+from penstock.skip import parse_skip
+from penstock_server.geometry.schedule import Schedule
+
+pairs = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
+
+
+def numbers(found: IntArray) -> list[int]:
+    return [number for start, stop in found.tolist() for number in range(start, stop)]
+
+
+def is_tidy(found: IntArray) -> bool:
+    """Sorted, disjoint, and as few as possible."""
+    flat = found.reshape(-1).tolist()
+    return flat == sorted(set(flat))
+
+
+@given(pairs, pairs, st.integers(1, 3))
+def test_intervals_are_sets(one: list[tuple[int, int]], two: list[tuple[int, int]], times: int) -> None:
+    first, second = intervals(one), intervals(two)
+    rest, overlapping = without(first, second), covered(first, times)
+    assert numbers(rest) == sorted(set(numbers(first)) - set(numbers(second)))
+    assert numbers(overlapping) == [n for n in range(31) if numbers(first).count(n) >= times]
+    assert is_tidy(rest)
+    assert is_tidy(overlapping)
+    assert size(rest) == len(numbers(rest))
+    assert sorted(numbers(join([first, second]))) == sorted(numbers(first) + numbers(second))
+    assert numbers(clip(first, 5, 20)) == [number for number in numbers(first) if 5 <= number < 20]
+
+
+@given(st.lists(st.integers(0, 20), max_size=20).map(sorted))
+def test_runs_are_the_numbers_that_they_are_made_of(found: list[int]) -> None:
+    assert sorted(numbers(runs_of(np.array(found, np.int64)))) == found
+
+
+ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), max_size=3)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    text = ",".join(f"{first}-{first + more}" for first, more in draw(ranges))
+    num = draw(st.integers(1, 120))
+    return Schedule(
+        num_positions=num, batch_size=draw(st.integers(1, 4)), world_size=draw(st.integers(1, 4)),
+        offset=draw(st.integers(0, num)), tail=draw(st.sampled_from(["drop", "wrap"])),
+        skipped=parse_skip("samples:" + text, 1) if text else (),
+    )  # fmt: skip
+
+
+@given(schedules(), st.data())
+def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: Schedule, data: st.DataObject) -> None:
+    slicing = Slicing(
+        schedule.batch_size, schedule.world_size, schedule.offset, schedule.skipped, schedule.num_positions, schedule.tail
+    )
+    assert slicing.num_steps == schedule.num_steps
+    steps = {
+        rank: sorted(data.draw(st.sets(st.integers(0, max(0, schedule.num_steps - 1)), max_size=schedule.num_steps)))
+        for rank in range(schedule.world_size)
+    }
+    kept = [p for p in range(schedule.num_positions) if not any(start <= p < stop for start, stop in schedule.skipped)]
+    behind = [position for position in kept if position >= schedule.offset]
+    expected = []
+    for rank, own in steps.items():
+        for step in own:
+            begin = (step * schedule.world_size + rank) * schedule.batch_size
+            shown = schedule.positions([step], rank)[0].tolist()
+            assert shown[: len(behind[begin:])] == behind[begin : begin + schedule.batch_size]
+            expected += behind[begin : begin + schedule.batch_size]  # the rest fills the last step
+            for position in behind[begin : begin + schedule.batch_size]:
+                assert slicing.step_of(position) == (step, rank)
+    found = slicing.positions({rank: runs_of(np.array(own, np.int64)) for rank, own in steps.items()})
+    assert sorted(numbers(found)) == sorted(expected)
+    for step in range(schedule.num_steps):
+        assert slicing.num_steps_before(slicing.position(step)) == step
+        first = step * slicing.per_step
+        assert [p for p in behind if p < slicing.position(step)] == behind[:first]
+
+
+def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing() -> None:
+    slicing = Slicing(4, 512, 0, (), 4 * 512 * 1_000_000, "drop")
+    whole = intervals([(0, 1_000_000)])
+    assert slicing.positions(dict.fromkeys(range(512), whole)).tolist() == [[0, slicing.num_sequences]]
+    found = slicing.positions({rank: whole for rank in range(512) if rank != 7})
+    assert size(found) == slicing.num_sequences - 4_000_000
+    assert len(found) == 2_000_000
