@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch.utils.data import IterableDataset
 from penstock.device import check_device, find_destination
 from penstock.errors import PenstockError, SpecError
 from penstock.feed import Feed
-from penstock.item import Recorder
+from penstock.ledger import Book
 from penstock.mix import spell_mix
 from penstock.place import check_rank, find_rank, find_worker
 from penstock.progress import Progress
@@ -35,6 +36,7 @@ class RemoteDataset(IterableDataset[Batch]):
     device           "cuda" gives batches on the GPU, copied and expanded there while the step before is computed
     replay           fetch so many batches and give them again and again: what is the loop's speed if data costs nothing?
     retry_seconds    how long to try when no server answers, in seconds
+    ledger           file that notes every batch the loop is given, for `penstock audit`; see penstock.ledger
     mix              datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
     the others       the spec; see penstock.Spec
 
@@ -47,6 +49,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     Raises SpecError: a parameter is wrong.  Raises UnknownDataset: the server has no such dataset.
     Raises SnapshotGone: the server has not the snapshot asked for.  Raises ServerUnavailable: no server answers.
+    Raises LedgerError: the ledger cannot be written.
     """
 
     def __init__(
@@ -79,11 +82,14 @@ class RemoteDataset(IterableDataset[Batch]):
         device: str | int | torch.device | None = None,
         replay: int | None = None,
         retry_seconds: float = 600.0,
+        ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_amount("prefetch_bytes", prefetch_bytes)
         _check_amount("retry_seconds", retry_seconds)
         if replay is not None and (isinstance(replay, bool) or not isinstance(replay, int) or replay < 1):
             raise SpecError(f"replay must be a whole number from 1, not {replay!r}", ("replay",))
+        if replay is not None and ledger is not None:
+            raise SpecError("replay trains on the same batches again and again; leave the ledger out", ("replay", "ledger"))
         self._device, self._replay = check_device(device), replay
         self.rank, self.world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
@@ -117,7 +123,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.vocab_size = resolved.vocab_size
         self._progress = Progress(self.steps_per_epoch)
         self._stats = Stats()
-        self._recorder: Recorder | None = None  # told of every batch that the loop is given
+        self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
 
     @property
     def dataset(self) -> str:
@@ -163,6 +169,7 @@ class RemoteDataset(IterableDataset[Batch]):
         destination = find_destination(self._device, worker)
         this = self._progress.begin(worker)
         at = this.stretch.position
+        ledger = self._book and self._book.open(replace(self.spec, offset=at.offset), at, worker)
         feed = Feed(
             self._source,
             replace(self.spec, offset=at.offset),
@@ -179,11 +186,15 @@ class RemoteDataset(IterableDataset[Batch]):
                     self._progress.count(this, number)
                 now = feed.stats()
                 self._stats, before = self._stats + (now - before), now
-                if self._recorder:
-                    self._recorder.record(item.address, item.digest)
+                if ledger:
+                    ledger.record(item.address, item.digest)
                 yield item.batch
+            if ledger:
+                ledger.finish()
         finally:
             feed.close()
+            if ledger:
+                ledger.close()
             self._stats += feed.stats() - before
 
     def __repr__(self) -> str:
@@ -223,6 +234,8 @@ class RemoteDataset(IterableDataset[Batch]):
         """
         position = read_state(state, self.dataset, self.spec, strict=strict)
         self._progress.go_to(self._stretch(position), find_worker())
+        if self._book:
+            self._book.num_loads += 1
 
     def _stretch(self, position: Position) -> Stretch:
         """What is left of an epoch from a position on."""

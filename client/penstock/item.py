@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock import wire
 from penstock.tensors import Batch, count_tokens, nbytes
-
-
-class Recorder(Protocol):
-    """What is told of every batch that the loop is given."""
-
-    def record(self, address: wire.Address, digest: str) -> None:
-        """The batch of this address, of which these bytes came, is handed over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

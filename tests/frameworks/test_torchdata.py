@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from penstock import RemoteDataset
+from penstock.audit import audit
+from penstock.ledger_file import find_ledgers
 from recorded import SPEC
 
 LIBRARY = "torchdata"
@@ -18,10 +21,10 @@ pytestmark = [
 ]
 
 
-def loader_of(url: str, **options: Any) -> Any:
+def loader_of(url: str, ledger: Path | None = None, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(RemoteDataset(url, "numbers", **SPEC), batch_size=None, **options)
+    return StatefulDataLoader(RemoteDataset(url, "numbers", ledger=ledger, **SPEC), batch_size=None, **options)
 
 
 def rows(batches: Any) -> list[list[int]]:
@@ -50,6 +53,36 @@ def test_the_rest_of_an_epoch_is_the_same_from_a_state_in_its_middle(url: str, o
     for each in (loader, resumed):
         each.dataset.set_epoch(4)
     assert rows(resumed) == rows(loader) != first + rest
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("num_batches", [4, 7, 20])
+def test_the_ledgers_of_a_run_that_resumes_prove_it(
+    url: str, tmp_path: Path, options: dict[str, Any], num_batches: int
+) -> None:
+    """Each worker resumes where it was itself, and each one's ledger holds batches that the loop never took."""
+    killed = loader_of(url, tmp_path / "run.ledger", **options)
+    batches = iter(killed)
+    rows(next(batches) for _ in range(num_batches))
+    state = killed.state_dict()
+    rows(itertools.islice(batches, 3))
+    del killed, batches
+
+    resumed = loader_of(url, tmp_path / "run.ledger", **options)
+    resumed.load_state_dict(state)
+    assert len(rows(resumed)) == 20 - num_batches
+    resumed.dataset.set_epoch(1)
+    rows(resumed)
+
+    report = audit(find_ledgers(tmp_path / "run.ledger"))
+    assert report.is_proven
+    assert [(epoch.epoch, epoch.num_due, epoch.is_finished) for epoch in report.orders[0].epochs] == [
+        (0, 320, True), (1, 320, True)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

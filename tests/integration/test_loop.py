@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from corpora import write_numbered
-from penstock import PenstockError, RemoteDataset, SpecError, wire
+from penstock import PenstockError, RemoteDataset, SpecError
 from penstock.stats import Stats
 from serving import Server
 
@@ -28,14 +28,6 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
 
 def dataset(server: Server, **settings: Any) -> RemoteDataset:
     return RemoteDataset(server.url, "numbers", **({"batch_size": BATCH_SIZE, "seq_len": 8, "seed": 3} | settings))
-
-
-class Recording:
-    def __init__(self) -> None:
-        self.entries: list[tuple[wire.Address, str]] = []
-
-    def record(self, address: wire.Address, digest: str) -> None:
-        self.entries.append((address, digest))
 
 
 def test_the_statistics_count_what_the_loop_was_given(server: Server) -> None:
@@ -85,17 +77,6 @@ def test_a_copy_may_be_made_in_mid_loop(server: Server) -> None:
         break
     assert again.stats().num_batches == 1
     assert len(list(again)) == NUM_ROWS // BATCH_SIZE
-
-
-def test_a_recorder_is_told_of_each_batch_that_was_handed_over_and_of_no_other(server: Server) -> None:
-    data, recording = dataset(server), Recording()
-    data._recorder = recording
-    for number, _ in enumerate(data, start=1):
-        assert len(recording.entries) == number
-        if number == 7:
-            break
-    frames = server.frames("/v1/datasets/numbers/epochs/0/ranks/0/batches", stop=7, **data.spec.to_query())
-    assert recording.entries == [(frame.address, frame.digest) for frame in frames]
 
 
 def test_a_replay_gives_the_same_batches_for_a_whole_epoch_and_fetches_them_once(server: Server) -> None:

@@ -103,7 +103,7 @@ def test_a_file_that_is_cut_off_anywhere_is_read_and_appended_to(tmp_path: Path)
     first = whole.index(b"\n") + 1
     for cut in [*range(0, first, 97), *range(first, len(whole))]:
         path.write_bytes(whole[:cut])
-        before = entries(read_ledger(path)) if cut >= first - 1 else []
+        before = entries(read_ledger(path))
         assert before == [(step, f"{step * 64:016x}") for step in range(max(0, cut + 1 - first) // 43)]
         ledger = open_at(path)
         record(ledger, 9)
@@ -342,7 +342,7 @@ def test_a_ledger_of_another_version_says_so(tmp_path: Path) -> None:
 
 
 def test_what_is_no_ledger_cannot_be_read(tmp_path: Path) -> None:
-    for name, content in (("empty", b""), ("text", b"one\ntwo\n"), ("bytes", bytes(range(256)) * 40_000)):
+    for name, content in (("text", b"one\ntwo\n"), ("word", b"one"), ("bytes", bytes(range(11, 256)) * 40_000)):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(LedgerError, match="is no ledger"):
             read_ledger(tmp_path / name)

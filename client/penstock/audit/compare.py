@@ -68,7 +68,8 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
         source = _source(begin, servers, rank)
         path = f"/v1/datasets/{quote(begin.dataset, safe='')}/epochs/{gap.epoch}/ranks/{rank}/batches/{step}/provenance"
         with closing(source.connect()) as transport:
-            yield f"epoch {gap.epoch}, step {step:,} of rank {rank}", transport.get(path, begin.spec.to_query(), json.loads)
+            name = f"epoch {gap.epoch}, step {step:,} of start {gap.stretch.started.number + 1}, rank {rank}"
+            yield name, transport.get(path, begin.spec.to_query(), json.loads)
 
 
 def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:

@@ -62,11 +62,12 @@ class Iteration:
 
     def may_have_saved(self, resumed: Iteration) -> bool:
         """Whether the state with which another iteration resumes may be of this one: it was there, between two of its steps."""
-        place = resumed.place
+        place, last = resumed.place, max([resumed.begin.step - 1, *resumed.steps_of_others()])
+        came_by = self.place <= place and (place[0], resumed.slicing.position(last + 1)) <= self.reach
         between = self.slicing.position(self.slicing.num_steps_before(place[1]))
         # Under another slicing a state is counted in samples; see penstock.state.
         counts = not any(resumed.first_steps.values()) or self.slicing.counts_like(resumed.slicing)
-        return self.place <= place <= self.reach and between == place[1] and counts
+        return came_by and between == place[1] and counts
 
     def before(self, runs: IntArray, other: Iteration) -> IntArray:
         """What of its runs is not thrown away where `other` resumes."""

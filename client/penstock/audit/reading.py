@@ -63,15 +63,13 @@ class Reading:
 
 
 def read_ranks(path: Path) -> set[int]:
-    """The ranks whose iterations a file holds. Raises LedgerError: see read_ledger."""
+    """The ranks whose iterations a file holds. Raises LedgerError: it cannot be opened, or is of another version."""
     begins = (_begin_of(path, line) for _, lines in _chunks(path) for line in _BEGIN_LINE.findall(lines.tobytes()))
-    if ranks := {begin.rank for begin in begins if begin}:
-        return ranks
-    raise LedgerError(_is_none(path))
+    return {begin.rank for begin in begins if begin}
 
 
 def read_ledger(path: Path) -> Reading:
-    """Everything that a file says.
+    """Everything that a file says. One that is empty, or was cut off in its first line, says nothing.
 
     Raises LedgerError: it cannot be read at all, holds something else, or is of another version.
     """
@@ -128,14 +126,15 @@ class _Parser:
 
     def finish(self) -> Reading:
         """What was found. Raises LedgerError: nothing that a ledger holds."""
-        if not self._parts:
-            raise LedgerError(_is_none(self._path))
         for begin, part in self._parts.items():
             if found := self._found[begin]:
                 part.steps = np.concatenate([steps for steps, _ in found])
                 part.digests = np.concatenate([digests for _, digests in found])
         self._torn_before.add(self._last_line + 1)
-        return Reading(list(self._parts.values()), self._damages())
+        damages = self._damages()
+        if not self._parts and not all(damage.is_torn for damage in damages):
+            raise LedgerError(f"{self._path} is no ledger: it has no begin line that can be read")
+        return Reading(list(self._parts.values()), damages)
 
     @property
     def _check(self) -> str:
@@ -163,7 +162,8 @@ class _Parser:
         elif self._begin and line == f"end {check_of('end', self._check)}".encode():
             self._parts[self._begin].has_end = True
         elif line:
-            self._bad.append((number, len(line) < _LINE_COLUMNS or line.startswith(MAGIC) or 0 in line))
+            is_cut = line.startswith(MAGIC) or MAGIC.startswith(line) if number == 1 else len(line) < _LINE_COLUMNS
+            self._bad.append((number, is_cut or line.startswith(MAGIC) or 0 in line))
 
     def _batches(self, first_line: int, content: Bytes, starts: IntArray) -> None:
         lines = np.lib.stride_tricks.sliding_window_view(content, _LINE_COLUMNS)[starts]
@@ -174,10 +174,6 @@ class _Parser:
         self._bad += [(first_line + index, False) for index in np.flatnonzero(~sound).tolist()]
         if self._begin:
             self._found[self._begin].append((_steps(columns[:STEP_COLUMNS, sound]), _hex(columns[_DIGEST][:, sound])))
-
-
-def _is_none(path: Path) -> str:
-    return f"{path} is no ledger: it has no begin line that can be read"
 
 
 def _begin_of(path: Path, line: bytes) -> Begin | None:

@@ -95,10 +95,10 @@ def _by_rank(paths: Sequence[Path]) -> list[list[Path]]:
     ranks = {path: read_ranks(path) for path in paths}
     if any(len(found) > 1 for found in ranks.values()):
         return [list(paths)]
-    groups: dict[int, list[Path]] = {}
-    for path, [rank] in ranks.items():
-        groups.setdefault(rank, []).append(path)
-    return [groups[rank] for rank in sorted(groups)]
+    groups: dict[tuple[int, ...], list[Path]] = {}
+    for path, own in ranks.items():
+        groups.setdefault(tuple(own), []).append(path)
+    return [groups[own] for own in sorted(groups)]
 
 
 def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:

@@ -1,4 +1,4 @@
-"""The client's commands: peek, bench, doctor. What a command needs is imported when it runs, so that --help stays quick."""
+"""The client's commands: peek, bench, doctor, audit. What one needs is imported when it runs, so that --help stays quick."""
 
 from __future__ import annotations
 
@@ -68,6 +68,30 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     doctor.add_argument("address", metavar="ADDRESS", help="http://HOST:PORT, or http://HOST:PORT/DATASET to check only that")
     doctor.set_defaults(run=partial(_run, "doctor"))
 
+    audit = commands.add_parser(
+        "audit",
+        help="prove that a run trained on each sample exactly once an epoch",
+        description="Reads the ledgers of a run, of all its ranks and starts, and proves that each sample was trained on "
+        "exactly once an epoch, or lists those that were not. It needs no server. The exit status is 0 for a proof, 1 for "
+        "none, and 2 if a ledger cannot be read.",
+        allow_abbrev=False,
+    )
+    audit.add_argument(
+        "ledgers", metavar="LEDGER", nargs="+", help="as given to RemoteDataset, for the files of all ranks; or single files"
+    )
+    audit.add_argument(
+        "--trust-starts",
+        action="store_true",
+        help="a start that loaded no state had the weights from before its first step: what was behind that does not count",
+    )
+    audit.add_argument(
+        "--server", metavar="URL", action="append", help="also ask this server whether it still gives the same batches"
+    )
+    audit.add_argument("--sample", metavar="N", help="ask for so many of them, by chance, or 'all' (default: 100)")
+    audit.add_argument("--rows", action="store_true", help="list the rows of missing batches, as the server tells them")
+    audit.add_argument("--json", action="store_true", help="print the report as JSON")
+    audit.set_defaults(run=partial(_run, "audit"))
+
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a command; what the client raises is one line, without a traceback, and status 2."""
@@ -95,8 +119,10 @@ def _load(name: str) -> Run:
         from penstock.commands.peek import run
     elif name == "bench":
         from penstock.commands.bench import run
-    else:
+    elif name == "doctor":
         from penstock.commands.doctor import run
+    else:
+        from penstock.commands.audit import run
     return run
 
 

@@ -1,0 +1,80 @@
+"""`penstock audit`: proves from the ledgers of a run that it trained on each sample exactly once an epoch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.audit import Report, audit
+from penstock.audit.compare import Comparison, compare, rows_of_missing
+from penstock.audit.text import lines_of
+from penstock.commands.terminal import printable
+from penstock.errors import LedgerError, SpecError
+from penstock.ledger_file import find_ledgers
+
+_SAMPLE = 100
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; 1 if it is no proof. Raises LedgerError: a ledger cannot be read. Raises SpecError: wrong options."""
+    sample, servers = _sample(arguments), arguments.server or []
+    paths = _paths(arguments.ledgers)
+    report = audit(paths, trust_starts=arguments.trust_starts)
+    comparison = compare(paths, report.num_batches, servers, sample) if servers else None
+    rows = dict(rows_of_missing(report, servers)) if arguments.rows else {}
+    if arguments.json:
+        print(json.dumps(_as_json(report, comparison, rows), indent=2))
+    else:
+        for line in (*lines_of(report), *_compared(comparison), *_shown(rows)):
+            print(printable(line))
+    return 0 if report.is_proven and not (comparison and comparison.differing) else 1
+
+
+def _sample(arguments: argparse.Namespace) -> int | None:
+    """How many batches to ask for; None: all. Raises SpecError: the options do not go together."""
+    if (arguments.rows or arguments.sample is not None) and not arguments.server:
+        raise SpecError("--sample and --rows ask a server: name it with --server URL")
+    text = str(_SAMPLE) if arguments.sample is None else arguments.sample
+    if text != "all" and not (text.isascii() and text.isdigit()):
+        raise SpecError(f"--sample must be a whole number or 'all', not {text!r}")
+    return None if text == "all" else int(text)
+
+
+def _paths(names: Sequence[str]) -> list[Path]:
+    found: dict[Path, None] = {}
+    for name in names:
+        paths = find_ledgers(name)
+        if not paths:
+            raise LedgerError(f"{name}: there is no ledger of this name, nor of other ranks beside it")
+        found |= dict.fromkeys(paths)
+    return list(found)
+
+
+def _compared(comparison: Comparison | None) -> Iterator[str]:
+    if comparison is None:
+        return
+    yield ""
+    yield f"{comparison.num_batches:,} batches were asked for again; {len(comparison.differing):,} are not what they were"
+    for batch in comparison.differing[:_SAMPLE]:
+        yield (
+            f"  CHANGED {batch.dataset}, epoch {batch.epoch}, step {batch.step:,} of rank {batch.rank}: {batch.then} then, "
+            f"{batch.now} now"
+        )
+
+
+def _shown(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for batch, provenance in rows.items():
+        yield ""
+        yield f"{batch} would have shown"
+        for sequence in provenance["sequences"]:
+            yield from (f"  {s['shard']}, row group {s['row_group']}, row {s['row']}" for s in sequence["sources"])
+
+
+def _as_json(report: Report, comparison: Comparison | None, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return (
+        report.to_dict() | ({"compared": asdict(comparison)} if comparison else {}) | ({"missing_rows": rows} if rows else {})
+    )

@@ -1,0 +1,243 @@
+"""Ledgers of real runs on a real server: written by trainers that are killed, and audited by the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from corpora import write_numbered
+from penstock import LedgerError, RemoteDataset, SpecError
+from penstock.audit import audit
+from penstock.audit.reading import read_ledger
+from penstock.ledger_file import find_ledgers
+from serving import Server
+
+NUM_ROWS = 240
+
+# Three workers on two cores are more than torch advises.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+TRAINER = Path(__file__).with_name("ledger_trainer.py")
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data_dir = tmp_path_factory.mktemp("data")
+    write_numbered(data_dir / "numbers", NUM_ROWS)
+    return serve(data_dir)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    return tmp_path / "run.ledger"
+
+
+def dataset(server: Server, ledger: Path, *, rank: int = 0, world_size: int = 1, **spec: Any) -> RemoteDataset:
+    settings = {"batch_size": 4, "seq_len": 8, "prefetch_bytes": 1 << 16} | spec
+    return RemoteDataset(server.url, "numbers", rank=rank, world_size=world_size, ledger=ledger, **settings)
+
+
+def audited(*arguments: str | Path) -> tuple[int, str]:
+    """Exit status and output of `penstock audit`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli", "audit", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def train(server: Server, folder: Path, world_size: int, batch_size: int, num_steps: int, *, kill: bool) -> None:
+    """All ranks for so many steps; then they end, or are killed."""
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, TRAINER, server.url, folder, *map(str, (rank, world_size, batch_size)),
+                     str(0 if kill else num_steps)],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                )
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        for step in range(1, num_steps + 1):
+            for rank in ranks:
+                assert rank.stdout
+                assert rank.stdout.readline() == f"{step}\n"
+            for rank in ranks:
+                if step == num_steps and kill:
+                    rank.kill()
+                    continue
+                assert rank.stdin
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+        for rank in ranks:
+            assert rank.wait(60) == (-9 if kill else 0)
+
+
+def test_a_run_that_is_killed_and_resumed_under_other_world_sizes_is_proven(server: Server, tmp_path: Path) -> None:
+    train(server, tmp_path, 2, 4, 12, kill=True)  # 30 steps an epoch
+    train(server, tmp_path, 3, 4, 25, kill=True)
+    train(server, tmp_path, 2, 6, 20, kill=False)
+    assert sorted(path.name for path in tmp_path.glob("run.ledger*")) == ["run.ledger", "run.ledger.1", "run.ledger.2"]
+    status, said = audited(tmp_path / "run.ledger", "--server", server.url, "--sample", "all")
+    assert status == 0, said
+    assert said.startswith("PROVEN: each sample that was due")
+    assert "were trained twice: start 2 resumed from a checkpoint before them" in said
+    assert "0 are not what they were" in said
+
+    (tmp_path / "run.ledger.1").rename(tmp_path / "lost")
+    status, said = audited(tmp_path / "run.ledger", "--server", server.url, "--rows", "--json")
+    report = json.loads(said)
+    assert (status, report["proven"], report["orders"][0]["absent_ranks"]) == (1, False, [1])
+    first = report["missing_rows"]["epoch 0, step 0 of start 1, rank 1"]["sequences"]
+    provenance = server.json(
+        "/v1/datasets/numbers/epochs/0/ranks/1/batches/0/provenance", batch_size=4, seq_len=8, world_size=2, seed=3
+    )
+    assert first == provenance["sequences"]
+
+
+def test_the_ledger_holds_each_batch_that_was_handed_over_and_no_other(server: Server, ledger: Path) -> None:
+    data = dataset(server, ledger)
+    for number, _ in enumerate(data, start=1):
+        assert sum(len(part.steps) for part in read_ledger(ledger).parts) == number
+        if number == 7:
+            break
+    [part] = read_ledger(ledger).parts
+    frames = server.frames("/v1/datasets/numbers/epochs/0/ranks/0/batches", stop=7, **data.spec.to_query())
+    assert [f"{digest:016x}" for digest in part.digests.tolist()] == [frame.digest for frame in frames]
+    assert (part.steps.tolist(), part.has_end, part.begin.num_sequences) == (list(range(7)), False, NUM_ROWS)
+    assert part.begin.spec == data.spec
+
+
+def test_whole_epochs_with_any_number_of_loader_workers_are_proven(server: Server, tmp_path: Path) -> None:
+    for num_workers in (0, 1, 3):
+        ledger = tmp_path / str(num_workers) / "run.ledger"
+        ledger.parent.mkdir()
+        for rank in range(2):
+            data = dataset(server, ledger, rank=rank, world_size=2)
+            loader = DataLoader(data, batch_size=None, num_workers=num_workers)
+            for epoch in range(2):
+                data.set_epoch(epoch)
+                assert len(list(loader)) == NUM_ROWS // 8
+        assert len([path for path in find_ledgers(ledger) if path.stat().st_size]) == 2 * max(1, num_workers)
+        report = audit(find_ledgers(ledger))
+        assert report.is_proven
+        assert [(epoch.num_due, epoch.is_finished) for epoch in report.orders[0].epochs] == 2 * [(NUM_ROWS, True)]
+
+
+def test_workers_that_go_through_an_epoch_twice_are_found(server: Server, ledger: Path) -> None:
+    loader = DataLoader(dataset(server, ledger), batch_size=None, num_workers=2)
+    for _ in range(2):
+        assert len(list(loader)) == NUM_ROWS // 4
+    [epoch] = audit(find_ledgers(ledger)).orders[0].epochs
+    assert epoch.twice.tolist() == [[0, NUM_ROWS]]
+
+
+def test_a_state_that_is_loaded_in_mid_run_goes_back_to_where_it_was_saved(server: Server, ledger: Path) -> None:
+    data = dataset(server, ledger)
+    for number, _ in enumerate(data, start=1):
+        if number == 5:
+            state = data.state_dict()
+        if number == 9:
+            break
+    data.load_state_dict(state)
+    assert len(list(data)) == NUM_ROWS // 4 - 5
+    assert audit([ledger]).is_proven
+
+
+def test_a_run_that_forgets_its_state_is_found(server: Server, ledger: Path) -> None:
+    for num_steps in (9, 60):
+        for number, _ in enumerate(dataset(server, ledger), start=1):
+            if number == num_steps:
+                break
+    status, said = audited(ledger)
+    assert (status, "36 samples trained on more than once" in said, "loaded no state" in said) == (1, True, True)
+    assert audited(ledger, "--trust-starts")[0] == 0
+
+
+def test_loader_workers_that_are_forked_in_mid_loop_leave_the_ledger_alone(server: Server, ledger: Path) -> None:
+    evaluated = RemoteDataset(server.url, "numbers", batch_size=60, seq_len=8, rank=0, world_size=1)
+    data = dataset(server, ledger)
+    for number, _ in enumerate(data):
+        if number % 20 == 0:
+            assert len(list(DataLoader(evaluated, batch_size=None, num_workers=2))) == 4
+    reading = read_ledger(ledger)
+    assert (len(reading.parts), reading.parts[0].has_end, reading.damages) == (1, True, [])
+    assert audit([ledger]).is_proven
+
+
+def test_mixtures_and_skips_are_audited_as_any_dataset(serve: Callable[..., Server], tmp_path: Path) -> None:
+    for name, rows in (("one", 90), ("two", 50)):
+        write_numbered(tmp_path / "data" / name, rows)
+    server = serve(tmp_path / "data")
+    for settings in ({"mix": "one:2,two:1"}, {"skip": "2-4", "tail": "wrap"}, {"packing": "concat"}):
+        ledger = tmp_path / f"{next(iter(settings))}.ledger"
+        for rank in range(2):
+            data = RemoteDataset(server.url, "one", batch_size=4, seq_len=8, rank=rank, world_size=2, ledger=ledger, **settings)  # type: ignore[arg-type]
+            for epoch in range(2):
+                data.set_epoch(epoch)
+                assert len(list(data)) == len(data)
+        report = audit(find_ledgers(ledger))
+        assert report.is_proven
+        assert all(e.num_due + e.num_skipped + e.num_dropped == e.num_sequences for e in report.orders[0].epochs)
+
+
+def test_data_that_a_server_no_longer_has_is_told(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 40)
+    server = serve(tmp_path / "data")
+    list(dataset(server, tmp_path / "run.ledger"))
+    server.kill()
+    write_numbered(tmp_path / "data" / "numbers", 40, row_group_size=9)
+    server.start()
+    status, said = audited(tmp_path / "run.ledger", "--server", server.url)
+    assert (status, "10 are not what they were" in said, "is gone: part-000.parquet was rewritten" in said) == (1, True, True)
+    server.kill()
+    status, said = audited(tmp_path / "run.ledger")
+    assert (status, said.startswith("PROVEN")) == (0, True)
+
+
+def flipped(content: bytes) -> Iterator[bytes]:
+    for number in range(len(content) - 200, len(content), 37):
+        yield content[:number] + bytes([content[number] ^ 4]) + content[number + 1 :]
+
+
+def test_a_flipped_bit_is_no_proof(server: Server, ledger: Path) -> None:
+    list(dataset(server, ledger))
+    for content in flipped(ledger.read_bytes()):
+        ledger.write_bytes(content)
+        assert not audit([ledger]).is_proven
+    assert "cannot be read: the file was damaged or edited" in audited(ledger)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{ledger}"], "there is no ledger of this name, nor of other ranks beside it"),
+        ([__file__], "test_ledger.py is no ledger: it has no begin line that can be read"),
+        (["{ledger}", "--sample", "5"], "--sample and --rows ask a server: name it with --server URL"),
+        (
+            ["{ledger}", "--server", "http://localhost:1", "--sample", "few"],
+            "--sample must be a whole number or 'all', not 'few'",
+        ),
+        ([], "the following arguments are required: LEDGER"),
+    ],
+)
+def test_an_audit_that_cannot_be_made_says_why(ledger: Path, arguments: list[str], message: str) -> None:
+    status, said = audited(*(argument.format(ledger=ledger) for argument in arguments))
+    assert (status, message in said) == (2, True), said
+
+
+def test_a_ledger_that_cannot_be_written_is_an_error_before_the_first_batch(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="cannot be written: No such file or directory"):
+        dataset(server, tmp_path / "none" / "run.ledger")
+    with pytest.raises(LedgerError, match="cannot be written: Is a directory"):
+        dataset(server, tmp_path)
+    with pytest.raises(SpecError, match="leave the ledger out"):
+        dataset(server, tmp_path / "run.ledger", replay=3)
