@@ -23,6 +23,7 @@ from serving import Server
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
+AUDIT = "penstock audit run.ledger"
 RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and tests/docker
 
 
@@ -56,7 +57,15 @@ def test_every_command_is_run_by_some_test() -> None:
     lines = shell_lines()
     curls = [line for line in lines if line.startswith("curl ")]
     assert len(curls) >= 3
-    known = {". .venv/bin/activate", "penstock sample sample-data", "penstock serve sample-data", IMPORT, *curls, *asking()}
+    known = {
+        ". .venv/bin/activate",
+        "penstock sample sample-data",
+        "penstock serve sample-data",
+        IMPORT,
+        AUDIT,
+        *curls,
+        *asking(),
+    }
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
 
 
@@ -97,9 +106,13 @@ def test_every_curl_line_answers(server: Server) -> None:
         assert done.stdout.startswith("{")
 
 
-def test_every_python_snippet_runs(server: Server, tmp_path: Path) -> None:
+def test_every_python_snippet_runs_and_what_one_notes_is_proven(server: Server, tmp_path: Path) -> None:
     for snippet in blocks("python"):
         subprocess.run([sys.executable, "-W", "error", "-c", here(snippet, server)], cwd=tmp_path, check=True)
+    audited = subprocess.run(
+        [sys.executable, "-m", "penstock.cli", *AUDIT.split()[1:]], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert audited.stdout.startswith("PROVEN: each sample that was due, 24,000 in 1 epoch, was trained on exactly once\n")
 
 
 def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
