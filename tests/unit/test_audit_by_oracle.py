@@ -128,6 +128,10 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
         for key, check in checks.items():
             history.lines[key].append(f"end {check_of('end', check)}\n")
         position = Position(epoch=position.epoch + 1)
+        if draw(st.booleans()):
+            history.saved.append(Saved(write_state("d", spec, position), history.trained, num_workers, 0))
+        if draw(st.booleans()):
+            return
 
 
 @st.composite
