@@ -69,7 +69,7 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
         path = f"/v1/datasets/{quote(begin.dataset, safe='')}/epochs/{gap.epoch}/ranks/{rank}/batches/{step}/provenance"
         with closing(source.connect()) as transport:
             name = f"epoch {gap.epoch}, step {step:,} of start {gap.stretch.started.number + 1}, rank {rank}"
-            yield name, transport.get(path, begin.spec.to_query(), json.loads)
+            yield name, transport.get(path, begin.spec.to_query(), lambda body: json.loads(bytes(body)))
 
 
 def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:
