@@ -1,0 +1,72 @@
+"""Is what a loader gives the corpus, and is it shuffled? Checked before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from corpus import BATCH_SIZE, SEQ_LEN, Corpus, numbers_of
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_IN_ORDER = 0.05
+
+
+class CheckFailed(Exception):
+    """A loader gives something else than shuffled sequences of the corpus."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """How the first `num_sequences` of an epoch lie.
+
+    in_order  share of them that follow their predecessor in the corpus, too
+    spread    mean distance in the corpus of what is neighbours in the epoch, as a share of what it is in a uniform shuffle
+    """
+
+    num_sequences: int
+    in_order: float
+    spread: float
+
+
+def check(batches: Iterable[torch.Tensor], corpus: Corpus, num_sequences: int) -> Order:
+    """Looks at the first `num_sequences` of an epoch: int64 on the CPU, as generated, none twice, not in order.
+
+    Raises CheckFailed: one of these does not hold.
+    """
+    seen: list[npt.NDArray[np.int64]] = []
+    for batch in batches:
+        seen.append(_check_batch(batch, corpus))
+        if len(seen) * BATCH_SIZE >= num_sequences:
+            break
+    numbers = np.concatenate(seen) if seen else np.empty(0, np.int64)
+    if len(numbers) < num_sequences:
+        raise CheckFailed(f"the epoch ended after {len(numbers):,} of {num_sequences:,} sequences")
+    if twice := len(numbers) - len(np.unique(numbers)):
+        raise CheckFailed(f"{twice:,} of {len(numbers):,} sequences came twice within one epoch")
+    return _order(numbers, corpus)
+
+
+def _check_batch(batch: torch.Tensor, corpus: Corpus) -> npt.NDArray[np.int64]:
+    found = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)} on {batch.device}"
+    wanted = f"int64 {[BATCH_SIZE, SEQ_LEN]} on cpu"
+    if found != wanted:
+        raise CheckFailed(f"a batch is {found}, not {wanted}")
+    array = batch.numpy()
+    numbers = numbers_of(array)
+    if (numbers >= corpus.num_sequences).any() or not np.array_equal(corpus.tokens[numbers], array):
+        raise CheckFailed("a batch has tokens that are not those of the corpus")
+    return numbers
+
+
+def _order(numbers: npt.NDArray[np.int64], corpus: Corpus) -> Order:
+    steps = np.diff(numbers)
+    in_order = float((steps == 1).mean())
+    if in_order > _MOST_IN_ORDER:
+        raise CheckFailed(f"{in_order:.0%} of the sequences come in the order of the corpus: they are not shuffled")
+    return Order(num_sequences=len(numbers), in_order=in_order, spread=float(np.abs(steps).mean() / (corpus.num_sequences / 3)))

@@ -1,0 +1,48 @@
+"""Writes what is measured on: the corpus of equal sequences, and lists of ids of other lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from corpus import SEQ_LEN, Corpus, Tokens
+
+_VOCAB_SIZE = 50_257
+_GROUP_ROWS = 2_048  # of the corpus: 4 MiB of ids a row group
+_BLOCK = 4_096
+
+
+def write_corpus(corpus: Corpus) -> None:
+    """Writes the corpus, unless it is there."""
+    if corpus.parquet.exists():
+        return
+    corpus.folder.mkdir(parents=True, exist_ok=True)
+    with (corpus.folder / "tokens.bin").open("wb") as file:
+        for start in range(0, corpus.num_sequences, _BLOCK):
+            numbers = np.arange(start, min(start + _BLOCK, corpus.num_sequences))
+            tokens = random_ids(seed=start, count=len(numbers) * SEQ_LEN).reshape(-1, SEQ_LEN)
+            tokens[:, 0], tokens[:, 1] = numbers & 0xFFFF, numbers >> 16
+            file.write(tokens.tobytes())
+    unfinished = corpus.folder / "parquet.unfinished"
+    for number, rows in enumerate(corpus.shards()):
+        write_lists(unfinished / "tokens" / f"part-{number:03}.parquet", rows.reshape(-1), np.full(len(rows), SEQ_LEN))
+    unfinished.rename(corpus.parquet)
+
+
+def random_ids(*, seed: int, count: int) -> Tokens:
+    """Ids that are as frequent as words are: the nth one 1/n times the first; so they compress as text does."""
+    random = np.random.default_rng(seed).random(count, np.float32)
+    ids: Tokens = np.exp(random * np.float32(np.log(_VOCAB_SIZE))).astype(np.uint16) - np.uint16(1)
+    return ids
+
+
+def write_lists(path: Path, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
+    """A Parquet file with the column `tokens`: lists of uint16, one behind the other in `tokens`; zstd."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))
+    pq.write_table(pa.table({"tokens": lists}), path, compression="zstd", row_group_size=_GROUP_ROWS)

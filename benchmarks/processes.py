@@ -1,0 +1,160 @@
+"""Processes: what they use of the CPU, everything below them included, and how they are started and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ProcessFailed(Exception):
+    """A process ended otherwise than it should; the message is the last that it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that listens at `address`."""
+
+    address: str
+    pid: int
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of those below it whose own parent ends, so that their CPU time is not lost."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of all that ever ran below it, up to now."""
+    table = _table()
+    return sum(table[each][1] for each in (pid, *_below(pid, table)) if each in table)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is backed by no file."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    [kilobytes] = re.findall(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)
+    return int(kilobytes) * 1024
+
+
+def end_below(pid: int) -> None:
+    """Kills all that runs below a process."""
+    for each in _below(pid, _table()):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def run(command: Sequence[str], *, timeout_seconds: float, environment: Mapping[str, str] | None = None) -> str:
+    """Runs a command in a session of its own; what it wrote to stdout.
+
+    Raises ProcessFailed: it failed, or did not end in time; then all that it started is ended.
+    """
+    process = _start(command, environment, subprocess.PIPE)
+    try:
+        out, errors = process.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        raise ProcessFailed(f"did not end within {timeout_seconds:.0f} seconds") from None
+    except BaseException:
+        _kill(process)
+        raise
+    if process.returncode:
+        raise ProcessFailed(last_words(errors) or f"ended with status {process.returncode}")
+    return out
+
+
+@contextmanager
+def serving(command: Sequence[str], *, timeout_seconds: float = 120) -> Iterator[Server]:
+    """A server that tells its address, as http://... or grpc://..., among the first that it writes to stdout.
+
+    Raises ProcessFailed: it ended before it did, or did not in time.
+    """
+    with TemporaryFile("w+") as errors, _start(command, None, errors) as process:
+        try:
+            yield Server(_address(process, errors, timeout_seconds), process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+
+
+def _address(process: subprocess.Popen[str], errors: IO[str], timeout_seconds: float) -> str:
+    assert process.stdout
+    timer = threading.Timer(timeout_seconds, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout:
+            if found := re.search(r"(?:http|grpc)://[^\s/]+:\d+", line):
+                return found[0].replace("localhost", "127.0.0.1")
+    finally:
+        timer.cancel()
+    process.wait()
+    errors.seek(0)
+    raise ProcessFailed(last_words(errors.read()) or f"ended with status {process.returncode} before it served")
+
+
+def last_words(errors: str) -> str:
+    """The last line that says what was wrong."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|NotFound)\b", line)]
+    return (named or lines or [""])[-1][:300]
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str] | None, errors: IO[str] | int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        errors="replace",
+        env={**os.environ, **(environment or {})},
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    end_below(process.pid)
+    process.kill()
+    process.wait()
+    for stream in (process.stdout, process.stderr):
+        if stream:
+            stream.close()
+
+
+def _table() -> dict[int, tuple[int, float]]:
+    """Every process: its parent, and the CPU seconds of itself and of its children that ended."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                stat = Path(entry.path, "stat").read_text()
+                # The name, in brackets, may have blanks and brackets in it.
+                fields = stat[stat.rindex(")") + 2 :].split()
+                found[int(entry.name)] = int(fields[1]), sum(map(int, fields[11:15])) / _TICKS
+    return found
+
+
+def _below(pid: int, table: Mapping[int, tuple[int, float]]) -> list[int]:
+    found: list[int] = []
+    parents = {pid}
+    while parents:
+        parents = {child for child, (parent, _) in table.items() if parent in parents}
+        found += parents
+    return found

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from check import CheckFailed, check
+from corpus import BATCH_SIZE, Corpus
+from generate import write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    made = Corpus(tmp_path_factory.mktemp("corpus"), 1024)
+    write_corpus(made)
+    return made
+
+
+def batches(corpus: Corpus, numbers: np.ndarray) -> Iterator[torch.Tensor]:
+    for start in range(0, len(numbers), BATCH_SIZE):
+        yield torch.from_numpy(corpus.tokens[numbers[start : start + BATCH_SIZE]].astype(np.int64))
+
+
+def shuffled(corpus: Corpus) -> np.ndarray:
+    return np.random.default_rng(0).permutation(corpus.num_sequences)
+
+
+def test_a_uniform_shuffle_of_the_corpus_passes_and_its_spread_is_one(corpus: Corpus) -> None:
+    order = check(batches(corpus, shuffled(corpus)), corpus, 1024)
+    assert order.num_sequences == 1024
+    assert order.in_order < 0.05
+    assert 0.9 < order.spread < 1.1
+
+
+def test_the_order_of_the_corpus_is_no_shuffle(corpus: Corpus) -> None:
+    with pytest.raises(CheckFailed, match="not shuffled"):
+        check(batches(corpus, np.arange(1024)), corpus, 1024)
+
+
+def test_a_sequence_that_comes_twice_is_found(corpus: Corpus) -> None:
+    numbers = shuffled(corpus)
+    numbers[700] = numbers[3]
+    with pytest.raises(CheckFailed, match="1 of 1,024 sequences came twice"):
+        check(batches(corpus, numbers), corpus, 1024)
+
+
+def test_one_changed_token_is_found(corpus: Corpus) -> None:
+    given = list(batches(corpus, shuffled(corpus)))
+    given[5][7, 900] += 1
+    with pytest.raises(CheckFailed, match="not those of the corpus"):
+        check(given, corpus, 1024)
+
+
+def test_tensors_of_another_type_or_shape_are_found(corpus: Corpus) -> None:
+    [first, *_] = batches(corpus, shuffled(corpus))
+    with pytest.raises(CheckFailed, match=r"int32 \[32, 1024\] on cpu, not int64"):
+        check([first.to(torch.int32)], corpus, 32)
+    with pytest.raises(CheckFailed, match=r"int64 \[31, 1024\]"):
+        check([first[:31]], corpus, 32)
+
+
+def test_an_epoch_that_ends_early_is_found(corpus: Corpus) -> None:
+    with pytest.raises(CheckFailed, match="ended after 512 of 1,024"):
+        check(batches(corpus, shuffled(corpus)[:512]), corpus, 1024)
+
+
+def test_parquet_holds_the_same_sequences(corpus: Corpus) -> None:
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(corpus.parquet / "tokens")["tokens"].combine_chunks().flatten().to_numpy()
+    assert np.array_equal(rows.reshape(1024, -1), corpus.tokens)
+
+
+def test_a_corpus_that_shards_cannot_share_evenly_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="multiple of 512 sequences, not 1000"):
+        Corpus(tmp_path, 1000)
