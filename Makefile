@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docker-test memory-test clean
+.PHONY: help install demo test lint check format docker-test memory-test bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -48,5 +48,27 @@ docker-test: install  ## build the images and run docker compose for real; needs
 memory-test: install  ## serve 10 GB from a container of 512 MB, every block of it; about ten minutes, needs a Docker engine
 	PENSTOCK_TEST_GIGABYTES=10 $(BIN)/python -m pytest tests/docker/test_memory_limit.py -rs -s
 
+# The peers have environments of their own, so that the product's stays clean. One that cannot be installed leaves the others be:
+# the table says that it is missing, and why.
+BENCH_VENVS := benchmarks/.venv benchmarks/.venv-mosaicml
+define install_peers
+$(PYTHON) -m venv $(@D)
+$(@D)/bin/pip install --quiet --requirement $< || { \
+	sed 's/\[[^]]*\]//' $< >$(@D)/constraints.txt; \
+	grep -v '^#' $< | while read -r peer; do \
+		$(@D)/bin/pip install --quiet --constraint $(@D)/constraints.txt "$$peer" || true; \
+	done; }
+@touch $@
+endef
+
+benchmarks/.venv/.installed: benchmarks/requirements.txt
+	$(install_peers)
+
+benchmarks/.venv-mosaicml/.installed: benchmarks/requirements-mosaicml.txt
+	$(install_peers)
+
+bench: install $(if $(QUICK),,$(BENCH_VENVS:=/.installed))  ## compare with other loaders; QUICK=1 for an impression in two minutes
+	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick) $(FLAGS)
+
 clean:  ## remove what make made
-	rm -rf $(VENV) demo-out sample-data .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENVS) benchmarks/work demo-out sample-data .pytest_cache .mypy_cache .ruff_cache .hypothesis

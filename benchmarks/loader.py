@@ -1,0 +1,118 @@
+"""One loader in a process of its own: prepares its data, checks it, times it, or is its server. Started by run.py.
+
+    python benchmarks/loader.py prepare|serve PEER CORPUS
+    python benchmarks/loader.py check PEER CORPUS --workers N [--address A] --sequences N
+    python benchmarks/loader.py time PEER CORPUS --workers N [--address A --server-pid P] --seconds S --warm-up S
+
+The last line of what it prints is its result, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import corpus as corpora
+from check import check
+from peers import Peer, Setup, load
+from processes import adopt_orphans, cpu_seconds, end_below
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("prepare", "serve", "check", "time"))
+    parser.add_argument("peer")
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--address", default="")
+    parser.add_argument("--server-pid", type=int, default=0)
+    parser.add_argument("--sequences", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--warm-up", type=float, default=0)
+    asked = parser.parse_args()
+    adopt_orphans()
+    warnings.simplefilter("ignore")  # the peers' own
+    peer = load(asked.peer)
+    corpus = corpora.Corpus.open(asked.corpus)
+    folder = asked.corpus / asked.peer
+    setup = Setup(folder=folder, corpus=corpus, num_workers=asked.workers, address=asked.address)
+    if asked.verb == "serve":
+        assert peer.serve
+        peer.serve(corpus, folder)
+        return
+    try:
+        if asked.verb == "prepare":
+            result = _prepare(peer, corpus, folder)
+        elif asked.verb == "check":
+            result = asdict(check(peer.batches(setup), corpus, asked.sequences))
+        else:
+            corpora.warm(folder if any(folder.iterdir()) else asked.corpus / "parquet")
+            result = timed(peer.batches(setup), asked.seconds, asked.warm_up, asked.server_pid)
+        print("\n" + json.dumps(result), flush=True)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    end_below(os.getpid())
+    # What libraries tear down at an interpreter's end is not what is measured, and some of them never end.
+    os._exit(status)
+
+
+def timed(batches: Iterator[Tensor], seconds: float, warm_up_seconds: float, server_pid: int) -> dict[str, Any]:
+    """Consumes batches for a while, touching nothing but their shape, and tells what it took.
+
+    CPU time is of this process and of all below it, that of the server apart; what it took before is left out.
+    """
+    began = time.perf_counter()
+    next(batches)
+    first = time.perf_counter() - began
+    warm = began + first + warm_up_seconds  # a shuffle buffer is full once the first batch comes
+    while time.perf_counter() < warm:
+        next(batches)
+    cpu, server, start = cpu_seconds(os.getpid()), _server_seconds(server_pid), time.perf_counter()
+    tokens, end = 0, start + seconds
+    for batch in batches:
+        lines, width = batch.shape
+        tokens += lines * width
+        if time.perf_counter() >= end:
+            break
+    took = time.perf_counter() - start
+    return {
+        "tokens": tokens,
+        "seconds": took,
+        "trainer_cpu_seconds": cpu_seconds(os.getpid()) - cpu,
+        "server_cpu_seconds": _server_seconds(server_pid) - server if server_pid else None,
+        "first_batch_seconds": first,
+    }
+
+
+def _server_seconds(pid: int) -> float:
+    return cpu_seconds(pid) if pid else 0.0
+
+
+def _prepare(peer: Peer, corpus: corpora.Corpus, folder: Path) -> dict[str, Any]:
+    """Writes the peer's data, once; a file beside it says that it is whole."""
+    done = folder.with_suffix(".prepared")
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        peer.prepare(corpus, folder)
+        folder.mkdir(exist_ok=True)
+        done.touch()
+    return {"versions": ", ".join(f"{name} {version(name)}" for name in peer.packages)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The benchmarks: Penstock beside its peers, and against its own limits. `make bench`, or with QUICK=1 a first impression.
+
+    python benchmarks/run.py [--quick] [--peers NAME,NAME] [--no-ratios] [--sequences N] [--rounds N] [--seconds S]
+
+A full run on the usual corpus writes RESULTS.md, results.json and results.png beside this file; any other, below work/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import machine
+import peers
+import ratios
+import report
+from contest import Contest
+from corpus import Corpus
+from generate import write_corpus
+from processes import ProcessFailed, run
+from ratios import Ratio
+from results import Results
+
+_HERE = Path(__file__).parent
+_RATIO_SECONDS = 1800
+_PLANNED_BLOCKS = 1_000_000
+
+
+def main() -> None:
+    asked = _arguments()
+    work = _HERE / "work"
+    work.mkdir(exist_ok=True)
+    scale = (ratios.quick if asked.quick else ratios.full)(work, asked.minutes)
+    num_sequences = asked.sequences or scale.num_sequences
+    names = tuple(asked.peers.split(",")) if asked.peers else peers.QUICK if asked.quick else peers.NAMES
+    rounds, seconds, warm_up = asked.rounds or (1 if asked.quick else 3), asked.seconds or (2 if asked.quick else 10), 2.0
+    results = Results(
+        date=datetime.now(UTC).date().isoformat(),
+        command=f"python {' '.join(['benchmarks/run.py', *sys.argv[1:]])}",
+        machine=machine.describe(),
+        settings=[
+            f"Batches of 32 x 1,024 tokens as int64 tensors on the CPU, from {num_sequences:,} sequences in a warm page cache, "
+            f"one trainer; a loop touches nothing but each batch's shape. {rounds} rounds in turn, {seconds:g} seconds each."
+        ],
+    )
+    corpus = Corpus(work / f"corpus-{num_sequences}", num_sequences)
+    _tell("writing the corpus")
+    write_corpus(corpus)
+    contest = Contest(corpus=corpus, names=names, num_rounds=rounds, seconds=seconds, warm_up_seconds=warm_up, tell=_tell)
+    results.loaders = contest.run()
+    if not asked.no_ratios:
+        for name in ratios.NAMES:
+            _add_ratio(results, name, work, asked)
+        _add_planning(results, work, _PLANNED_BLOCKS // 10 if asked.quick else _PLANNED_BLOCKS)
+    print(report.terminal(results))
+    is_usual = not (asked.quick or asked.peers or asked.no_ratios or asked.sequences or asked.rounds or asked.seconds)
+    out = _HERE if is_usual else work
+    report.write(results, out / "results.json", out / "RESULTS.md")
+    print(f"\nwritten: {out / 'RESULTS.md'}, results.json and results.png beside it")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small corpus, one round, few peers, nothing installed for it")
+    parser.add_argument("--peers", help=f"only these, of {', '.join(peers.NAMES)}")
+    parser.add_argument("--no-ratios", action="store_true", help="the loaders only")
+    parser.add_argument("--sequences", type=int, help="of the corpus that the loaders read")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float, help="for each loader in each round")
+    parser.add_argument("--minutes", type=float, help="that many ranks ask at once")
+    return parser.parse_args()
+
+
+def _add_ratio(results: Results, name: str, work: Path, asked: argparse.Namespace) -> None:
+    _tell(f"against its limits: {name}")
+    flags = ["--quick"] * asked.quick + (["--minutes", str(asked.minutes)] if asked.minutes else [])
+    try:
+        out = run([sys.executable, str(_HERE / "ratio.py"), name, str(work), *flags], timeout_seconds=_RATIO_SECONDS)
+    except ProcessFailed as error:
+        results.failures.append(f"{name}: {error}")
+        return
+    results.ratios += [Ratio(**row) for row in json.loads(out.splitlines()[-1])]
+
+
+def _add_planning(results: Results, work: Path, num_blocks: int) -> None:
+    _tell("planning an epoch")
+    command = [sys.executable, str(_HERE / "planning.py"), "--blocks", str(num_blocks), "--cache-dir", str(work / "planning")]
+    try:
+        results.planning = run(command, timeout_seconds=_RATIO_SECONDS).splitlines()
+    except ProcessFailed as error:
+        results.failures.append(f"planning: {error}")
+
+
+def _tell(what: str) -> None:
+    print(f"[{time.perf_counter() - _BEGAN:5.0f} s] {what}", file=sys.stderr, flush=True)
+
+
+_BEGAN = time.perf_counter()
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    main()

@@ -1,0 +1,59 @@
+"""The benchmarks, run for moments on a tiny corpus: that they measure, not what."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import peers
+from contest import Contest
+from corpus import BATCH_SIZE, Corpus
+from generate import write_corpus
+from processes import run
+from results import Loader
+from servers import penstock, prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    made = Corpus(tmp_path_factory.mktemp("corpus"), 1024)
+    write_corpus(made)
+    return made
+
+
+def test_what_needs_nothing_installed_is_checked_and_timed(corpus: Corpus) -> None:
+    told: list[str] = []
+    contest = Contest(corpus=corpus, names=peers.QUICK, num_rounds=1, seconds=0.1, warm_up_seconds=0.0, tell=told.append)
+    loaders = {loader.key: loader for loader in contest.run()}
+    assert [loader.failures for loader in loaders.values()] == [[], [], []]
+    assert all(loader.tokens_per_second and loader.trainer_cpu for loader in loaders.values())
+    assert {key for key, loader in loaders.items() if loader.server_cpu} == {peers.OURS}
+    assert "checking Penstock, 0 workers" in told
+
+
+def test_a_loader_that_is_not_installed_fails_alone(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("contest._HERE", tmp_path)  # where there are no environments
+    contest = Contest(corpus=corpus, names=("grain_map",), num_rounds=1, seconds=0.1, warm_up_seconds=0.0, tell=lambda _: None)
+    [loader] = contest.run()
+    assert isinstance(loader, Loader)
+    assert loader.samples == []
+    assert loader.failures == ["not installed: there is no .venv in benchmarks; `make bench` makes it"]
+
+
+def test_ranks_get_their_own_batches_at_once(corpus: Corpus) -> None:
+    cache = corpus.folder / "cache"
+    prepare(corpus.parquet, cache)
+    load = str(ROOT / "benchmarks" / "load.py")
+    with penstock(corpus.parquet, cache) as server:
+        told = json.loads(
+            run([sys.executable, load, server.address, "20", "--world-size", "20", "--seconds", "0.5"], timeout_seconds=120)
+        )
+    assert told["num_errors"] == 0
+    assert told["num_batches"] >= 20
+    assert told["fewest_batches"] >= 1
+    assert corpus.num_sequences >= 20 * BATCH_SIZE
