@@ -14,7 +14,7 @@ import httpx
 
 from penstock.answers import Fault, failure_of
 from penstock.errors import WireError
-from penstock.receive import Body, ReceivingTransport
+from penstock.receive import Body, Buffers, ReceivingTransport
 from penstock.wire import content_digest
 
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
@@ -31,6 +31,7 @@ class Connection:
         self.interrupted = threading.Event()  # from then on nothing can be fetched
         self._sockets: tuple[socket.socket, ...] = ()
         self._hung_up: str | None = None
+        self._buffers = Buffers()
         # A proxy is httpx's to find and to speak to, and then its own transport receives.
         receiving = None if getproxies() else ReceivingTransport(self._remember)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
@@ -45,7 +46,7 @@ class Connection:
         """
         self._hung_up = None
         timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
-        receiving = Body(lambda nbytes: memoryview(bytearray(nbytes)), self._hear)
+        receiving = Body(self._buffers.allocate, self._hear)
         extensions = {"body": receiving, "trace": self._trace}
         try:
             response = self._client.get(url, params=dict(query), timeout=timeout, extensions=extensions)

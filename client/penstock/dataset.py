@@ -122,7 +122,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self.steps_per_epoch = resolved.num_steps
         self.vocab_size = resolved.vocab_size
         self._progress = Progress(self.steps_per_epoch)
-        self._stats = Stats()
+        self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
+        self._feeds: list[Feed] = []
         self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
 
     @property
@@ -179,13 +180,11 @@ class RemoteDataset(IterableDataset[Batch]):
             destination=destination,
             replay=self._replay,
         )
-        before = Stats()
+        self._feeds.append(feed)
         try:
             for number, item in enumerate(feed, start=1):
                 if self._replay is None:
                     self._progress.count(this, number)
-                now = feed.stats()
-                self._stats, before = self._stats + (now - before), now
                 if ledger:
                     ledger.record(item.address, item.digest)
                 yield item.batch
@@ -195,7 +194,8 @@ class RemoteDataset(IterableDataset[Batch]):
             feed.close()
             if ledger:
                 ledger.close()
-            self._stats += feed.stats() - before
+            self._feeds.remove(feed)
+            self._stats += feed.stats()
 
     def __repr__(self) -> str:
         rank = f"rank {self.rank} of {self.world_size}"
@@ -203,7 +203,11 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def stats(self) -> Stats:
         """Batches, tokens, retries and waiting of all iterations in this process."""
-        return self._stats
+        return sum((feed.stats() for feed in self._feeds), self._stats)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes along to a loader worker: the threads of iterations stay here."""
+        return self.__dict__ | {"_feeds": [], "_stats": self.stats()}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loop is: what it was given, not what was fetched ahead. Plain integers and strings.

@@ -13,10 +13,12 @@ import torch
 from penstock.device import CPU, Destination, OnDevice, pack
 from penstock.item import Item
 from penstock.prefetch import Prefetch
+from penstock.runs import RUN_BYTES, fetch_runs
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats
 from penstock.tensors import expand
+from penstock.wire import Frame
 
 
 class Feed:
@@ -41,12 +43,20 @@ class Feed:
         self._num_batches = self._num_tokens = 0
         self._busy_seconds = 0.0
         self._transport = source.connect()
+        self._group_bytes = min(RUN_BYTES, prefetch_bytes // 4)
+        # One thread fetches and another makes tensors, so that the server works on while this side does.
+        self._frames = Prefetch(
+            fetch_runs(self._fetch, steps[:replay], self._group_bytes),
+            nbytes=lambda frame: frame.nbytes,
+            budget_bytes=self._group_bytes,
+            interrupt=self._transport.interrupt,
+            name="penstock-fetch",
+        )
         self._prefetch = Prefetch(
-            self._fetch,
-            steps[:replay],
+            self._made(),
             nbytes=lambda item: item.nbytes,
             budget_bytes=prefetch_bytes,
-            interrupt=self._transport.interrupt,
+            interrupt=self._frames.close,
         )
 
     def __iter__(self) -> Iterator[Item]:
@@ -84,10 +94,18 @@ class Feed:
         with closing(self._transport), closing(self._prefetch):
             pass
 
-    def _fetch(self, steps: range) -> list[Item]:
-        frames = self._source.frames(self._transport, self._spec, self._epoch, steps)
+    def _fetch(self, steps: range) -> list[Frame]:
+        return self._source.frames(self._transport, self._spec, self._epoch, steps)
+
+    def _made(self) -> Iterator[list[Item]]:
+        """The items, in groups of a few: to hand each over would cost as much as to make it."""
         gpu = self._destination.pinned_for
         make = expand if self._destination.device == CPU else pack
         # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
         with torch.cuda.device(gpu):
-            return [Item.of(frame, make(frame, pin_memory=gpu >= 0)) for frame in frames]
+            group: list[Item] = []
+            for frame in self._frames:
+                group.append(Item.of(frame, make(frame, pin_memory=gpu >= 0)))
+                if not self._frames.has_next or sum(item.nbytes for item in group) >= self._group_bytes:
+                    yield group
+                    group = []

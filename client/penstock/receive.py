@@ -9,10 +9,12 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+from collections import deque
 from collections.abc import Callable
 
 import httpx
 
+_KEPT_BUFFERS = 4  # one is being received into, and frames of two or three before are still looked at
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 
 
@@ -55,6 +57,31 @@ class Body:
         finally:
             self._memory = memoryview(b"".join(parts))
             self._num_bytes = len(self._memory)
+
+
+class Buffers:
+    """Memory for bodies, one after the other: fresh pages cost as much as a copy. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: deque[bytearray] = deque(maxlen=_KEPT_BUFFERS)
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """So much memory, which nobody else looks at."""
+        for buffer in self._buffers:
+            if nbytes <= len(buffer) and _is_free(buffer):
+                return memoryview(buffer)[:nbytes]
+        self._buffers.append(bytearray(nbytes))
+        return memoryview(self._buffers[-1])
+
+
+def _is_free(buffer: bytearray) -> bool:
+    """Whether no view of a buffer is left: while there is one, Python refuses to change its length."""
+    try:
+        last = buffer.pop()
+    except (BufferError, IndexError):
+        return False
+    buffer.append(last)  # the room for it was kept
+    return True
 
 
 class ReceivingTransport(httpx.BaseTransport):

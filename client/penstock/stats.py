@@ -16,7 +16,7 @@ class Stats:
     num_damaged     those of them whose answer was damaged on the way, or not of the batches that were asked for
     wait_seconds    how long the loop waited for batches
     busy_seconds    how long it took with them, until it asked for the next
-    buffered_bytes  host memory of batches that were fetched ahead when the loop was given its last one
+    buffered_bytes  host memory of batches that are ready, ahead of the loop
     """
 
     num_batches: int = 0
@@ -35,6 +35,3 @@ class Stats:
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def __sub__(self, other: Stats) -> Stats:
-        return Stats(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})

@@ -40,8 +40,8 @@ def expand(frame: Frame, *, pin_memory: bool) -> Batch:
     arrays, made = travelled(frame), Batch()
     for lines in lines_of(arrays, lambda ids: np.arange(ids.shape[1], dtype=np.int32)):
         made[f"{lines.side}input_ids"] = copied(lines.ids, torch.int64, pin_memory)
-        attended = np.broadcast_to(np.True_, lines.ids.shape) if lines.attended is None else lines.attended
-        made[f"{lines.side}attention_mask"] = copied(attended, torch.int64, pin_memory)
+        made[f"{lines.side}attention_mask"] = mask = torch.empty(lines.ids.shape, dtype=torch.int64, pin_memory=pin_memory)
+        mask.numpy()[...] = 1 if lines.attended is None else lines.attended
         made[f"{lines.side}labels"] = labels = copied(lines.targets, torch.int64, pin_memory)
         if lines.learned is not None:
             np.putmask(labels.numpy(), ~lines.learned, IGNORED)
@@ -97,11 +97,15 @@ def columns_of(arrays: Mapping[str, T]) -> dict[str, T]:
 
 
 def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
-    """What `expand` takes of a frame: the parts of sequences as they came, cu_seqlens, and columns of types that torch has.
+    """What `expand` takes of a frame: the parts of sequences, cu_seqlens, and columns of types that torch has.
 
-    How many documents there are is found out here: a GPU that is asked for it makes everybody wait.
+    How many documents there are, and whether there is padding, is found out here: a GPU that is asked makes everybody wait.
     """
     arrays = dict(frame.tensors)
+    for side in _SIDES:
+        lengths = arrays.get(f"{side}lengths")
+        if lengths is not None and (lengths == arrays[f"{side}input_ids"].shape[1]).all():
+            del arrays[f"{side}lengths"]
     if "document_starts" in arrays:
         starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])
         arrays["cu_seqlens"] = np.append(np.flatnonzero(starts), starts.size).astype(np.int32)

@@ -20,6 +20,7 @@ import struct
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any
@@ -46,6 +47,7 @@ _DTYPES = {
     for name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
 }
 _LARGEST_HEADER = 1 << 20
+_MISFIT = "the header of a frame does not fit its payload"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,17 +196,20 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
     mark, nbytes = _BIN32.unpack_from(view, at)
     at += _BIN32.size
     try:
-        address = Address(**{key: header[key] for key in ("dataset", "snapshot", "epoch", "rank", "step")})
-        expected = header["digest"]
-        layout = Layout(
-            tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in header["tensors"]), nbytes
+        address = Address(
+            dataset=header["dataset"],
+            snapshot=header["snapshot"],
+            epoch=header["epoch"],
+            rank=header["rank"],
+            step=header["step"],
         )
-        sound = mark == 0xC6 and nbytes == header["nbytes"] and all(_fits(tensor, nbytes) for tensor in layout.tensors)
-        sound = sound and len({tensor.name for tensor in layout.tensors}) == len(layout.tensors)
+        expected = header["digest"]
+        layout = _layout_of(header["tensors"], nbytes)
+        fits = mark == 0xC6 and nbytes == header["nbytes"]
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"the header of a frame lacks or garbles a field: {error!r}") from error
-    if not sound:
-        raise WireError("the header of a frame does not fit its payload")
+    if not fits:
+        raise WireError(_MISFIT)
     payload = view[at : at + nbytes]
     if len(payload) < nbytes:
         raise WireError(f"the body ends inside the batch of step {address.step}: {len(payload)} of {nbytes} bytes came")
@@ -217,6 +222,17 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
         address=address, digest=actual, nbytes=nbytes, tensors=views, texts=texts, substituted=header.get("substituted", 0)
     )
     return frame, at + nbytes
+
+
+@lru_cache(maxsize=256)  # the frames of a run mostly have one
+def _layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes: int) -> Layout:
+    """The layout that a header tells of. Raises WireError: it does not fit; and what things raise that are no such tuples."""
+    layout = Layout(tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in tensors), nbytes)
+    if not all(_fits(tensor, nbytes) for tensor in layout.tensors):
+        raise WireError(_MISFIT)
+    if len({tensor.name for tensor in layout.tensors}) < len(layout.tensors):
+        raise WireError(_MISFIT)
+    return layout
 
 
 def _fits(tensor: TensorLayout, nbytes: int) -> bool:
@@ -233,7 +249,7 @@ def _fits(tensor: TensorLayout, nbytes: int) -> bool:
 
 def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
     # The unpacker copies what it is fed: feed it the header, not the megabytes behind it.
-    unpacker = msgpack.Unpacker(max_buffer_size=_LARGEST_HEADER)
+    unpacker = msgpack.Unpacker(max_buffer_size=_LARGEST_HEADER, use_list=False)
     fed = start
     while fed < len(view) and fed - start < _LARGEST_HEADER:
         unpacker.feed(view[fed : fed + 1024])

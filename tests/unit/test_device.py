@@ -97,12 +97,13 @@ def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[lis
         for step in range(num)
     ]
 
-    def fetch(steps: range) -> list[Item]:
-        if steps[0] >= num:
-            raise ValueError("there is no more")
-        return [Item.of(made[step], pack(made[step], pin_memory=pin_memory)) for step in steps if step < num]
+    def groups() -> Iterator[list[Item]]:
+        for step in range(num_steps):
+            if step >= num:
+                raise ValueError("there is no more")
+            yield [Item.of(made[step], pack(made[step], pin_memory=pin_memory))]
 
-    items = Prefetch(fetch, range(num_steps), nbytes=lambda item: item.nbytes, budget_bytes=1 << 18, interrupt=lambda: None)
+    items = Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=1 << 18, interrupt=lambda: None)
     return [expand(frame, pin_memory=False) for frame in made], items
 
 
@@ -119,12 +120,13 @@ def test_batches_come_in_order_and_a_failure_behind_them() -> None:
 def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
     gate = threading.Event()
 
-    def fetch(steps: range) -> list[Item]:
-        assert steps[0] == 0 or gate.wait(30)
-        made = frame_of({"input_ids": np.ones((1, 1), np.uint16)}, steps[0])
-        return [Item.of(made, pack(made, pin_memory=False))]
+    def groups() -> Iterator[list[Item]]:
+        for step in range(2):
+            assert step == 0 or gate.wait(30)
+            made = frame_of({"input_ids": np.ones((1, 1), np.uint16)}, step)
+            yield [Item.of(made, pack(made, pin_memory=False))]
 
-    with closing(Prefetch(fetch, range(2), nbytes=lambda item: item.nbytes, budget_bytes=9, interrupt=gate.set)) as items:
+    with closing(Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=9, interrupt=gate.set)) as items:
         batches = OnDevice(items, CPU)
         assert next(batches).address.step == 0
         gate.set()

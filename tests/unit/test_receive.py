@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
-from penstock.receive import Body, ReceivingTransport
+from penstock.receive import Body, Buffers, ReceivingTransport
 
 CONTENT = bytes(range(256)) * 5000
 
@@ -180,3 +181,17 @@ def test_https_is_spoken_and_its_certificate_is_checked(
     with client_of() as client:
         client.get(url, extensions={"body": body})
     assert body.received == CONTENT
+
+
+def test_memory_is_used_again_once_nobody_looks_at_it_and_not_before() -> None:
+    buffers = Buffers()
+    first = buffers.allocate(1000)
+    view = np.frombuffer(first[:10], np.uint8)
+    where = first.obj
+    del first
+    assert (second := buffers.allocate(500)).obj is not where  # the array is still there
+    del view
+    assert buffers.allocate(900).obj is where
+    assert (len(buffers.allocate(400)), second.obj is where) == (400, False)
+    assert len(buffers.allocate(2000)) == 2000  # none is large enough
+    assert len(buffers.allocate(0)) == 0

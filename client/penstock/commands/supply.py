@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.errors import PenstockError, SpecError
 from penstock.prefetch import Prefetch
+from penstock.runs import fetch_runs
 from penstock.source import Resolved, Source
 from penstock.spec import IGNORED, Spec
 from penstock.transport import Transport
@@ -111,9 +112,9 @@ def frames(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch
 
 
 def _epoch(source: Source, transport: Transport, resolved: Resolved, epoch: int) -> Iterator[Frame]:
+    fetch = partial(source.frames, transport, resolved.spec, epoch)
     ahead = Prefetch(
-        partial(source.frames, transport, resolved.spec, epoch),
-        range(resolved.num_steps),
+        fetch_runs(fetch, range(resolved.num_steps)),
         nbytes=lambda frame: frame.nbytes,
         budget_bytes=_PREFETCH_BYTES,
         interrupt=transport.interrupt,
