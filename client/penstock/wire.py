@@ -41,6 +41,11 @@ TEXTS = ("utf8", "binary")
 _NO_DIGEST = "0" * 16
 _MOST_SEQUENCES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
 _MOST_DIMENSIONS = 32
+_MAP_OF_TWELVE: bytes = msgpack.Packer().pack_map_header(12)
+_HEADER_DIGEST: bytes = msgpack.packb("header_digest")
+_PAD: bytes = msgpack.packb("pad")
+_BIN8_BYTES = len(msgpack.packb(b""))
+_MOST_BYTES = len(msgpack.packb(_MOST_SEQUENCES))
 _UNSEALED = ("header_digest", "pad")
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
@@ -153,27 +158,28 @@ def content_digest(body: bytes | memoryview) -> str:
     return f"sha-256=:{b64encode(sha256(body).digest()).decode()}:"
 
 
-def encode_header(address: Address, layout: Layout, digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
+def encode_header(address: Address, layout: Layout, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
     """All of a frame but its payload's bytes: header and the payload's length. Its size depends on address and layout alone."""
-    header = {
-        "v": VERSION,
-        "dataset": address.dataset,
-        "snapshot": address.snapshot,
-        "epoch": address.epoch,
-        "rank": address.rank,
-        "step": address.step,
-        "digest": digest,
-        "nbytes": layout.nbytes,
-        "tensors": [[t.name, t.dtype, list(t.shape), t.offset] for t in layout.tensors],
-        "substituted": substituted,
-    }
+    fields: bytes = msgpack.packb(
+        {
+            "v": VERSION,
+            "dataset": address.dataset,
+            "snapshot": address.snapshot,
+            "epoch": address.epoch,
+            "rank": address.rank,
+            "step": address.step,
+            "digest": payload_digest,
+            "nbytes": layout.nbytes,
+            "tensors": [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors],
+            "substituted": substituted,
+        }
+    )
     # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
-    header |= {"header_digest": _digest_of_fields(header), "pad": b""}
-    bare = len(msgpack.packb(header)) + _BIN32.size
-    longest = bare - len(msgpack.packb(substituted)) + len(msgpack.packb(_MOST_SEQUENCES))
-    header["pad"] = bytes(_round_up(longest) - bare)
-    packed: bytes = msgpack.packb(header)
-    return packed + _BIN32.pack(0xC6, layout.nbytes)
+    head: bytes = _MAP_OF_TWELVE + fields[1:] + _HEADER_DIGEST + msgpack.packb(digest(fields)) + _PAD
+    bare = len(head) + _BIN8_BYTES + _BIN32.size
+    longest = bare - len(msgpack.packb(substituted)) + _MOST_BYTES
+    head += msgpack.packb(bytes(_round_up(longest) - bare))
+    return head + _BIN32.pack(0xC6, layout.nbytes)
 
 
 def decode(body: bytes | bytearray | memoryview) -> Iterator[Frame]:

@@ -125,8 +125,9 @@ def _fill(tensor: Tensor, outs: list[Array], sequences: Sequences, texts: Texts,
             wire.pack_texts(texts[tensor.name][number * size : (number + 1) * size], out)
     else:
         of_kind = {"count": _counts, "starts": _starts, "column": _numbers}
-        for out, values in zip(outs, np.split(of_kind[tensor.kind](tensor, sequences), len(outs)), strict=True):
-            out[:] = values
+        values = of_kind[tensor.kind](tensor, sequences)
+        for out, own in zip(outs, values.reshape(len(outs), -1, *values.shape[1:]), strict=True):
+            out[:] = own
 
 
 def _copy(outs: list[Array], runs: Runs, tokens: list[Tokens]) -> None:
@@ -153,10 +154,11 @@ def _targets(outs: list[Array], runs: Runs) -> tuple[IntArray, IntArray]:
 
 
 def _pad(outs: list[Array], lengths: IntArray, value: int) -> None:
-    for out, own in zip(outs, np.split(lengths, len(outs)), strict=True):
-        short = np.flatnonzero(own < out.shape[1])
-        for line, length in zip(short.tolist(), own[short].tolist(), strict=True):
-            out[line, length:] = value
+    size = len(outs[0])
+    widths = np.repeat([out.shape[1] for out in outs], size)
+    short = np.flatnonzero(lengths < widths)
+    for line, length in zip(short.tolist(), lengths[short].tolist(), strict=True):
+        outs[line // size][line % size, length:] = value
 
 
 def _counts(tensor: Tensor, sequences: Sequences) -> Array:

@@ -37,6 +37,17 @@ class Chunk:
     steps: range
     needs: list[Need]
 
+    def mapped(self) -> list[Block] | None:
+        """The blocks of all needs, if all of them are mapped into memory already."""
+        found: list[Block] = []
+        for need in self.needs:
+            blocks = need.member.blocks.mapped(need.blocks)
+            if blocks is None:
+                return None
+            found += blocks
+        self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
+        return found
+
     def request(self) -> list[Future[Block]]:
         """The blocks of all needs, soon; and then, in the background, those that the job will need next."""
         futures = [future for need in self.needs for future in need.member.blocks.request(need.blocks)]
@@ -53,7 +64,8 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
 
     Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
     """
-    steps_per_chunk = max(1, _CHUNK_BYTES // plan.step_nbytes)
+    num_chunks = -(-len(steps) // max(1, _CHUNK_BYTES // plan.step_nbytes))
+    steps_per_chunk = -(-len(steps) // num_chunks)  # all of one size: a short last one would cost as much as the others
     for start in range(0, len(steps), steps_per_chunk):
         some = steps[start : start + steps_per_chunk]
         needs = [
@@ -65,7 +77,7 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
 
 def load(chunk: Chunk) -> list[Block]:
     """The blocks of a chunk, now. Raises what Blocks.get raises."""
-    return [block for need in chunk.needs for block in need.member.blocks.get(need.blocks)]
+    return chunk.mapped() or [block for need in chunk.needs for block in need.member.blocks.get(need.blocks)]
 
 
 def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:

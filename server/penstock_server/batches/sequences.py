@@ -151,6 +151,8 @@ class Sequences:
             yield self.held[number].block, self._parts.sequences[mine], self._parts.rows[mine]
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
+        if not turn and all(self._is_of_rows(number, mine, feature) for number, mine in self._by_held):
+            return self._find_rows(feature)
         found = []
         for number, mine in self._by_held:
             block, (rows, starts, stops) = self.held[number].block, (column[mine] for column in self._parts[2:])
@@ -169,11 +171,28 @@ class Sequences:
             lengths = np.clip(longest - offsets, 0, lengths)
         return Runs(lines, held, starts, lengths, learned, offsets)
 
+    def _is_of_rows(self, number: int, mine: IntArray, feature: str) -> bool:
+        """Whether what sequences have of a block are rows without turns, or parts of such rows."""
+        return self._parts.rows[mine[0]] != STREAM and self.held[number].block.features[feature].turns is None
+
+    def _find_rows(self, feature: str) -> Runs:
+        """The runs of sequences of rows without turns, in few steps a block: of a hundred blocks a run has a few rows each."""
+        sequences, held, rows, firsts, lasts = self._parts
+        starts, lengths = np.empty_like(rows), np.empty_like(rows)
+        for number, mine in self._by_held:
+            tokens, own = self.held[number].block.features[feature].tokens, rows[mine]
+            starts[mine], lengths[mine] = tokens.starts[own], tokens.lengths_of(own)
+        lengths, starts = np.minimum(lasts, lengths) - firsts, starts + firsts
+        some = lengths > 0
+        if not some.all():
+            sequences, held, starts, lengths = (column[some] for column in (sequences, held, starts, lengths))
+        return Runs(sequences, held, starts, lengths, np.ones(len(starts), np.bool_), _offsets(sequences, lengths))
+
     def _row_spans(self, number: int, mine: IntArray) -> RowSpans:
         block, (rows, starts, stops) = self.held[number].block, (column[mine] for column in self._parts[2:])
         if rows[0] == STREAM:
             return block.rows_of_stream(starts, stops)
-        return RowSpans(np.arange(len(mine)), rows, starts, np.minimum(stops, block.row_lengths[rows]))
+        return RowSpans(np.arange(len(mine)), rows, starts, np.minimum(stops, block.row_lengths_of(rows)))
 
     def _source(self, number: int, row: int, first: int, last: int) -> Source:
         held = self.held[number]

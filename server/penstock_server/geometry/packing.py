@@ -12,6 +12,7 @@ is made of. A pool is one block, but for BestFit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -165,5 +166,7 @@ class Concat:
 def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
     """Each value once, and where it stands; in the time of a sort, however many there are."""
     order = np.argsort(values, kind="stable")
-    for places in np.split(order, np.flatnonzero(np.diff(values[order])) + 1) if len(values) else ():
-        yield int(values[places[0]]), places
+    in_order = values[order]
+    starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1)).tolist()
+    for start, stop in pairwise([*starts, len(values)]):
+        yield int(in_order[start]), order[start:stop]

@@ -19,21 +19,32 @@ Turn = tuple[list[int], bool]  # tokens, and whether they are learned
 
 @dataclass(frozen=True, slots=True)
 class ListColumn:
-    """A list a row: row i is values[starts[i] : starts[i] + lengths[i]]."""
+    """A list a row: row i is values[starts[i] : stops[i]]. `offsets`: where each begins or ends, if no gap is between them."""
 
     values: npt.NDArray[np.integer[Any]]
     starts: IntArray
-    lengths: IntArray
+    stops: IntArray
+    offsets: IntArray | None = None
 
     @classmethod
     def of(cls, column: pa.LargeListArray) -> ListColumn:
-        """The lists of an Arrow column, without a copy."""
+        """The lists of an Arrow column, without a copy: thousands of blocks are held at a time."""
         offsets = column.offsets.to_numpy()
-        return cls(column.values.to_numpy(zero_copy_only=True), offsets[:-1], np.diff(offsets))
+        return cls(column.values.to_numpy(zero_copy_only=True), offsets[:-1], offsets[1:], offsets)
+
+    @property
+    def lengths(self) -> IntArray:
+        """Of each list, computed anew."""
+        return self.stops - self.starts
+
+    def lengths_of(self, rows: IntArray) -> IntArray:
+        """The lengths of some of them."""
+        lengths: IntArray = self.stops[rows] - self.starts[rows]
+        return lengths
 
     def take(self, rows: IntArray) -> ListColumn:
         """Some of the rows."""
-        return ListColumn(self.values, self.starts[rows], self.lengths[rows])
+        return ListColumn(self.values, self.starts[rows], self.stops[rows])
 
 
 class RowSpans(NamedTuple):
@@ -67,10 +78,10 @@ class Feature:
     def cut(self, parts: RowSpans) -> Pieces:
         """The tokens of parts of rows, each cut at the row's end and between turns."""
         spans, rows, firsts, lasts = parts
-        lasts = np.minimum(lasts, self.tokens.lengths[rows])
+        lasts = np.minimum(lasts, self.tokens.lengths_of(rows))
         learned = np.ones(len(rows), np.bool_)
         if self.turns is not None:
-            num_turns = self.turns.lengths[rows]
+            num_turns = self.turns.lengths_of(rows)
             part, number = _counted(num_turns)
             sizes = self.turns.values[self.turns.starts[rows[part]] + number].astype(np.int64)
             ends = np.cumsum(sizes)
@@ -84,7 +95,7 @@ class Feature:
     def row(self, row: int) -> list[Turn]:
         """The tokens of a row, turn by turn."""
         at, zero = np.array([row]), np.zeros(1, np.int64)
-        _, starts, lengths, learned = self.cut(RowSpans(zero, at, zero, self.tokens.lengths[at]))
+        _, starts, lengths, learned = self.cut(RowSpans(zero, at, zero, self.tokens.lengths_of(at)))
         turns = zip(starts.tolist(), lengths.tolist(), learned.tolist(), strict=True)
         return [(self.tokens.values[start : start + length].tolist(), is_learned) for start, length, is_learned in turns]
 
@@ -102,14 +113,14 @@ class Block:
     features  "tokens", or "chosen" and "rejected"
     columns   what travels beside them, by name
     bad       the rows that cannot be used, with the reasons; they have no tokens
-    rows      of each row its number in the block as it is stored in the shard, shape [num_rows]
+    numbered  of each row its number in the block as it is stored in the shard, shape [num_rows]; None: they are all there
     splits    of each row the hash that decides of which split it is, shape [num_rows]
     """
 
     features: dict[str, Feature]
     columns: dict[str, pa.Array]
     bad: dict[int, str]
-    rows: IntArray
+    numbered: IntArray | None
     splits: npt.NDArray[np.uint32]
     _splits: dict[str, Block] = field(default_factory=dict, compare=False)
 
@@ -123,12 +134,11 @@ class Block:
             if name not in (REASON, ROW, SPLIT) and not name.startswith(COLUMN) and not name.endswith(TURNS):
                 turns = ListColumn.of(batch.column(name + TURNS)) if name + TURNS in names else None
                 features[name] = Feature(ListColumn.of(batch.column(name)), turns)
-        rows = batch.column(ROW).to_numpy().astype(np.int64) if ROW in names else np.arange(batch.num_rows)
         return cls(
             features=features,
             columns={name.removeprefix(COLUMN): batch.column(name) for name in names if name.startswith(COLUMN)},
             bad={int(row): reasons[int(row)].as_py() for row in bad_rows},
-            rows=rows,
+            numbered=batch.column(ROW).to_numpy().astype(np.int64) if ROW in names else None,
             splits=batch.column(SPLIT).to_numpy(),
         )
 
@@ -136,13 +146,18 @@ class Block:
     def nbytes(self) -> int:
         """The bytes that it takes in the cache, but for a few."""
         lists = [column for feature in self.features.values() for column in (feature.tokens, feature.turns) if column]
-        listed = sum(column.values.nbytes + 8 * len(column.lengths) for column in lists)
+        listed = sum(column.values.nbytes + column.starts.nbytes for column in lists)
         return int(listed + sum(column.nbytes for column in self.columns.values()) + self.splits.nbytes)
 
     @property
     def num_rows(self) -> int:
         """Rows, the bad ones included."""
-        return len(self.rows)
+        return len(self.splits)
+
+    @property
+    def rows(self) -> IntArray:
+        """Of each row its number in the block as it is stored in the shard, shape [num_rows]."""
+        return np.arange(self.num_rows) if self.numbered is None else self.numbered
 
     def is_validation(self, row: int, share: float) -> bool:
         """Whether a row is of the validation split, which has that share of all rows."""
@@ -167,7 +182,7 @@ class Block:
             },
             columns={name: column.take(pa.array(rows)) for name, column in self.columns.items()},
             bad={number: self.bad[row] for row, number in kept.items()},
-            rows=self.rows[rows],
+            numbered=rows if self.numbered is None else self.numbered[rows],
             splits=self.splits[rows],
             _splits={},
         )
@@ -177,16 +192,20 @@ class Block:
         """The columns of numbers, each of shape [num_rows, *item]."""
         return {name: _numbers(column) for name, column in self.columns.items() if not is_raw(column.type)}
 
-    @cached_property
+    @property
     def row_lengths(self) -> IntArray:
         """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""
-        first, *others = [feature.tokens.lengths for feature in self.features.values()]
-        return np.max([first, *others], axis=0) if others else first
+        return _longest([feature.tokens.lengths for feature in self.features.values()])
+
+    def row_lengths_of(self, rows: IntArray) -> IntArray:
+        """The same of some rows."""
+        return _longest([feature.tokens.lengths_of(rows) for feature in self.features.values()])
 
     @cached_property
     def stream(self) -> IntArray:
         """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
-        return starts_of(self.row_lengths)
+        offsets = self._offsets
+        return starts_of(self.row_lengths) if offsets is None or offsets[0] else offsets
 
     def rows_of_stream(self, starts: IntArray, stops: IntArray) -> RowSpans:
         """The rows that some tokens [starts[i], stops[i]) of the stream run over; rows without a token are left out."""
@@ -201,15 +220,16 @@ class Block:
     def cut_stream(self, name: str, starts: IntArray, stops: IntArray) -> Pieces:
         """Tokens [starts[i], stops[i]) of the stream of a block with one feature, in as few pieces as there can be."""
         feature = self.features[name]
-        if feature.turns is None and self._is_contiguous:
+        if feature.turns is None and self._offsets is not None:
             spans = np.arange(len(starts))
-            return Pieces(spans, starts + feature.tokens.starts[0], stops - starts, np.ones(len(starts), np.bool_))
+            return Pieces(spans, starts + self._offsets[0], stops - starts, np.ones(len(starts), np.bool_))
         return feature.cut(self.rows_of_stream(starts, stops))
 
-    @cached_property
-    def _is_contiguous(self) -> bool:
-        [feature] = self.features.values()
-        return bool((feature.tokens.starts - feature.tokens.starts[:1] == self.stream[:-1]).all())
+    @property
+    def _offsets(self) -> IntArray | None:
+        """Of a block with one feature, whose rows stand one behind the other: where each begins or ends."""
+        first, *others = self.features.values()
+        return None if others else first.tokens.offsets
 
     @property
     def has_good(self) -> bool:
@@ -221,6 +241,11 @@ class Block:
         """For each row the row to serve in its place: itself, or the next good one, round the block's end; there is one."""
         good = np.setdiff1d(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
+
+
+def _longest(lengths: list[IntArray]) -> IntArray:
+    first, *others = lengths
+    return np.max([first, *others], axis=0) if others else first
 
 
 def _numbers(column: pa.Array) -> npt.NDArray[Any]:

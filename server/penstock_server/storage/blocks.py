@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Generator, Hashable, Iterable
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -34,6 +34,7 @@ log = logging.getLogger("penstock.blocks")
 
 EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
+_KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, for what all take in the cache
 _FORMAT = 3  # of the stored blocks: a change here rebuilds them
 
@@ -45,6 +46,7 @@ class Blocks:
         self._snapshot = snapshot
         self._store = store
         self.quarantine = Quarantine(snapshot)
+        self._key = lru_cache(_KNOWN_KEYS)(self._find_key)
         self._identity = json.dumps(
             [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
         )
@@ -68,6 +70,15 @@ class Blocks:
             futures.append(self._store.request(self._keys(at), at.number, partial(self._read, at)))
             futures[-1].add_done_callback(partial(self.quarantine.look_at, at.index))
         return futures
+
+    def mapped(self, indices: Iterable[int]) -> list[Block] | None:
+        """The blocks at these indices, if all of them are mapped into memory already, as they mostly are."""
+        indices = list(indices)
+        blocks = self._store.mapped([self._key(index) for index in indices])
+        for index, block in zip(indices, blocks or (), strict=False):
+            if block.bad:  # and perhaps mapped for another snapshot
+                self.quarantine.look_in(index, block)
+        return blocks
 
     def get(self, indices: Iterable[int], split: str = "all") -> list[Block]:
         """The blocks at these indices, each in [0, num_blocks), with the rows of one split.
@@ -130,6 +141,10 @@ class Blocks:
             f'Mend the shard, or set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a '
             f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
         )
+
+    def _find_key(self, index: int) -> str:
+        address = self._snapshot.block(index)
+        return self._keys(address)[address.number]
 
     def _keys(self, address: BlockAddress) -> list[str]:
         """The names in the cache of all blocks of the row group that a block is of."""

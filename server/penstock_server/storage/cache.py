@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class CacheFolder:
     def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.num_evictions = 0
+        self.evicted: deque[str] = deque()  # the names of what this process removed, for who holds maps of it
         self._threads = threading.Lock()
         self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         with self._locked() as used:
@@ -161,7 +162,7 @@ class CacheFolder:
                 return
             used.bytes -= entry.stat().st_size
             Path(entry.path).unlink(missing_ok=True)
-            self.num_evictions += 1
+            self.evicted.append(entry.name.removesuffix(_SUFFIX))
 
     def _recount(self) -> int:
         """The bytes in the folder; what crashed processes left half written is removed."""

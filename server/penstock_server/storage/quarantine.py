@@ -60,7 +60,12 @@ class Quarantine:
             group = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
             with self._lock:
                 self._groups[group.shard, group.row_group] = group
-        elif error is None and (block := loaded.result()).bad and index not in self._rows:
+        elif error is None:
+            self.look_in(index, loaded.result())
+
+    def look_in(self, index: int, block: Block) -> None:
+        """Notes what is bad in a block."""
+        if block.bad and index not in self._rows:
             at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
             place = [(int(block.rows[row]), reason) for row, reason in sorted(block.bad.items())]
             rows = [

@@ -23,7 +23,7 @@ from penstock_server.storage.read_ahead import ReadAhead
 
 log = logging.getLogger("penstock.store")
 
-_OPEN_BLOCKS = 1024  # maps held; what is computed of a block, such as its stream, is memory
+_OPEN_BLOCKS = 1 << 14  # maps held, a quarter of what Linux allows a process; to map one reads it once, for its digest
 _TOUCH_SECONDS = 10.0
 
 
@@ -50,7 +50,6 @@ class BlockStore:
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._num_evictions = 0
         self._checked_at = time.monotonic()
         self._wanted: dict[str, dict[int, Future[Block]]] = {}  # of each row group that is being decoded
         self._askers: dict[Future[Block], int] = {}  # how many wait for each of those
@@ -63,10 +62,10 @@ class BlockStore:
         future raises whatever `decode` raises; the next request tries again.
         """
         key = group[number]
-        if block := self._mapped(key) or self._stored(key):
-            ready: Future[Block] = Future()
-            ready.set_result(block)
-            return ready
+        if found := self.mapped([key]):
+            return _ready(found[0])
+        if block := self._stored(key):
+            return _ready(block)
         with self._lock:
             wanted = self._wanted.get(group[0])
             if wanted is None:
@@ -90,16 +89,23 @@ class BlockStore:
                     del wanted[number]
         future.cancel()
 
-    def _mapped(self, key: str) -> Block | None:
+    def mapped(self, keys: Sequence[str]) -> list[Block] | None:
+        """The blocks of these keys, if all of them are mapped into memory now."""
+        blocks, long_ago = [], []
+        now = time.monotonic()
         with self._lock:
-            found = self._open.get(key)
-            if found is None:
-                return None
-            self._open.move_to_end(key)
-            if found.touched_at < time.monotonic() - _TOUCH_SECONDS:
-                found.touched_at = time.monotonic()
-                self.cache.touch(key)  # else a block in constant use would look like the one used longest ago
-            return found.block
+            for key in keys:
+                found = self._open.get(key)
+                if found is None:
+                    return None
+                self._open.move_to_end(key)
+                blocks.append(found.block)
+                if found.touched_at < now - _TOUCH_SECONDS:
+                    found.touched_at = now
+                    long_ago.append(key)
+        for key in long_ago:
+            self.cache.touch(key)  # else a block in constant use would look like the one used longest ago
+        return blocks
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
@@ -178,11 +184,13 @@ class BlockStore:
     def _let_go(self) -> None:
         """Closes the maps of evicted files: until then they hold disk space that the budget no longer counts."""
         with self._lock:
-            if self._num_evictions == self.cache.num_evictions and time.monotonic() - self._checked_at < _TOUCH_SECONDS:
+            while self.cache.evicted:
+                self._open.pop(self.cache.evicted.popleft(), None)
+            if time.monotonic() - self._checked_at < _TOUCH_SECONDS:
                 return
-            self._num_evictions, self._checked_at = self.cache.num_evictions, time.monotonic()
+            self._checked_at = time.monotonic()
             keys = list(self._open)
-        gone = [key for key in keys if not self.cache.has(key)]
+        gone = [key for key in keys if not self.cache.has(key)]  # by another process
         with self._lock:
             for key in gone:
                 self._open.pop(key, None)
@@ -200,3 +208,9 @@ class BlockStore:
             return 0
         finally:
             self._let_go()
+
+
+def _ready(block: Block) -> Future[Block]:
+    future: Future[Block] = Future()
+    future.set_result(block)
+    return future
