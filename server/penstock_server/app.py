@@ -17,17 +17,18 @@ from starlette.staticfiles import StaticFiles
 from penstock import __version__, wire
 from penstock.errors import SpecError
 from penstock_server.datasets.catalog import Catalog
+from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter, IndexNotReady, Problem
 from penstock_server.routes import make_router
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
 
 
-def create_app(catalog: Catalog) -> FastAPI:
-    """The service over one catalog. Nothing is remembered between requests."""
+def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
+    """The service over one catalog and one budget of bytes in flight. Nothing is remembered between requests."""
     app = FastAPI(title="Penstock", version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
-    app.include_router(make_router(catalog))
+    app.include_router(make_router(catalog, in_flight))
     _add_probes(app, catalog)
     _add_documentation(app)
     _add_error_handlers(app)

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
-from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import quote
 
-from penstock import __version__
 from penstock.spec import LARGEST_SEQ_LEN
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
-
-if TYPE_CHECKING:
-    from penstock_server.datasets.catalog import Catalog
-    from penstock_server.datasets.held import Served
-    from penstock_server.storage.cache import CacheFolder
 
 # The service itself is imported by the command that runs it: `penstock --help` and the client's commands must not take the
 # two seconds that it needs.
@@ -38,6 +27,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_folders(serve)
     serve.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
     serve.add_argument("--port", help="port to listen on (default: 8000; 0 for any free one)")
+    serve.add_argument(
+        "--inflight-bytes",
+        metavar="N",
+        help="most that responses hold in memory, such as 2GB (default: a quarter of the memory)",
+    )
     serve.add_argument("--poll-seconds", metavar="N", help="look for new data this often (default: 30; 0 for never)")
     serve.set_defaults(run=_serve)
 
@@ -78,11 +72,12 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
 def _prepare(arguments: argparse.Namespace) -> int:
     from penstock_server.datasets.catalog import open_catalog
     from penstock_server.datasets.prepare import failure_of, prepare
+    from penstock_server.serve import open_cache, warn
     from penstock_server.storage.store import BlockStore
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        store = BlockStore(_cache(settings))
+        store = BlockStore(open_cache(settings))
         catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
         names = arguments.dataset or catalog.datasets
         datasets = [catalog[name].latest for name in names]
@@ -91,7 +86,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
         print(f"penstock prepare: {error}", file=sys.stderr)
         return 2
-    _warn("prepare", store.cache, datasets)
+    warn("prepare", store.cache, datasets)
     failed = [f"{name}: {reason}" for name, reason in catalog.refused.items() if not arguments.dataset]
     for dataset in datasets:
         try:
@@ -105,84 +100,14 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    import uvicorn
-
-    from penstock_server.app import create_app
-    from penstock_server.datasets.catalog import open_catalog
-    from penstock_server.datasets.watch import watching
-    from penstock_server.storage.store import BlockStore
+    from penstock_server.serve import serve
 
     try:
-        settings = Settings.read(vars(arguments), os.environ)
-        store = BlockStore(_cache(settings))
-        catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
-        listener = _listen(settings)
+        serve(Settings.read(vars(arguments), os.environ))
     except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
-    _warn("serve", store.cache, catalog.datasets.values())
-    with listener:
-        host, port = listener.getsockname()[:2]
-        print(_greeting(catalog, settings, "localhost" if host in ("127.0.0.1", "0.0.0.0", "::1", "::") else host, port))
-        sys.stdout.flush()
-        config = uvicorn.Config(
-            create_app(catalog), log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off"
-        )
-        with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
-        store.close()
     return 0
-
-
-def _cache(settings: Settings) -> CacheFolder:
-    from penstock_server.storage.cache import CacheFolder
-
-    try:
-        return CacheFolder(settings.cache_dir, settings.cache_bytes)
-    except OSError as error:
-        raise SettingsError(
-            f"the cache folder {settings.cache_dir} cannot be used: {error.strerror}. Name another with --cache-dir."
-        ) from error
-
-
-def _warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
-    from penstock_server.datasets.describe import describe_tight_cache
-
-    if warning := describe_tight_cache(cache.budget_bytes, datasets):
-        print(f"penstock {command}: {warning}", file=sys.stderr)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
-    except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port, or stop what "
-            f"listens there."
-        ) from error
-
-
-def _greeting(catalog: Catalog, settings: Settings, host: str, port: int) -> str:
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
-    for name, dataset in catalog.datasets.items():
-        snapshot = dataset.snapshot
-        lines += [
-            f"  {name}: {snapshot.num_rows:,} rows in {len(snapshot.shards):,} shards, snapshot {snapshot.fingerprint}",
-            f"    recipe: {snapshot.recipe.describe()}",
-            f"    curl '{url}/v1/datasets/{quote(name, safe='')}/epochs/0/ranks/0/batches/0?format=json"
-            f"{_small(snapshot.num_rows)}'",
-        ]
-    lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
-    for name, reason in catalog.refused.items():
-        lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
-    return "\n".join([*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"])
-
-
-def _small(num_rows: int) -> str:
-    # The line that is printed must work on a dataset of three rows, too.
-    return "" if num_rows >= 8 else f"&batch_size={num_rows}"
 
 
 def _sample(arguments: argparse.Namespace) -> int:

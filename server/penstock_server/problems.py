@@ -10,6 +10,7 @@ Problem
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
+├── Busy              503  the responses in flight take all the memory that they may
 ├── IndexNotReady     503  token counts that the packing needs are still being made
 ├── IndexFailed       500  token counts cannot be made
 └── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
@@ -85,6 +86,12 @@ class ShardUnavailable(Problem):
     """The storage of a shard fails; another time it may not."""
 
     status, slug, title = 503, "shard-unavailable", "A shard cannot be read now"
+
+
+class Busy(Problem):
+    """The responses in flight take all the memory that they may."""
+
+    status, slug, title = 503, "busy", "The server is busy"
 
 
 class IndexNotReady(Problem):

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 from dataclasses import asdict
-from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
-from starlette.requests import ClientDisconnect
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
 
 from penstock import wire
 from penstock.spec import LARGEST_COUNT, Spec, describe
-from penstock_server.batches.batch import frames, frames_nbytes
-from penstock_server.batches.gather import Chunk, chunks, gather, load
+from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.readable import as_json
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
+from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
+from penstock_server.respond import BatchFormat, Run, respond
 from penstock_server.shuffling.picture import draw_png
 from penstock_server.shuffling.report import report
-from penstock_server.storage.block import Block
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
 Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below world_size")]
 Row = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the number of rows")]
 Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the spec's num_steps")]
-Format = Annotated[Literal["msgpack", "json"], Query(description="msgpack for trainers; json, with text, for people")]
-
-_LOOK_SECONDS = 1.0  # how often a request that waits for blocks looks whether its client still does
+Format = Annotated[BatchFormat, Query(description="msgpack for trainers; json, with text, for people")]
 
 _SPEC_PARAMETERS = {
     "parameters": [
@@ -68,8 +61,8 @@ _BATCH_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_router(catalog: Catalog) -> APIRouter:
-    """The routes of version 1, over one catalog."""
+def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
+    """The routes of version 1, over one catalog; batches are held against one budget of bytes in flight."""
     router = APIRouter(prefix="/v1/datasets", responses=_PROBLEMS)
 
     def plan_of(request: Request, dataset: str, *own: str) -> Plan:
@@ -145,7 +138,7 @@ def make_router(catalog: Catalog) -> APIRouter:
     ) -> Response:
         """One batch. Its bytes are those of the same step in a run."""
         plan = await run_in_threadpool(plan_of, request, dataset, "format")
-        return await _respond(request, plan, epoch, rank, range(step, step + 1), format)
+        return await respond(request, in_flight, Run(plan, epoch, rank, range(step, step + 1), format))
 
     @router.get(batches, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
     async def run_of_batches(
@@ -164,7 +157,7 @@ def make_router(catalog: Catalog) -> APIRouter:
         if start >= stop:
             raise BadParameter(f"start={start} must be below stop={stop}: a run has at least one step.")
         plan.check(epoch, stop - 1, rank)  # before the first byte is sent
-        return await _respond(request, plan, epoch, rank, range(start, stop, stride), format)
+        return await respond(request, in_flight, Run(plan, epoch, rank, range(start, stop, stride), format))
 
     @router.get(batches + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
@@ -203,93 +196,3 @@ def make_router(catalog: Catalog) -> APIRouter:
         return show_quarantine(catalog[dataset].latest, start, limit)
 
     return router
-
-
-async def _respond(request: Request, plan: Plan, epoch: int, rank: int, steps: range, format: str) -> Response:
-    plan.check(epoch, steps[0], rank)  # an address that does not exist has no ETag either
-    headers = {"ETag": _etag(plan, epoch, rank, steps, format), "Cache-Control": _cache_control(request)}
-    if _matches(request, headers["ETag"]):
-        return Response(status_code=304, headers=headers)
-    media_type = "application/json" if format == "json" else wire.MEDIA_TYPE
-    bodies = _json(request, plan, epoch, rank, steps) if format == "json" else _frames(request, plan, epoch, rank, steps)
-    # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
-    # connection breaks off; the client asks for less then, and gets the reason.
-    first = await anext(bodies)
-    if len(steps) == 1:
-        return Response(first, media_type=media_type, headers=headers)
-    nbytes = frames_nbytes(plan, epoch, rank, steps) if format == "msgpack" else None
-    if nbytes is not None:
-        headers["Content-Length"] = str(nbytes)
-    return StreamingResponse(_chain(first, bodies), media_type=media_type, headers=headers)
-
-
-async def _frames(request: Request, plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[memoryview]:
-    async for chunk, blocks in _loaded(request, plan, epoch, rank, steps):
-        yield memoryview(await run_in_threadpool(frames, chunk, blocks))
-
-
-async def _json(request: Request, plan: Plan, epoch: int, rank: int, steps: range) -> AsyncIterator[bytes]:
-    """One batch as an object, several as an array of them."""
-    before, after = ("", "\n") if len(steps) == 1 else ("[\n", "\n]\n")
-    async for chunk, blocks in _loaded(request, plan, epoch, rank, steps):
-        text = before + ",\n".join(await run_in_threadpool(as_json, chunk, blocks))
-        before = ",\n"
-        yield (text + after if chunk.steps[-1] == steps[-1] else text).encode()
-
-
-async def _loaded(
-    request: Request, plan: Plan, epoch: int, rank: int, steps: range
-) -> AsyncIterator[tuple[Chunk, list[Block]]]:
-    """The chunks with their blocks. No thread waits for blocks: threads are few, and warm requests need them."""
-    streams = False  # from then on the response itself sees a client that leaves, and closes this generator
-    async for chunk in iterate_in_threadpool(chunks(plan, epoch, rank, steps)):
-        futures = await run_in_threadpool(chunk.request)
-        if all(future.done() for future in futures):  # warm, as they mostly are
-            streams = True
-            yield chunk, [future.result() for future in futures]
-            continue
-        try:
-            # Only waited for, never cancelled: a client that leaves must not take a block from others.
-            pending = {asyncio.wrap_future(future) for future in futures}
-            while pending:
-                done, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-                for future in done:
-                    future.result()  # raises what its load raised
-                if pending and not streams and await request.is_disconnected():
-                    raise ClientDisconnect
-            streams = True
-            yield chunk, [future.result() for future in futures]
-        finally:
-            chunk.forget(futures)
-
-
-async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    yield first
-    async for chunk in rest:
-        yield chunk
-
-
-def _etag(plan: Plan, epoch: int, rank: int, steps: range, format: str) -> str:
-    address = [
-        wire.VERSION,
-        plan.dataset,
-        plan.spec.to_dict(),
-        epoch,
-        rank,
-        steps.start,
-        steps.stop,
-        steps.step,
-        format,
-    ]
-    return f'"{blake2b(json.dumps(address).encode(), digest_size=16).hexdigest()}"'
-
-
-def _cache_control(request: Request) -> str:
-    # Without a snapshot the URL means "the latest": a cache that kept it would mix two snapshots in one epoch.
-    named = "snapshot" in request.query_params
-    return "public, max-age=31536000, immutable" if named else "no-cache"
-
-
-def _matches(request: Request, etag: str) -> bool:
-    asked = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
-    return etag in asked or "*" in asked

@@ -9,6 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from penstock_server.memory import memory_bytes
+
+_INFLIGHT_SHARE = 4  # the rest is for what is decoded, for counts, and for the kernel to keep files in
+
 
 class SettingsError(Exception):
     """One or more settings are wrong; the message lists them all."""
@@ -23,14 +27,16 @@ def default_cache_dir() -> Path:
 class Settings:
     """Where the data is, where decoded blocks are kept and how many bytes of them, and where to listen.
 
-    cache_bytes  budget of the cache folder; None is half of what is free on its disk
-    poll_seconds how often to look for changes in the data folder; 0 is never
+    cache_bytes     budget of the cache folder; None is half of what is free on its disk
+    inflight_bytes  budget of what responses have in memory until they are read; None is a quarter of the memory
+    poll_seconds    how often to look for changes in the data folder; 0 is never
     """
 
     data_dir: Path
     tokenizer: Path | None = None
     cache_dir: Path
     cache_bytes: int | None = None
+    inflight_bytes: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     poll_seconds: float = 30.0
@@ -53,10 +59,10 @@ class Settings:
             values["port"] = _number(values["port"], {"": 1})
             if values["port"] is None or values["port"] > 65_535:
                 problems.append(f"port must be a whole number from 0 (any free port) to 65,535, not {given['port']!r}")
-        if "cache_bytes" in values:
-            values["cache_bytes"] = byte_count(values["cache_bytes"])
-            if values["cache_bytes"] is None:
-                problems.append(f"cache_bytes must be a number such as 500000000 or 200GB, not {given['cache_bytes']!r}")
+        for name in [name for name in ("cache_bytes", "inflight_bytes") if name in values]:
+            values[name] = byte_count(values[name])
+            if values[name] is None:
+                problems.append(f"{name} must be a number such as 500000000 or 200GB, not {given[name]!r}")
         if "poll_seconds" in values:
             values["poll_seconds"] = _seconds(values["poll_seconds"])
             if values["poll_seconds"] is None:
@@ -64,6 +70,11 @@ class Settings:
         if problems:
             raise SettingsError("\n".join(problems))
         return cls(**values)
+
+    @property
+    def most_inflight_bytes(self) -> int:
+        """The budget of bytes in flight, by what is set or by the memory that there is."""
+        return memory_bytes() // _INFLIGHT_SHARE if self.inflight_bytes is None else self.inflight_bytes
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,36 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from anonymous_memory import MIB, Watch
 from serving import Server
 
-MIB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-def anonymous_bytes(pid: int) -> int:
-    [kib] = re.findall(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    return int(kib) * 1024
-
-
-class Watch:
-    """The most anonymous memory that a process had while it was watched."""
-
-    def __init__(self, pid: int) -> None:
-        self.first = self.peak = anonymous_bytes(pid)
-        self._pid, self._over = pid, threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._over.wait(0.005):
-            self.peak = max(self.peak, anonymous_bytes(self._pid))
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
 
 @pytest.mark.parametrize("cache_bytes", ["1GB", "20MB"])

@@ -75,11 +75,13 @@ def test_the_next_window_is_loaded_while_this_one_is_served(serve: Callable[...,
             assert len(list(cache.glob("*.block"))) <= 12  # and no further; with too little room, nothing ahead
 
 
-def test_the_length_is_announced_where_shapes_are_fixed(server: Server) -> None:
+def test_the_length_is_announced_where_shapes_are_fixed_or_all_is_made_in_one_go(server: Server) -> None:
     for path in (BATCHES, f"{BATCHES}/70"):
         response = server.get(path, batch_size=4, seq_len=8)
         assert int(response.headers["Content-Length"]) == len(response.content)
-    assert "Content-Length" not in server.get(BATCHES, batch_size=4, pad="longest").headers
+    at_once = server.get(BATCHES, batch_size=4, pad="longest")
+    assert int(at_once.headers["Content-Length"]) == len(at_once.content)
+    assert "Content-Length" not in server.get(BATCHES, batch_size=4, pad="longest", seq_len=1 << 20, stop=3).headers
 
 
 def test_a_batch_that_names_its_snapshot_is_immutable_and_one_that_means_the_latest_is_not(server: Server) -> None:

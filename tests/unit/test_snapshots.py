@@ -20,6 +20,7 @@ from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.datasets.watch import watching
+from penstock_server.inflight import InFlight
 from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.cache import CacheFolder
@@ -64,7 +65,7 @@ def test_a_snapshot_is_served_byte_for_byte_while_its_shards_are_there_and_only_
         folder.mkdir(parents=True)
         there = {9: 0}
         write_shard(folder, 9, 0)
-        client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache)))))
+        client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache))), InFlight(1 << 30)))
         known: dict[str, tuple[dict[int, int], bytes]] = {}
         for what, number, variant in [("write", 9, 0), *actions]:
             if what == "write":
@@ -74,7 +75,9 @@ def test_a_snapshot_is_served_byte_for_byte_while_its_shards_are_there_and_only_
                 (folder / f"part-{number}.parquet").unlink(missing_ok=True)
                 there.pop(number, None)
             else:
-                client = TestClient(create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache)))))
+                client = TestClient(
+                    create_app(open_catalog(folder.parent, None, BlockStore(CacheFolder(cache))), InFlight(1 << 30))
+                )
             latest = client.post("/v1/datasets/d/refresh").json()["snapshot"]
             epoch = "/v1/datasets/d/epochs/0/ranks/0/batches?batch_size=1&seq_len=4&shuffle=none&snapshot="
             answer = client.get(epoch + latest)
@@ -158,7 +161,7 @@ def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(
 
 
 def test_a_name_that_is_no_fingerprint_opens_no_file(open_all: Callable[[], Catalog]) -> None:
-    client = TestClient(create_app(open_all()))
+    client = TestClient(create_app(open_all(), InFlight(1 << 30)))
     for name in ("../footers", "x" * 5000, "\x00", "0123456789abcdef"):
         answer = client.get("/v1/datasets/d/spec", params={"snapshot": name})
         assert answer.json()["type"] == "urn:penstock:problem:snapshot-gone"

@@ -59,15 +59,20 @@ class Chunk:
         self.plan.members[0].blocks.forget(future for future in futures if not future.done())
 
 
+def steps_per_chunk(plan: Plan) -> int:
+    """How many batches are made at a time: one at least."""
+    return max(1, _CHUNK_BYTES // plan.step_nbytes)
+
+
 def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
     """The steps in chunks of a few MiB.
 
     Raises StepOutOfRange, RankOutOfRange: the epoch has no such batch.
     """
-    num_chunks = -(-len(steps) // max(1, _CHUNK_BYTES // plan.step_nbytes))
-    steps_per_chunk = -(-len(steps) // num_chunks)  # all of one size: a short last one would cost as much as the others
-    for start in range(0, len(steps), steps_per_chunk):
-        some = steps[start : start + steps_per_chunk]
+    num_chunks = -(-len(steps) // steps_per_chunk(plan))
+    size = -(-len(steps) // num_chunks)  # all of one size: a short last one would cost as much as the others
+    for start in range(0, len(steps), size):
+        some = steps[start : start + size]
         needs = [
             Need(plan.members[found.member], np.unique(found.spans.blocks).tolist(), found.spans)
             for found in plan.spans(epoch, rank, some)

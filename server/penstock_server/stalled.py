@@ -1,0 +1,64 @@
+"""Stalled readers: a connection whose reader takes nothing for minutes is cut, since what it holds is held from others.
+
+A reader that is slow stays. Whether it takes anything only the kernel can tell: it buffers megabytes for a connection, and asks
+for more once a good part of them is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import sys
+import termios
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+log = logging.getLogger("penstock.stalled")
+
+STALLED_SECONDS = 300.0
+_LOOKS = 10  # in that time
+
+
+async def cut_stalled(connections: Collection[Any], stalled_seconds: float) -> None:
+    """For ever: cuts those of uvicorn's connections whose reader has taken nothing for so long."""
+    watch = StalledWatch(stalled_seconds)
+    while True:
+        await asyncio.sleep(stalled_seconds / _LOOKS)
+        watch.look([connection.transport for connection in list(connections)])
+
+
+class StalledWatch:
+    """Looks at transports now and then, and cuts those that had the same bytes to send for too long."""
+
+    def __init__(self, stalled_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stalled_seconds, self._clock = stalled_seconds, clock
+        self._since: dict[asyncio.Transport, tuple[tuple[int, int], float]] = {}
+
+    def look(self, transports: Collection[asyncio.Transport]) -> None:
+        """Cuts what has stalled. A transport that has nothing to send is not looked at: nobody waits for its reader."""
+        now, known, self._since = self._clock(), self._since, {}
+        for transport in transports:
+            num_bytes = transport.get_write_buffer_size()
+            if not num_bytes or transport.is_closing():
+                continue
+            unread = num_bytes, _in_kernel(transport)
+            before, since = known.get(transport, (unread, now))
+            if before != unread:
+                since = now
+            if now - since < self._stalled_seconds:
+                self._since[transport] = unread, since
+                continue
+            peer = transport.get_extra_info("peername")
+            log.warning("%s has read nothing for %.0f seconds; its connection is cut, it may ask again", peer, now - since)
+            transport.abort()
+
+
+def _in_kernel(transport: asyncio.Transport) -> int:
+    """The bytes that the kernel has for the reader and that have not arrived; 0 where it does not tell."""
+    try:
+        answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
