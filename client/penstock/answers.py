@@ -47,6 +47,10 @@ class NotYet(Fault):
         self.share = share
 
 
+class Busy(Fault):
+    """The server lives, and has no room for another response until others have been read."""
+
+
 class Stranger(Fault):
     """Something answered that does not speak as a penstock server does: another program, or a load balancer in its place."""
 
@@ -60,6 +64,8 @@ def failure_of(url: str, status: int, retry_after: str, body: bytes) -> Fault | 
         return kind(detail)
     if slug == "index-not-ready":
         return NotYet(detail, after_seconds=_seconds(retry_after), share=_share(problem))
+    if slug == "busy":
+        return Busy(detail, after_seconds=_seconds(retry_after))
     if status in (408, 425, 429) or status >= 500:
         return Fault(detail, after_seconds=_seconds(retry_after))
     return Stranger(

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from penstock.answers import NotYet
+from penstock.answers import Busy, NotYet
 
 log = logging.getLogger("penstock")
 
@@ -31,7 +31,8 @@ class Report:
     def failed(self, server: str, failure: Exception, next_server: str) -> None:
         """An attempt failed; another server is asked next, or the same once more."""
         self._num_failures += 1
-        follows = self._retrying if next_server == server else f"failing over to {next_server}"
+        again = "asking again until it has room" if isinstance(failure, Busy) else self._retrying
+        follows = again if next_server == server else f"failing over to {next_server}"
         self._say_once("failed", f"{server}: {failure}; {follows}")
 
     def nobody(self, failures: Mapping[str, Exception]) -> None:

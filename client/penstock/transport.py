@@ -9,7 +9,7 @@ from contextlib import suppress
 from random import uniform
 from typing import TypeVar
 
-from penstock.answers import Fault, NotYet, Stranger
+from penstock.answers import Busy, Fault, NotYet, Stranger
 from penstock.connection import Connection
 from penstock.errors import PenstockError, ServerUnavailable, WireError
 from penstock.report import Report
@@ -55,7 +55,8 @@ class Transport:
     def get(self, path: str, query: Mapping[str, str], decode: Callable[[memoryview], T]) -> T:
         """What `decode` makes of the body at `path`. A WireError of `decode` counts as a failed attempt.
 
-        Raises ServerUnavailable: no attempt succeeded within retry_seconds, or the transport was interrupted.
+        Raises ServerUnavailable: no attempt succeeded, and no server said "not yet" or "busy", within retry_seconds, or the
+        transport was interrupted.
         Raises the PenstockError that fits the refusal: all servers answered that they will not, whoever asks.
         """
         self._come_home()
@@ -77,6 +78,8 @@ class Transport:
                     failures.pop(server, None)
                 except (Fault, PenstockError) as failure:
                     failures[server] = failure
+                    if isinstance(failure, Busy):  # it lives, so that time is not up either
+                        deadline, is_last = time.monotonic() + failure.after_seconds + self._retry_seconds, False
                     self._raise_if_all_refuse(failures)
             left = deadline - time.monotonic()
             if is_last or left <= 0:

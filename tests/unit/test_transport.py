@@ -157,6 +157,30 @@ def test_a_server_that_asks_to_be_left_alone_gives_way_to_the_next_at_once(heade
         assert get(busy, idle, retry_seconds=60) == (b"here", 1)
 
 
+def test_a_busy_server_lives_so_retry_seconds_do_not_run() -> None:
+    busy = problem("busy", 503, "Retry-After: 1")
+    with server(busy, busy, response(b"here")) as url:
+        assert get(url, retry_seconds=0.2) == (b"here", 2)
+
+
+def test_a_run_waits_for_a_busy_server_though_another_refuses() -> None:
+    gone = problem("snapshot-gone", 409)
+    with server(problem("busy", 503, "Retry-After: 1"), response(b"here")) as busy, server(*[gone] * 100) as other:
+        assert get(busy, other, retry_seconds=5)[0] == b"here"
+
+
+def test_of_a_busy_and_a_free_server_the_free_one_is_asked_for_the_rest_at_once() -> None:
+    with (
+        server(problem("busy", 503, "Retry-After: 3600")) as busy,
+        server(response(b"one"), response(b"more")) as free,
+        closing(Transport([busy, free], retry_seconds=9)) as transport,
+    ):
+        assert transport.get_some("/", {}, bytes) == []
+        assert transport.get("/", {}, bytes) == b"one"
+        assert bytes(transport.get_some("/", {}, bytes)) == b"more"
+        assert transport.num_retries == 1
+
+
 def test_one_attempt_brings_what_is_sound_before_a_fault() -> None:
     def decode(body: memoryview) -> Iterator[int]:
         for item in body:

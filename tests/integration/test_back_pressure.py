@@ -1,0 +1,112 @@
+"""Back-pressure: readers at a kilobyte a second hold back nobody, and hold no more memory than they may."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from anonymous_memory import MIB, Watch
+from corpora import write_numbered
+from penstock import RemoteDataset
+from serving import Server
+from slow import slow_readers
+
+NUM_ROWS = 480
+BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
+WIDE: dict[str, str | int] = {"batch_size": 8, "seq_len": 32_768}  # 524,352 bytes a batch, so seven are a chunk
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_numbered(folder / "numbers", NUM_ROWS)
+    return folder
+
+
+def dataset(*urls: str, retry_seconds: float = 60.0) -> RemoteDataset:
+    return RemoteDataset(list(urls), "numbers", batch_size=8, seq_len=64, retry_seconds=retry_seconds)
+
+
+def contents(batch: dict[str, torch.Tensor]) -> bytes:
+    return batch["input_ids"].numpy().tobytes() + batch["labels"].numpy().tobytes()
+
+
+def test_an_epoch_goes_by_more_slow_readers_than_the_server_has_threads(serve: Callable[..., Server], data: Path) -> None:
+    with serve(data) as server:
+        expected = [contents(batch) for batch in dataset(server.url)]
+        with slow_readers(60, server.url, BATCHES, {**WIDE, "stop": 7}) as slow:
+            assert all(head.startswith("HTTP/1.1 200 OK") for head in slow.wait_for_heads())
+            assert [contents(batch) for batch in dataset(server.url)] == expected
+            assert slow.num_connected == 60
+            assert max(slow.num_received) < 1 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_beyond_the_budget_readers_are_told_to_come_back_and_memory_stays_within_it(
+    serve: Callable[..., Server], data: Path
+) -> None:
+    with serve(data, "--inflight-bytes", "50MB") as server:
+        server.frames(BATCHES, **WIDE)
+        with Watch(server.pid) as watch, slow_readers(40, server.url, BATCHES, WIDE) as slow:
+            heads = slow.wait_for_heads()
+            time.sleep(1)  # the second chunks are made meanwhile
+            admitted = [head for head in heads if head.startswith("HTTP/1.1 200 OK")]
+            assert len(admitted) == 50_000_000 // (2 * 7 * 524_352)
+            assert server.get(f"{BATCHES}/0", **WIDE).status_code == 200  # for a single batch there is room
+            refused = server.get(BATCHES, **WIDE)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert refused.json()["type"] == "urn:penstock:problem:busy"
+            assert "the budget is 50,000,000" in refused.json()["detail"]
+        assert watch.peak - watch.first < 50_000_000 + 32 * MIB
+        deadline = time.monotonic() + 30  # those who left have given back what they held
+        while server.get(BATCHES, **WIDE).status_code == 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_run_waits_for_a_busy_server_longer_than_for_one_that_is_away(serve: Callable[..., Server], data: Path) -> None:
+    """A budget of nothing lets in one response at a time."""
+    with serve(data, "--inflight-bytes", "0") as server:
+        busy = dataset(server.url, retry_seconds=0.5)
+        rows: list[int] = []
+
+        def run() -> None:
+            rows.extend(row for batch in busy for row in batch["input_ids"][:, 0].tolist())
+
+        with slow_readers(1, server.url, BATCHES, WIDE) as slow:
+            [head] = slow.wait_for_heads()
+            assert head.startswith("HTTP/1.1 200 OK")
+            thread = threading.Thread(target=run)
+            thread.start()
+            time.sleep(3)  # several times retry_seconds
+            assert not rows
+        thread.join(60)
+        assert Counter(rows) == Counter(range(NUM_ROWS))
+        assert busy.stats().num_retries >= 2
+
+
+def test_a_busy_server_gives_way_to_a_free_one_at_once(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
+    with serve(data, "--inflight-bytes", "0") as busy, serve(data) as free:
+        expected = [contents(batch) for batch in dataset(free.url)]
+        with slow_readers(1, busy.url, BATCHES, WIDE) as slow:
+            slow.wait_for_heads()
+            both = dataset(busy.url, free.url)
+            assert [contents(batch) for batch in both] == expected
+            assert both.stats().num_retries == 1  # the busy one was asked once
+
+
+def test_a_batch_that_is_larger_than_the_budget_is_served(serve: Callable[..., Server], data: Path) -> None:
+    with serve(data, "--inflight-bytes", "1KB") as server:
+        assert len(server.frames(f"{BATCHES}/0", **WIDE)) == 1
+        assert (
+            httpx.get(f"{server.url}{BATCHES}", params={**WIDE, "format": "json", "stop": "2"}, timeout=60).status_code == 200
+        )
+        assert len(server.frames(f"{BATCHES}/1", **WIDE)) == 1  # what the ones before held is given back
