@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,7 +12,7 @@ from typing import Literal
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -126,12 +126,15 @@ async def _bodies(request: Request, run: Run, hold: Hold) -> AsyncGenerator[memo
 async def _loaded(request: Request, run: Run) -> AsyncGenerator[tuple[Chunk, list[Block]], None]:
     """The chunks with their blocks. No thread waits for blocks: threads are few, and warm requests need them."""
     streams = False  # from then on the response itself sees a client that leaves, and closes this generator
-    async for chunk in iterate_in_threadpool(chunks(run.plan, run.epoch, run.rank, run.steps)):
-        futures = await run_in_threadpool(chunk.request)
-        if all(future.done() for future in futures):  # warm, as they mostly are
+    parts, is_last = chunks(run.plan, run.epoch, run.rank, run.steps), False
+    while not is_last:
+        chunk, blocks = await run_in_threadpool(_planned, parts)
+        is_last = chunk.steps[-1] == run.steps[-1]
+        if blocks is not None:  # warm, as they mostly are
             streams = True
-            yield chunk, [future.result() for future in futures]
+            yield chunk, blocks
             continue
+        futures = await run_in_threadpool(chunk.request)
         try:
             # Only waited for, never cancelled: a client that leaves must not take a block from others.
             pending = {asyncio.wrap_future(future) for future in futures}
@@ -145,6 +148,12 @@ async def _loaded(request: Request, run: Run) -> AsyncGenerator[tuple[Chunk, lis
             yield chunk, [future.result() for future in futures]
         finally:
             chunk.forget(futures)
+
+
+def _planned(parts: Iterator[Chunk]) -> tuple[Chunk, list[Block] | None]:
+    """The next chunk, and its blocks if all of them are mapped."""
+    chunk = next(parts)
+    return chunk, chunk.mapped()
 
 
 async def _chain(first: memoryview, rest: AsyncGenerator[memoryview, None]) -> AsyncGenerator[memoryview, None]:
