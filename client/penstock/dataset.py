@@ -23,7 +23,7 @@ from penstock.spec import Spec
 from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
-from penstock.tensors import Batch
+from penstock.tensors import ALL, Batch, names_of
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -33,6 +33,7 @@ class RemoteDataset(IterableDataset[Batch]):
     dataset          its name on the server
     rank, world_size which slice of the epoch; default: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     prefetch_bytes   host memory for batches fetched ahead, in bytes
+    columns          which tensors to make of a batch, such as ["input_ids"]; default: all
     device           "cuda" gives batches on the GPU, copied and expanded there while the step before is computed
     replay           fetch so many batches and give them again and again: what is the loop's speed if data costs nothing?
     retry_seconds    how long to try when no server answers, in seconds
@@ -79,6 +80,7 @@ class RemoteDataset(IterableDataset[Batch]):
         rank: int | None = None,
         world_size: int | None = None,
         prefetch_bytes: int = 64 << 20,
+        columns: Sequence[str] | None = None,
         device: str | int | torch.device | None = None,
         replay: int | None = None,
         retry_seconds: float = 600.0,
@@ -121,6 +123,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.spec = resolved.spec
         self.steps_per_epoch = resolved.num_steps
         self.vocab_size = resolved.vocab_size
+        self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
         self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
         self._feeds: list[Feed] = []
@@ -179,6 +182,7 @@ class RemoteDataset(IterableDataset[Batch]):
             prefetch_bytes=self._prefetch_bytes,
             destination=destination,
             replay=self._replay,
+            columns=self._columns,
         )
         self._feeds.append(feed)
         try:
@@ -255,3 +259,11 @@ class RemoteDataset(IterableDataset[Batch]):
 def _check_amount(name: str, amount: object) -> None:
     if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
         raise SpecError(f"{name} must be a number from 0, not {amount!r}", (name,))
+
+
+def _check_columns(columns: Sequence[str], known: list[str]) -> frozenset[str]:
+    """Raises SpecError: a batch has no such tensors."""
+    named = [] if isinstance(columns, str) else list(columns)
+    if not named or not set(named) <= set(known):
+        raise SpecError(f"columns must be a list of tensors of a batch ({', '.join(known)}), not {columns!r}", ("columns",))
+    return frozenset(named)

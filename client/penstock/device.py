@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +12,7 @@ from penstock.item import Item
 from penstock.place import Worker
 from penstock.prefetch import Prefetch
 from penstock.spec import IGNORED
-from penstock.tensors import Batch, as_tensor, columns_of, lines_of, travelled
+from penstock.tensors import ALL, Batch, as_tensor, columns_of, lines_of, travelled
 from penstock.wire import Frame
 
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def pack(frame: Frame, *, pin_memory: bool) -> Batch:
     return {name: as_tensor(array, pin_memory) for name, array in travelled(frame).items()} | frame.texts
 
 
-def unpack(packed: Batch) -> Batch:
+def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
     """What penstock.tensors.expand makes of the frame, where the packed tensors lie. On a GPU nothing waits for it."""
     made: Batch = {}
     for lines in lines_of(packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)):
@@ -89,7 +90,7 @@ def unpack(packed: Batch) -> Batch:
         positions = (torch.arange(ids.numel(), device=ids.device) - begins).view(ids.shape)
         made["labels"].masked_fill_(positions == 0, IGNORED)
         made |= {"position_ids": positions, "cu_seqlens": borders}
-    return made | columns_of(packed)
+    return {name: value for name, value in (made | columns_of(packed)).items() if name in columns}
 
 
 class OnDevice:
@@ -98,8 +99,8 @@ class OnDevice:
     On a GPU the copy runs beside what the loop computes, and the loop's stream waits for it, not the loop.
     """
 
-    def __init__(self, items: Prefetch[Item], device: torch.device) -> None:
-        self._items, self._device = items, device
+    def __init__(self, items: Prefetch[Item], device: torch.device, columns: Container[str] = ALL) -> None:
+        self._items, self._device, self._columns = items, device, columns
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: Item | None = None
 
@@ -121,7 +122,7 @@ class OnDevice:
                 name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
                 for name, value in item.batch.items()
             }
-            return replace(item, batch=unpack(sent))
+            return replace(item, batch=unpack(sent, self._columns))
 
     def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         loop = torch.cuda.current_stream(self._device)

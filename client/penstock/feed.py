@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice
 
 import torch
@@ -37,9 +38,11 @@ class Feed:
         prefetch_bytes: int,
         destination: Destination,
         replay: int | None,
+        columns: Container[str],
     ) -> None:
         self._source, self._spec, self._epoch = source, spec, epoch
         self._destination, self._num_steps, self._replay = destination, len(steps), replay
+        self._columns = columns
         self._num_batches = self._num_tokens = 0
         self._busy_seconds = 0.0
         self._transport = source.connect()
@@ -69,7 +72,7 @@ class Feed:
 
     def _items(self) -> Iterator[Item]:
         device = self._destination.device
-        items: Iterator[Item] = self._prefetch if device == CPU else OnDevice(self._prefetch, device)
+        items: Iterator[Item] = self._prefetch if device == CPU else OnDevice(self._prefetch, device, self._columns)
         if self._replay is None:
             return items
         # A loop that takes something out of its batch must find it there again.
@@ -100,7 +103,7 @@ class Feed:
     def _made(self) -> Iterator[list[Item]]:
         """The items, in groups of a few: to hand each over would cost as much as to make it."""
         gpu = self._destination.pinned_for
-        make = expand if self._destination.device == CPU else pack
+        make = partial(expand, columns=self._columns) if self._destination.device == CPU else pack
         # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
         with torch.cuda.device(gpu):
             group: list[Item] = []

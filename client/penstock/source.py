@@ -23,12 +23,14 @@ class Resolved:
     num_steps      steps of an epoch, the same for every rank
     num_sequences  sequences of an epoch, over all ranks
     vocab_size     every token id is below it; None if nobody knows
+    tensors        the names of what a batch holds on the wire
     """
 
     spec: Spec
     num_steps: int
     num_sequences: int
     vocab_size: int | None
+    tensors: tuple[str, ...]
 
 
 class Source:
@@ -102,6 +104,7 @@ def _decode_resolved(body: memoryview) -> Resolved:
             num_steps=int(answer["num_steps"]),
             num_sequences=int(answer["num_sequences"]),
             vocab_size=None if size is None else int(size),
+            tensors=tuple(str(tensor["name"]) for tensor in answer["tensors"]),
         )
     except PenstockError as error:
         raise VersionMismatch(f"the server knows other parameters than this client: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -24,8 +24,16 @@ _PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "labe
 _WIDENED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 
 
-def expand(frame: Frame, *, pin_memory: bool) -> Batch:
-    """The tensors of a batch, int64 where nothing else is said, in pinned host memory where asked for.
+class _All(Container[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+ALL: Container[str] = _All()  # the tensors of a batch
+
+
+def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
+    """Those of the tensors of a batch that are in `columns`, int64 where nothing else is said, pinned where asked for.
 
     input_ids       [batch_size, width]
     attention_mask  [batch_size, width], 1 on tokens and 0 on padding
@@ -39,21 +47,41 @@ def expand(frame: Frame, *, pin_memory: bool) -> Batch:
     """
     arrays, made = travelled(frame), Batch()
     for lines in lines_of(arrays, lambda ids: np.arange(ids.shape[1], dtype=np.int32)):
-        made[f"{lines.side}input_ids"] = copied(lines.ids, torch.int64, pin_memory)
-        made[f"{lines.side}attention_mask"] = mask = torch.empty(lines.ids.shape, dtype=torch.int64, pin_memory=pin_memory)
-        mask.numpy()[...] = 1 if lines.attended is None else lines.attended
-        made[f"{lines.side}labels"] = labels = copied(lines.targets, torch.int64, pin_memory)
-        if lines.learned is not None:
-            np.putmask(labels.numpy(), ~lines.learned, IGNORED)
+        ids, mask, labels = _names(lines.side)
+        if ids in columns:
+            made[ids] = copied(lines.ids, torch.int64, pin_memory)
+        if mask in columns:
+            made[mask] = ones = torch.empty(lines.ids.shape, dtype=torch.int64, pin_memory=pin_memory)
+            ones.numpy()[...] = 1 if lines.attended is None else lines.attended
+        if labels in columns:
+            made[labels] = targets = copied(lines.targets, torch.int64, pin_memory)
+            if lines.learned is not None:
+                np.putmask(targets.numpy(), ~lines.learned, IGNORED)
     if "cu_seqlens" in arrays:
         borders = arrays["cu_seqlens"]
-        made["cu_seqlens"] = copied(borders, torch.int32, pin_memory)
-        made["position_ids"] = positions = torch.empty(made["input_ids"].shape, dtype=torch.int64, pin_memory=pin_memory)
-        begins = np.repeat(borders[:-1], np.diff(borders))
-        np.subtract(np.arange(len(begins), dtype=np.int32), begins, out=positions.numpy().reshape(-1))
-        # What a document begins with does not follow from the one before it.
-        made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
-    return made | {name: as_tensor(array, pin_memory) for name, array in columns_of(arrays).items()} | frame.texts
+        if "cu_seqlens" in columns:
+            made["cu_seqlens"] = copied(borders, torch.int32, pin_memory)
+        if "position_ids" in columns:
+            made["position_ids"] = positions = torch.empty(arrays["input_ids"].shape, dtype=torch.int64, pin_memory=pin_memory)
+            begins = np.repeat(borders[:-1], np.diff(borders))
+            np.subtract(np.arange(len(begins), dtype=np.int32), begins, out=positions.numpy().reshape(-1))
+        if "labels" in columns:  # what a document begins with does not follow from the one before it
+            made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
+    others = {name: array for name, array in columns_of(arrays).items() if name in columns}
+    texts = {name: texts for name, texts in frame.texts.items() if name in columns}
+    return made | {name: as_tensor(array, pin_memory) for name, array in others.items()} | texts
+
+
+def names_of(travelling: Collection[str]) -> list[str]:
+    """The names of what `expand` makes of a frame with these tensors."""
+    made = [name for side in _SIDES if f"{side}input_ids" in travelling for name in _names(side)]
+    if "document_starts" in travelling:
+        made += ["cu_seqlens", "position_ids"]
+    return made + [name for name in columns_of(dict.fromkeys(travelling)) if name != "document_starts"]
+
+
+def _names(side: str) -> tuple[str, str, str]:
+    return f"{side}input_ids", f"{side}attention_mask", f"{side}labels"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,14 @@ def test_what_is_fetched_ahead_is_counted_in_bytes_until_the_loop_ends(server: S
     assert data.stats().buffered_bytes == 0
 
 
+def test_only_the_tensors_that_are_asked_for_are_made(server: Server) -> None:
+    assert all(list(batch) == ["labels"] for batch in dataset(server, columns=["labels"]))
+    assert next(iter(dataset(server))).keys() == {"input_ids", "attention_mask", "labels"}
+    for wrong in ("labels", [], ["labels", "lables"], ["lengths"]):
+        with pytest.raises(SpecError, match="a list of tensors of a batch .input_ids, attention_mask, labels., not "):
+            dataset(server, columns=wrong)
+
+
 def test_two_loops_at_once_are_counted_together(server: Server) -> None:
     data = dataset(server)
     for _ in zip(data, data, strict=True):

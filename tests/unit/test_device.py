@@ -19,7 +19,7 @@ from penstock.device import CPU, Destination, OnDevice, check_device, find_desti
 from penstock.item import Item
 from penstock.place import Worker
 from penstock.prefetch import Prefetch
-from penstock.tensors import Batch, expand
+from penstock.tensors import Batch, expand, names_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -75,6 +75,16 @@ def assert_equal(found: Batch, expected: Batch) -> None:
 @given(frames())
 def test_torch_makes_of_what_travelled_what_numpy_makes(frame: wire.Frame) -> None:
     assert_equal(unpack(pack(frame, pin_memory=False)), expand(frame, pin_memory=False))
+
+
+@given(frames(), st.data())
+def test_tensors_that_are_asked_for_are_what_they_are_among_all(frame: wire.Frame, data: st.DataObject) -> None:
+    every = expand(frame, pin_memory=False)
+    assert set(names_of([*frame.tensors, *frame.texts])) == set(every)
+    columns = data.draw(st.sets(st.sampled_from(sorted(every))))
+    some = {name: every[name] for name in columns}
+    assert_equal(expand(frame, pin_memory=False, columns=columns), some)
+    assert_equal(unpack(pack(frame, pin_memory=False), columns), some)
 
 
 def test_what_waits_for_a_device_is_as_small_as_it_travelled() -> None:
