@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 OURS = "penstock_http"
 NAMES = (
     OURS,
+    "penstock_full",
     "numpy_memmap",
+    "numpy_samples",
     "litdata_tokens",
     "hf_arrow",
     "hf_streaming",
@@ -30,7 +32,7 @@ NAMES = (
     "webdataset_tar",
     "mosaicml_mds",
 )
-QUICK = (OURS, "numpy_memmap", "parquet_generator")  # those that need nothing but the product's environment
+QUICK = (OURS, "numpy_samples", "parquet_generator")  # those that need nothing but the product's environment
 
 SHUFFLE_BUFFER = 10_000  # sequences, where a peer shuffles in a buffer and its documentation names no other size
 SEED = 7

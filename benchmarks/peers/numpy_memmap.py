@@ -1,4 +1,7 @@
-"""numpy.memmap and torch's DataLoader: a file of ids on the trainer's own disk, read a batch at a time by its sampler."""
+"""numpy.memmap and torch's DataLoader: a file of ids on the trainer's own disk, read a batch at a time by its sampler.
+
+The leanest loop that torch allows; see numpy_samples for the usual one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def batches(setup: Setup) -> Iterator[torch.Tensor]:
 
 
 PEER = Peer(
-    name="numpy memmap + DataLoader",
+    name="numpy memmap + DataLoader, batches by its sampler",
     environment="product",
     packages=("numpy", "torch"),
     reads="one file of uint16",

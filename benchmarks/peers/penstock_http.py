@@ -1,9 +1,12 @@
-"""Penstock over loopback HTTP: `penstock serve` with all blocks cached, RemoteDataset, an exact shuffle of the whole epoch."""
+"""Penstock over loopback HTTP: `penstock serve` with all blocks cached, RemoteDataset, an exact shuffle of the whole epoch.
+
+It makes what all loaders here make, token ids. See penstock_full for the rest of a batch.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -24,8 +27,16 @@ def serve(corpus: Corpus, folder: Path) -> None:
     os.execv(command[0], command)  # no process between: this one's CPU time is the server's
 
 
-def batches(setup: Setup) -> Iterator[Tensor]:
-    data = RemoteDataset(setup.address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, seed=SEED, shuffle="global")
+def batches(setup: Setup, columns: Sequence[str] | None = ("input_ids",)) -> Iterator[Tensor]:
+    data = RemoteDataset(
+        setup.address,
+        "tokens",
+        batch_size=BATCH_SIZE,
+        seq_len=SEQ_LEN,
+        seed=SEED,
+        shuffle="global",
+        columns=columns,
+    )
     for epoch in count():
         data.set_epoch(epoch)
         for batch in data:
