@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -174,32 +175,31 @@ class RemoteDataset(IterableDataset[Batch]):
         this = self._progress.begin(worker)
         at = this.stretch.position
         ledger = self._book and self._book.open(replace(self.spec, offset=at.offset), at, worker)
-        feed = Feed(
-            self._source,
-            replace(self.spec, offset=at.offset),
-            at.epoch,
-            this.steps,
-            prefetch_bytes=self._prefetch_bytes,
-            destination=destination,
-            replay=self._replay,
-            columns=self._columns,
-        )
-        self._feeds.append(feed)
-        try:
-            for number, item in enumerate(feed, start=1):
-                if self._replay is None:
-                    self._progress.count(this, number)
+        with closing(ledger) if ledger else nullcontext():
+            feed = Feed(
+                self._source,
+                replace(self.spec, offset=at.offset),
+                at.epoch,
+                this.steps,
+                prefetch_bytes=self._prefetch_bytes,
+                destination=destination,
+                replay=self._replay,
+                columns=self._columns,
+            )
+            self._feeds.append(feed)
+            try:
+                for number, item in enumerate(feed, start=1):
+                    if self._replay is None:
+                        self._progress.count(this, number)
+                    if ledger:
+                        ledger.record(item.address, item.digest)
+                    yield item.batch
                 if ledger:
-                    ledger.record(item.address, item.digest)
-                yield item.batch
-            if ledger:
-                ledger.finish()
-        finally:
-            feed.close()
-            if ledger:
-                ledger.close()
-            self._feeds.remove(feed)
-            self._stats += feed.stats()
+                    ledger.finish()
+            finally:
+                feed.close()
+                self._feeds.remove(feed)
+                self._stats += feed.stats()
 
     def __repr__(self) -> str:
         rank = f"rank {self.rank} of {self.world_size}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
 from collections.abc import Container, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -21,11 +23,14 @@ from penstock.stats import Stats
 from penstock.tensors import expand
 from penstock.wire import Frame
 
+_OWN_THREADS = "penstock-"  # how the names of this package's threads begin
+
 
 class Feed:
     """Iterates over the batches of `steps`, once; or over the first `replay` of them, again and again, for as many steps.
 
-    Its connections and its thread begin here, and end with `close`. Raises what Source.frames raises.
+    Its connections and its threads begin here, and end with `close`, which an exit of the interpreter calls, too.
+    Raises what Source.frames raises.
     """
 
     def __init__(
@@ -47,20 +52,28 @@ class Feed:
         self._busy_seconds = 0.0
         self._transport = source.connect()
         self._group_bytes = min(RUN_BYTES, prefetch_bytes // 4)
-        # One thread fetches and another makes tensors, so that the server works on while this side does.
-        self._frames = Prefetch(
-            fetch_runs(self._fetch, steps[:replay], self._group_bytes),
-            nbytes=lambda frame: frame.nbytes,
-            budget_bytes=self._group_bytes,
-            interrupt=self._transport.interrupt,
-            name="penstock-fetch",
-        )
-        self._prefetch = Prefetch(
-            self._made(),
-            nbytes=lambda item: item.nbytes,
-            budget_bytes=prefetch_bytes,
-            interrupt=self._frames.close,
-        )
+        with ExitStack() as unwound:  # if no more threads may be started, or by Ctrl-C
+            unwound.callback(self._transport.close)
+            # One thread fetches and another makes tensors, so that the server works on while this side does.
+            self._frames = Prefetch(
+                fetch_runs(self._fetch, steps[:replay], self._group_bytes),
+                nbytes=lambda frame: frame.nbytes,
+                budget_bytes=self._group_bytes,
+                interrupt=self._transport.interrupt,
+                name=f"{_OWN_THREADS}fetch",
+            )
+            unwound.callback(self._frames.close)
+            self._prefetch = Prefetch(
+                self._made(),
+                nbytes=lambda item: item.nbytes,
+                budget_bytes=prefetch_bytes,
+                interrupt=self._frames.close,
+                name=f"{_OWN_THREADS}prefetch",
+            )
+            unwound.pop_all()
+        # An iterator that is still referenced is only closed when modules are taken apart. Daemon threads run no more then:
+        # who waits for one, or for a lock that it holds, waits for ever.
+        atexit.register(self._close)
 
     def __iter__(self) -> Iterator[Item]:
         for item in self._items():
@@ -93,9 +106,19 @@ class Feed:
         )
 
     def close(self) -> None:
-        """Stops the fetching and drops what is buffered. Idempotent."""
+        """Stops the fetching and drops what is buffered. Idempotent.
+
+        Python may collect an iterator that was dropped in whichever thread runs just then. One of this package cannot wait for
+        its own end, and may hold what closing needs: there another thread is given the work, and nobody waits.
+        """
+        if threading.current_thread().name.startswith(_OWN_THREADS):
+            threading.Thread(target=self._close, name=f"{_OWN_THREADS}close", daemon=True).start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
         with closing(self._transport), closing(self._prefetch):
-            pass
+            atexit.unregister(self._close)
 
     def _fetch(self, steps: range) -> list[Frame]:
         return self._source.frames(self._transport, self._spec, self._epoch, steps)

@@ -21,6 +21,7 @@ write them once a minute: a machine that goes down loses a minute at most.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -164,6 +165,7 @@ class Ledger:
             raise LedgerError(self._failure)
         self._thread = threading.Thread(target=self._sync, name="penstock-ledger", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # or a loop that is left when modules are taken apart would wait for a stopped thread
 
     @property
     def is_closed(self) -> bool:
@@ -193,8 +195,10 @@ class Ledger:
             return
         if num_lost := self._num_lost + self._pending.count(b"\n"):
             log.error("penstock: %d lines are not in the ledger %s. %s", num_lost, self._path, self._failure)
+        atexit.unregister(self.close)
         self._closing.set()
-        self._thread.join(_CLOSE_SECONDS)
+        if threading.current_thread() is not self._thread:  # in which Python may collect an iterator that was dropped
+            self._thread.join(_CLOSE_SECONDS)
 
     def _begin_again(self) -> None:
         self._append(self._begin_text, "")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
+
+from penstock.errors import PenstockError
 
 T = TypeVar("T")
 
@@ -18,6 +21,9 @@ class Prefetch(Generic[T]):
 
     `nbytes(item)` is the size of one. At most `budget_bytes` are buffered, and one group. `interrupt()` makes the `next` of
     `groups` fail that the thread is in. `wait_seconds` is how long the consumer has waited so far.
+
+    It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
+    then. There it raises PenstockError, and closing it does nothing. Once it is closed, it raises PenstockError, too.
     """
 
     def __init__(
@@ -27,7 +33,7 @@ class Prefetch(Generic[T]):
         nbytes: Callable[[T], int],
         budget_bytes: int,
         interrupt: Callable[[], None],
-        name: str = "penstock-prefetch",
+        name: str,
     ) -> None:
         self.wait_seconds = 0.0
         self._source, self._nbytes, self._interrupt = groups, nbytes, interrupt
@@ -37,6 +43,7 @@ class Prefetch(Generic[T]):
         self._groups: deque[Sequence[T]] = deque()
         self._failure: BaseException | None = None
         self._finished = self._closed = False
+        self._process = os.getpid()
         self._changed = threading.Condition()
         # A daemon: an interpreter that exits in mid-epoch must not wait for a server that is away.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -46,11 +53,19 @@ class Prefetch(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        while not self._hand:
-            self._hand.extend(self._take())
-        item = self._hand.popleft()
-        self._taken_bytes += self._nbytes(item)
-        return item
+        if os.getpid() != self._process:
+            raise PenstockError(
+                f"this iteration began in process {self._process}, and process {os.getpid()} was forked off it: the thread "
+                f"that fetches and its connections are there. Begin an iteration of its own in each process."
+            )
+        while True:
+            try:
+                item = self._hand.popleft()
+            except IndexError:  # also if another thread closes it just now
+                self._hand.extend(self._take())
+            else:
+                self._taken_bytes += self._nbytes(item)
+                return item
 
     @property
     def has_next(self) -> bool:
@@ -64,6 +79,8 @@ class Prefetch(Generic[T]):
 
     def close(self) -> None:
         """Stops the thread and drops what is buffered. Idempotent."""
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._closed = True
             self._hand.clear()
@@ -75,13 +92,14 @@ class Prefetch(Generic[T]):
 
     def _take(self) -> Sequence[T]:
         with self._changed:
-            if not self._groups and not self._finished:
-                began = time.perf_counter()
-                self._changed.wait_for(lambda: self._groups or self._finished)
-                self.wait_seconds += time.perf_counter() - began
+            began = time.perf_counter()
+            self._changed.wait_for(lambda: self._groups or self._finished or self._closed)
+            self.wait_seconds += time.perf_counter() - began
             if self._groups:
                 self._changed.notify_all()
                 return self._groups.popleft()
+        if self._closed:  # another thread did; a StopIteration would pass for the end of the epoch
+            raise PenstockError("this iteration was closed, as all are when the interpreter exits: begin another one.")
         if self._failure:
             raise self._failure
         raise StopIteration

@@ -1,17 +1,138 @@
-"""Clients that leave while the server works for them: the work is given up, and nobody else notices."""
+"""Clients that leave while the server works for them: they leave nothing behind, and there the work is given up."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pyarrow as pa
 import pytest
+from torch.utils.data import DataLoader
 
-from corpora import write_shards, write_tokenizer
+from corpora import write_numbered, write_shards, write_tokenizer
+from leftovers import held, nothing_left
+from penstock import RemoteDataset
+from penstock.feed import Feed
+from penstock.source import Source
 from serving import Server
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data_dir = tmp_path_factory.mktemp("data")
+    write_numbered(data_dir / "numbers", 3000)
+    return serve(data_dir)
+
+
+@pytest.fixture(params=["answers", "hangs"])
+def change(request: pytest.FixtureRequest, server: Server) -> Iterator[Callable[[], None]]:
+    """Has the server hang from then on, or not."""
+    yield lambda: os.kill(server.pid, signal.SIGSTOP if request.param == "hangs" else signal.SIGCONT)
+    os.kill(server.pid, signal.SIGCONT)
+
+
+def dataset(server: Server, **settings: Any) -> RemoteDataset:
+    return RemoteDataset(server.url, "numbers", batch_size=1, seq_len=8, prefetch_bytes=1, **settings)
+
+
+def train(batches: Iterator[Any]) -> None:
+    for _ in batches:
+        raise ValueError("the loss is nan")
+
+
+def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, change: Callable[[], None], tmp_path: Path) -> None:
+    with nothing_left():
+        data = dataset(server, ledger=tmp_path / "run.ledger")
+        assert held()["penstock-prefetch"] == 0
+        ahead = iter(data), iter(data), iter(dataset(server))
+        for batches in ahead:
+            next(batches)
+        threads = held()
+        assert [threads[f"penstock-{name}"] for name in ("prefetch", "watch", "ledger")] == [3, 3, 2]
+        change()
+        for _ in ahead[0]:
+            break
+        with pytest.raises(ValueError, match="loss is nan"):
+            train(ahead[1])
+        del ahead, batches
+    gc.collect()
+    assert not any(type(alive) is Feed for alive in gc.get_objects())
+
+
+def test_loader_workers_that_are_left_leave_nothing_and_nobody(server: Server) -> None:
+    with nothing_left():
+        for batches in (iter(DataLoader(dataset(server), batch_size=None, num_workers=2)),):
+            next(batches)
+            workers = [worker.pid for worker in batches._workers]  # type: ignore[attr-defined]
+        del batches
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":  # torch's, one for each worker, which it does not wait for
+                thread.join(30)
+    assert len(workers) == 2
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_an_iterator_may_be_collected_in_the_thread_that_fetches_for_it(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.batches = iter(RemoteDataset(server.url, "numbers", ledger=tmp_path / "run.ledger"))
+            self.itself = self
+
+    num_fetches, dropped, collected = 0, threading.Event(), threading.Event()
+    frames = Source.frames
+
+    def collect_and_fetch(*args: Any) -> Any:
+        nonlocal num_fetches
+        num_fetches += 1
+        if num_fetches == 2:
+            assert dropped.wait(30)
+            gc.collect()
+            collected.set()
+        return frames(*args)
+
+    monkeypatch.setattr(Source, "frames", collect_and_fetch)
+    gc.collect()
+    gc.disable()
+    try:
+        with nothing_left():
+            trainer = Trainer()
+            next(trainer.batches)
+            del trainer
+            dropped.set()
+            assert collected.wait(30)
+            for thread in threading.enumerate():
+                if thread.name == "penstock-close":
+                    thread.join(30)
+    finally:
+        gc.enable()
+
+
+def test_a_loop_for_which_no_thread_can_be_started_leaves_none(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "penstock-prefetch":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with nothing_left():
+        data = dataset(server, ledger=tmp_path / "run.ledger")
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                next(iter(data))
+        assert next(iter(data))["input_ids"].shape == (1, 8)
 
 
 @pytest.mark.parametrize("path", ["batches/0", "batches"])

@@ -113,7 +113,7 @@ def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[lis
                 raise ValueError("there is no more")
             yield [Item.of(made[step], pack(made[step], pin_memory=pin_memory))]
 
-    items = Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=1 << 18, interrupt=lambda: None)
+    items = Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=1 << 18, interrupt=lambda: None, name="ahead")
     return [expand(frame, pin_memory=False) for frame in made], items
 
 
@@ -136,7 +136,9 @@ def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
             made = frame_of({"input_ids": np.ones((1, 1), np.uint16)}, step)
             yield [Item.of(made, pack(made, pin_memory=False))]
 
-    with closing(Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=9, interrupt=gate.set)) as items:
+    with closing(
+        Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=9, interrupt=gate.set, name="ahead")
+    ) as items:
         batches = OnDevice(items, CPU)
         assert next(batches).address.step == 0
         gate.set()

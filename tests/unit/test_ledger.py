@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -348,3 +351,32 @@ def test_what_is_no_ledger_cannot_be_read(tmp_path: Path) -> None:
             read_ledger(tmp_path / name)
     with pytest.raises(LedgerError, match="none cannot be read: No such file or directory"):
         read_ledger(tmp_path / "none")
+
+
+def test_a_ledger_may_be_closed_by_its_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which Python may collect the iterator that has it."""
+    opened, fsync = threading.Event(), os.fsync
+
+    def collect(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert opened.wait(30)
+            ledger.close()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", collect)
+    before = threading.active_count()
+    ledger = open_at(tmp_path / "run.ledger")
+    opened.set()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert ledger.is_closed
+
+
+def test_a_ledger_that_was_closed_is_not_kept_until_the_interpreter_exits(tmp_path: Path) -> None:
+    ledger = open_at(tmp_path / "run.ledger")
+    ledger.close()
+    first = weakref.ref(ledger)
+    ledger = open_at(tmp_path / "run.ledger", epoch=1)
+    ledger.close()
+    gc.collect()
+    assert first() is None

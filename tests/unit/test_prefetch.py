@@ -1,16 +1,19 @@
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from penstock import PenstockError
 from penstock.prefetch import Prefetch
 
 KIB = 1 << 10
 
 
 def prefetch(groups: Iterator[list[bytes]], budget_bytes: int, gate: threading.Event | None = None) -> Prefetch[bytes]:
-    return Prefetch(groups, nbytes=len, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set)
+    return Prefetch(groups, nbytes=len, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set, name="ahead")
 
 
 def item(number: int) -> bytes:
@@ -88,7 +91,7 @@ def test_one_works_ahead_of_another() -> None:
 
     before = threading.active_count()
     first = prefetch(slow(), KIB, gate)
-    second = Prefetch(([item] for item in first), nbytes=len, budget_bytes=KIB, interrupt=first.close)
+    second = Prefetch(([item] for item in first), nbytes=len, budget_bytes=KIB, interrupt=first.close, name="second")
     assert [next(second) for _ in range(3)] == [item(number) for number in range(3)]
     second.close()
     assert threading.active_count() == before
@@ -115,3 +118,38 @@ def test_what_is_there_is_told_and_its_bytes_until_it_is_closed() -> None:
     assert (ahead.has_next, ahead.buffered_bytes) == (True, KIB)
     ahead.close()
     assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
+
+
+def test_an_iteration_that_was_closed_does_not_pass_for_one_that_ended() -> None:
+    ahead = prefetch(groups_of(1, 1, 1), 64 * KIB)
+    assert next(ahead) == item(0)
+    ahead.close()
+    with pytest.raises(PenstockError, match="was closed"):
+        next(ahead)
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
+def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_was_made() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def count(item_: bytes) -> int:  # called with the lock held when a group is handed over
+        if item_ == item(1):
+            entered.set()
+            go_on.wait(30)
+        return KIB
+
+    interrupted = threading.Event()
+    ahead = Prefetch(groups_of(1, 8), nbytes=count, budget_bytes=2 * KIB, interrupt=interrupted.set, name="ahead")
+    assert entered.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        ahead.close()
+        try:
+            next(ahead)
+        except PenstockError as error:
+            os._exit(7 if "was forked off it" in str(error) and not interrupted.is_set() else 8)
+        os._exit(9)
+    go_on.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert list(ahead) == [item(number) for number in range(9)]

@@ -118,6 +118,7 @@ def _epoch(source: Source, transport: Transport, resolved: Resolved, epoch: int)
         nbytes=lambda frame: frame.nbytes,
         budget_bytes=_PREFETCH_BYTES,
         interrupt=transport.interrupt,
+        name="penstock-fetch",
     )
     with closing(transport), closing(ahead):
         yield from ahead
