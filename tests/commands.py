@@ -9,25 +9,28 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import closing
 from pathlib import Path
+
+from forks import Fork
 
 SERVER_PACKAGES = ("penstock_server", "fastapi", "pyarrow", "starlette", "tokenizers", "uvicorn")
 
 
 def penstock(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return _run([sys.executable, "-m", "penstock.cli", *map(str, arguments)], environment)
+    """In a process that has made its imports before."""
+    with closing(Fork(*arguments, environment={**_plain_environment(), **environment})) as process:
+        status, out, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(arguments, status, out, errors)
 
 
 def penstock_without(modules: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Where these cannot be imported."""
     code = f"import sys; sys.modules |= dict.fromkeys({modules!r}); from penstock.cli import main; sys.exit(main())"
-    return _run([sys.executable, "-c", code, *arguments], {})
-
-
-def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**_plain_environment(), **environment}
-    )
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, timeout=120, check=False, env=_plain_environment(),
+    )  # fmt: skip
 
 
 def penstock_in_terminal(columns: int, *arguments: str, **environment: str) -> tuple[int, str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from forks import Fork
 from penstock import wire
 
 
@@ -19,19 +18,17 @@ class Server:
     """Serves a folder until it is stopped or killed. `start` again takes the same port."""
 
     def __init__(self, data_dir: Path, cache_dir: Path, *flags: str) -> None:
-        self._command = [sys.executable, "-m", "penstock.cli", "serve", str(data_dir), "--cache-dir", str(cache_dir), *flags]
+        self._arguments: list[str | Path] = ["serve", data_dir, "--cache-dir", cache_dir, *flags]
         self._port = 0
         self._client = httpx.Client(timeout=60)
         self.start()
 
     def start(self) -> None:
-        command = [*self._command, "--port", str(self._port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self._process.stdout
+        self._process = Fork(*self._arguments, "--port", str(self._port))
         self.greeting = ""
         while not self.greeting.endswith("Ctrl-C stops\n"):
             line = self._process.stdout.readline()
-            assert line, f"the server did not start:\n{self.greeting}{self._process.communicate()[1]}"
+            assert line, f"the server did not start:\n{self.greeting}{self._process.errors()}"
             self.greeting += line
         self.pid = self._process.pid
         [port] = re.findall(r"at http://[^:]+:(\d+)$", self.greeting, re.MULTILINE)[:1]
@@ -40,13 +37,12 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL: no chance to say goodbye."""
-        self._process.kill()
-        self._process.communicate()
+        self._process.close()
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> str:
         """Asks the server to stop; what it wrote to its log."""
         self._process.send_signal(how)
-        return self._process.communicate(timeout=20)[1]
+        return self._process.communicate(timeout=20)[2]
 
     def __enter__(self) -> Server:
         return self

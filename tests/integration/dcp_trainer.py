@@ -1,4 +1,4 @@
-"""What torchrun runs: two ranks that save model and dataset with torch.distributed.checkpoint, or load and go on."""
+"""Two ranks that save model and dataset with torch.distributed.checkpoint, or load and go on."""
 
 import json
 import os
@@ -14,7 +14,10 @@ from penstock import RemoteDataset
 
 
 def main(server: str, out: Path, part: str) -> None:
-    torch.distributed.init_process_group("gloo")
+    # They meet at a file: a port that is free now may be taken when they listen.
+    torch.distributed.init_process_group(
+        "gloo", f"file://{out / part}.store", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
     rank = torch.distributed.get_rank()
     data = RemoteDataset(server, "numbers", batch_size=4, seq_len=8)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.EmbeddingBag(1200, 2))

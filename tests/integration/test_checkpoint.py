@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from corpora import write_numbered
+from forks import Fork
 from penstock import RemoteDataset, StateMismatch
 from serving import Server
 
@@ -39,6 +40,11 @@ def dataset(server: Server, **settings: Any) -> RemoteDataset:
 
 def rows(data: RemoteDataset) -> list[int]:
     return [row for batch in data for row in batch["input_ids"][:, 0].tolist()]
+
+
+def rank_of_two(rank: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    return {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
 
 
 def test_a_dataset_is_saved_and_restored_beside_a_model(server: Server, tmp_path: Path) -> None:
@@ -69,11 +75,14 @@ def test_another_order_is_refused_by_what_differs_and_not_by_a_missing_key(serve
 def test_two_ranks_save_together_and_one_goes_on_alone(server: Server, tmp_path: Path) -> None:
     script = Path(__file__).with_name("dcp_trainer.py")
     for part in ("first", "second"):
-        subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, server.url, tmp_path,
-             part],
-            check=True, timeout=240,
-        )  # fmt: skip
+        with ExitStack() as stack:
+            ranks = [
+                stack.enter_context(closing(Fork(server.url, tmp_path, part, script=script, environment=rank_of_two(rank))))
+                for rank in (0, 1)
+            ]
+            for rank in ranks:
+                status, _, errors = rank.communicate(timeout=240)
+                assert status == 0, errors
     first, second = (
         Counter(row for rank in (0, 1) for row in json.loads((tmp_path / f"{part}-{rank}.json").read_text()))
         for part in ("first", "second")

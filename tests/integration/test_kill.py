@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -19,68 +14,17 @@ import torch
 import penstock.transport
 from corpora import write_numbered
 from penstock import RemoteDataset
+from serving import Server
 
 NUM_KILLS = int(os.environ.get("PENSTOCK_TEST_KILLS", "50"))
 NUM_ROWS = 8_000
 SEED = 11
 
 
-# Most of a start are imports. A process that has made them forks off one `penstock serve` for each line of arguments.
-_FORKS = """
-import os, signal, sys
-import penstock.cli, penstock_server.cli
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-for line in sys.stdin:
-    if os.fork() == 0:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        sys.argv[1:] = ["serve", *line.rstrip("\\n").split("\\t")]
-        print(os.getpid(), flush=True)
-        os._exit(penstock.cli.main())
-"""
-
-
-class ForkedServer:
-    """`penstock serve`, started again in a moment: always at the same port."""
-
-    def __init__(self, data_dir: Path, cache_dir: Path) -> None:
-        command = [sys.executable, "-c", _FORKS]
-        self._forks = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._arguments = [str(data_dir), "--cache-dir", str(cache_dir), "--port"]
-        self._port = "0"
-        self.start()
-
-    def start(self) -> None:
-        assert self._forks.stdin
-        assert self._forks.stdout
-        print(*self._arguments, self._port, sep="\t", file=self._forks.stdin, flush=True)
-        self._pid = int(self._forks.stdout.readline())
-        greeting = ""
-        while not greeting.endswith("Ctrl-C stops\n"):
-            line = self._forks.stdout.readline()
-            assert line, f"the server did not start:\n{greeting}"
-            greeting += line
-        [self._port] = re.findall(r"at http://[^:]+:(\d+)$", greeting, re.MULTILINE)[:1]
-        self.url = f"http://127.0.0.1:{self._port}"
-
-    def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            while True:  # until it is gone, and its port is free
-                os.kill(self._pid, 0)
-                time.sleep(0.001)
-
-    def __enter__(self) -> ForkedServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._forks.communicate()
-
-
 class Killer:
     """Kills a server so many times, each time a random while after it has come back, and starts it again."""
 
-    def __init__(self, server: ForkedServer, num_kills: int) -> None:
+    def __init__(self, server: Server, num_kills: int) -> None:
         self._server, self._num_kills, self._chance = server, num_kills, Random(SEED)
         self.num_done = 0
         self._thread = threading.Thread(target=self._run)
@@ -110,7 +54,7 @@ def test_many_kills_in_an_epoch_lose_repeat_and_change_nothing(tmp_path: Path, m
     """The loop leaves some batches for after each kill, and little is fetched ahead of it."""
     monkeypatch.setattr(penstock.transport, "_LONGEST_DELAY_SECONDS", 0.2)
     write_numbered(tmp_path / "data" / "numbers", NUM_ROWS, row_group_size=500)
-    with ForkedServer(tmp_path / "data", tmp_path / "cache") as server:
+    with Server(tmp_path / "data", tmp_path / "cache") as server:
         expected = [contents(batch) for batch in dataset(server)]
         data = dataset(server)
         seen = []
@@ -125,7 +69,7 @@ def test_many_kills_in_an_epoch_lose_repeat_and_change_nothing(tmp_path: Path, m
     assert data.stats().num_retries >= NUM_KILLS // 2
 
 
-def dataset(server: ForkedServer) -> RemoteDataset:
+def dataset(server: Server) -> RemoteDataset:
     return RemoteDataset(server.url, "numbers", batch_size=8, seq_len=8, seed=SEED, prefetch_bytes=1 << 14, retry_seconds=60)
 
 

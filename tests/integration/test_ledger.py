@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
+from commands import penstock
 from corpora import write_numbered
+from forks import Fork
 from penstock import LedgerError, RemoteDataset, SpecError
 from penstock.audit import audit
 from penstock.audit.reading import read_ledger
@@ -46,39 +46,32 @@ def dataset(server: Server, ledger: Path, *, rank: int = 0, world_size: int = 1,
 
 def audited(*arguments: str | Path) -> tuple[int, str]:
     """Exit status and output of `penstock audit`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli", "audit", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = penstock("audit", *arguments)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
 
 def train(server: Server, folder: Path, world_size: int, batch_size: int, num_steps: int, *, kill: bool) -> None:
     """All ranks for so many steps; then they end, or are killed."""
+    last = 0 if kill else num_steps
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, TRAINER, server.url, folder, *map(str, (rank, world_size, batch_size)),
-                     str(0 if kill else num_steps)],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                )
+                closing(Fork(server.url, folder, *map(str, (rank, world_size, batch_size, last)), script=TRAINER))
             )
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
         for step in range(1, num_steps + 1):
             for rank in ranks:
-                assert rank.stdout
                 assert rank.stdout.readline() == f"{step}\n"
             for rank in ranks:
                 if step == num_steps and kill:
                     rank.kill()
                     continue
-                assert rank.stdin
                 rank.stdin.write("\n")
                 rank.stdin.flush()
         for rank in ranks:
-            assert rank.wait(60) == (-9 if kill else 0)
+            assert rank.communicate(60)[0] == (-9 if kill else 0)
 
 
 def test_a_run_that_is_killed_and_resumed_under_other_world_sizes_is_proven(server: Server, tmp_path: Path) -> None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from commands import penstock
 from corpora import write_shards, write_text, write_tokenizer
+from forks import Fork
 from serving import Server
 
 
-def command(data: Path, cache: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "penstock.cli", "prepare", str(data), "--cache-dir", str(cache), *flags]
+def prepare(data: Path, cache: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return penstock("prepare", data, "--cache-dir", cache, *flags)
 
 
 def inodes(cache: Path) -> dict[str, int]:
@@ -38,7 +39,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
-    done = subprocess.run(command(data, tmp_path / "cache", "--best-fit", "256"), capture_output=True, text=True, check=True)
+    done = prepare(data, tmp_path / "cache", "--best-fit", "256")
+    assert done.returncode == 0
     assert re.search(r"long: 8,000 rows, [\d,]+ tokens, 0 bad rows", done.stdout)
     assert "80 of 80 blocks are in the cache" in done.stdout
     packed = re.findall(r"long: ([\d,]+) sequences of 256 tokens(.*), [\d.]+% of them padding", done.stdout)
@@ -59,30 +61,27 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
 def test_without_a_validation_split_there_is_one_packing(data: Path, tmp_path: Path) -> None:
     with (data / "long" / "penstock.toml").open("a") as recipe:
         recipe.write("\nvalidation = 0")
-    subprocess.run(command(data, tmp_path / "cache", "--best-fit", "256"), capture_output=True, check=True)
+    assert prepare(data, tmp_path / "cache", "--best-fit", "256").returncode == 0
     assert len(list((tmp_path / "cache").glob("*-bins-*.index"))) == 1
 
 
 def test_what_was_done_before_it_was_stopped_is_not_done_again(data: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    process = subprocess.Popen(command(data, cache), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(list(cache.glob("*.lengths"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with closing(Fork("prepare", data, "--cache-dir", cache)):
+        deadline = time.monotonic() + 60
+        while len(list(cache.glob("*.lengths"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
     before = inodes(cache)
-    subprocess.run(command(data, cache), capture_output=True, check=True)
+    assert prepare(data, cache).returncode == 0
     after = inodes(cache)
     assert len(after) == 10 + 1  # tokens of each shard, and rows
     assert {name: after[name] for name in before} == before
 
 
 def test_the_budget_holds_and_what_fits_is_kept(data: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(data, tmp_path / "cache", "--cache-bytes", "700KB"), capture_output=True, text=True, check=True
-    )
+    done = prepare(data, tmp_path / "cache", "--cache-bytes", "700KB")
+    assert done.returncode == 0
     [num_stored] = re.findall(r"long: (\d+) of 80 blocks are in the cache", done.stdout)
     assert 5 < int(num_stored) < 80
     assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.block")) <= 700_000
@@ -91,12 +90,10 @@ def test_the_budget_holds_and_what_fits_is_kept(data: Path, tmp_path: Path) -> N
 def test_bad_rows_end_it_with_their_place_and_other_datasets_are_prepared(data: Path, tmp_path: Path) -> None:
     write_text(data / "bad", ["one", "", "two"])
     (data / "bad" / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
-    done = subprocess.run(command(data, tmp_path / "cache"), capture_output=True, text=True, check=False)
+    done = prepare(data, tmp_path / "cache")
     assert done.returncode == 1
     assert "row 1 of row group 0 in part-000.parquet text is empty" in done.stderr
     assert "80 of 80 blocks are in the cache" in done.stdout
-    missing = subprocess.run(
-        command(data, tmp_path / "cache", "--dataset", "lang"), capture_output=True, text=True, check=False
-    )
+    missing = prepare(data, tmp_path / "cache", "--dataset", "lang")
     assert missing.returncode == 2
     assert "there is no dataset 'lang'. Did you mean long?" in missing.stderr
