@@ -1,8 +1,8 @@
 """What training loops are given: every batch that a RemoteDataset hands over in this process.
 
-As a script it runs an example and adds a line a batch to OUT/<rank>.jsonl:
+As a script it runs an example and adds a line a batch to OUT/<rank>.jsonl; under torchrun, unless the number of ranks is 0:
 
-    python tests/recorded.py OUT examples/train_ddp.py ARGUMENTS...
+    python tests/recorded.py RANKS OUT examples/train_ddp.py ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from forks import Fork
 from penstock import RemoteDataset
 from penstock.tensors import Batch
 
 SPEC: dict[str, Any] = {"batch_size": 16, "seq_len": 128, "seed": 7}  # that of the examples
 EXAMPLES = Path(__file__).parents[1] / "examples"
+TINIER = (16, 1, 4)  # dim, num_layers and num_heads of the examples' model, whose steps would take most of the time
 _iterate = RemoteDataset.__iter__
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 @dataclass(frozen=True)
@@ -62,29 +65,51 @@ def whole_run(url: str, num_steps: int, *, num_ranks: int = 1) -> list[Given]:
     return given
 
 
-def run_example(out: Path, name: str, *arguments: object, launcher: Sequence[str] = (sys.executable,)) -> list[Given]:
-    """Runs an example in processes of its own; what its ranks were given, in their order, one rank after the other."""
+def run_example(out: Path, name: str, *arguments: object, num_ranks: int = 0) -> list[Given]:
+    """Runs an example in processes of its own, under torchrun if the number of its ranks is given.
+
+    What its ranks were given, in their order, one rank after the other.
+    """
     out.mkdir()
-    command = [*launcher, __file__, str(out), str(EXAMPLES / name), *map(str, arguments)]
-    # One thread a rank: the machine of the tests has few cores. One step counts as little as another.
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command: list[str | Path] = [str(num_ranks), out, EXAMPLES / name, *map(str, arguments)]
+    with closing(Fork(*command, script=Path(__file__))) as process:
+        status, said, errors = process.communicate(timeout=240)
+    assert status == 0, said + errors
     return [Given(**json.loads(line)) for path in sorted(out.glob("*.jsonl")) for line in path.read_text().splitlines()]
 
 
-def main(out: Path, example: str, arguments: Sequence[str]) -> None:
+def main(out: Path, run: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> None:
     def write(given: Given) -> None:
         with (out / f"{given.rank}.jsonl").open("a") as file:
             file.write(json.dumps(asdict(given)) + "\n")
 
     RemoteDataset.__iter__ = recording(write)  # type: ignore[method-assign]
-    sys.path.insert(0, str(EXAMPLES))
-    runpy.run_path(example)["main"](arguments)
+    torch.set_num_threads(1)  # the machine of the tests has few cores, and one step counts as little as another
+    run(arguments)
+
+
+def under_torchrun(num_ranks: int, out: Path, run: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> None:
+    """As `torchrun --standalone --nproc-per-node=NUM_RANKS` does it, but that the ranks are forks."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    import_module("torch._dynamo")  # else each rank imports it for its optimizer
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, start_method="fork",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    )  # fmt: skip
+    elastic_launch(config, main)(out, run, arguments)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    ranks, folder, example, *rest = sys.argv[1:]
+    sys.path.insert(0, str(EXAMPLES))
+    from train_gpt import TinyGPT
+
+    TinyGPT.__init__.__defaults__ = TINIER
+    example_main = runpy.run_path(example)["main"]
+    if int(ranks):
+        under_torchrun(int(ranks), Path(folder), example_main, rest)
+    else:
+        main(Path(folder), example_main, rest)
     sys.stdout.flush()
     os._exit(0)  # torch's gloo now and then aborts while the interpreter goes down, after all is done

@@ -6,8 +6,9 @@ import torch
 
 from corpora import write_numbered
 from penstock import RemoteDataset
-from recorded import Given, recording
+from recorded import TINIER, Given, recording
 from serving import Server
+from train_gpt import TinyGPT
 
 NUM_ROWS = 320  # twenty steps of sixteen
 
@@ -36,6 +37,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _tinier_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyGPT.__init__, "__defaults__", TINIER)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from recorded import TORCHRUN, Given, run_example, whole_run
+from recorded import Given, run_example, whole_run
 
 LIBRARY = "accelerate"
 
@@ -13,8 +13,7 @@ def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch
     given: list[Given] = []
     for steps in (4, 13):
         arguments = [url, "numbers", "--steps", steps, "--checkpoint", tmp_path / "checkpoint"]
-        launcher = [*TORCHRUN, "--nproc-per-node=2"]
-        given += run_example(tmp_path / str(steps), "train_accelerate.py", *arguments, launcher=launcher)
+        given += run_example(tmp_path / str(steps), "train_accelerate.py", *arguments, num_ranks=2)
 
     assert sorted(given, key=lambda batch: batch.rank) == whole_run(url, 13, num_ranks=2)
 

@@ -3,15 +3,14 @@
 from collections import Counter
 from pathlib import Path
 
-from recorded import TORCHRUN, Given, run_example, whole_run
+from recorded import Given, run_example, whole_run
 
 
 def test_two_ranks_share_every_epoch_and_go_on_in_its_middle_also_as_one(url: str, tmp_path: Path) -> None:
     given: dict[int, list[Given]] = {1: [], 2: []}
     for steps, num_ranks in ((4, 2), (17, 2), (23, 1)):
         arguments = [url, "numbers", "--steps", steps, "--checkpoint", tmp_path / "gpt.pt"]
-        launcher = [*TORCHRUN, f"--nproc-per-node={num_ranks}"]
-        given[num_ranks] += run_example(tmp_path / str(steps), "train_ddp.py", *arguments, launcher=launcher)
+        given[num_ranks] += run_example(tmp_path / str(steps), "train_ddp.py", *arguments, num_ranks=num_ranks)
 
     two = sorted(given[2], key=lambda batch: batch.rank)  # stable: each rank's in their order
     assert two == whole_run(url, 17, num_ranks=2)
@@ -21,8 +20,7 @@ def test_two_ranks_share_every_epoch_and_go_on_in_its_middle_also_as_one(url: st
 
 
 def test_tensor_parallel_peers_are_given_the_same_batches(url: str, tmp_path: Path) -> None:
-    launcher = [*TORCHRUN, "--nproc-per-node=4"]
-    given = run_example(tmp_path / "out", "train_tensor_parallel.py", url, "numbers", "--steps", 3, launcher=launcher)
+    given = run_example(tmp_path / "out", "train_tensor_parallel.py", url, "numbers", "--steps", 3, num_ranks=4)
 
     # Ranks 0 and 1 of the data dimension, each in two processes that write into one file, at the same pace.
     expected = [batch for batch in whole_run(url, 3, num_ranks=2) for _ in range(2)]

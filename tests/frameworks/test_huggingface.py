@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock import RemoteDataset, SpecError, StateMismatch
-from recorded import SPEC, TORCHRUN, Given, run_example, whole_run
+from recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "transformers"
 
@@ -57,10 +57,9 @@ def test_every_checkpoint_resumes_with_the_same_losses(
 
 def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch(url: str, tmp_path: Path) -> None:
     arguments = [url, "numbers", "--out", tmp_path / "out", "--save-steps", 6, "--epochs"]
-    launcher = [*TORCHRUN, "--nproc-per-node=2"]
-    first = run_example(tmp_path / "1", "train_huggingface.py", *arguments, 1, launcher=launcher)
+    first = run_example(tmp_path / "1", "train_huggingface.py", *arguments, 1, num_ranks=2)
     shutil.rmtree(tmp_path / "out" / "checkpoint-10")
-    again = run_example(tmp_path / "2", "train_huggingface.py", *arguments, 1, launcher=launcher)
+    again = run_example(tmp_path / "2", "train_huggingface.py", *arguments, 1, num_ranks=2)
 
     assert first == whole_run(url, 10, num_ranks=2)
     assert again == first[6:10] + first[16:]

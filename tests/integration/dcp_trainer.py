@@ -14,6 +14,7 @@ from penstock import RemoteDataset
 
 
 def main(server: str, out: Path, part: str) -> None:
+    torch.set_num_threads(1)
     # They meet at a file: a port that is free now may be taken when they listen.
     torch.distributed.init_process_group(
         "gloo", f"file://{out / part}.store", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
