@@ -74,8 +74,9 @@ def test_long_documents_are_packed_without_a_token_lost(server: Server, spec: di
 def test_languages_mix_by_their_weights(server: Server) -> None:
     data = RemoteDataset(server.url, "gsm8k", mix={"gsm8k": 1, "tangshi": 3}, batch_size=8, seq_len=64, seed=3)
     assert len(data) == 8000 * 4 // 3 // 8  # tangshi, with three of four, is used up first
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
     for batch, _ in zip(data, range(20), strict=False):
-        texts = [Tokenizer.from_file(str(TOKENIZER)).decode(ids) for ids in batch["input_ids"].tolist()]
+        texts = [tokenizer.decode(ids) for ids in batch["input_ids"].tolist()]
         assert sum(any("\u4e00" <= character <= "\u9fff" for character in text) for text in texts) == 6
 
 
