@@ -28,8 +28,10 @@ $(FRAMEWORKS): $(INSTALLED)
 demo: install  ## train a tiny GPT on a generated corpus, kill the server and the trainer in mid-run (two minutes)
 	$(BIN)/python examples/demo.py
 
+# In the order of the folders, the slow ones first: by default the files of few tests come last, though they take longest, and a
+# worker is left alone with them. Bytecode is kept, or else each of some hundred processes would compile anew what it imports.
 test: $(FRAMEWORKS)  ## the whole test suite, training frameworks included; what needs a Docker engine is skipped where there is none
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: install  ## ruff and mypy --strict
 	$(BIN)/ruff check .
