@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pyarrow.parquet as pq
 import pytest
 
@@ -106,18 +107,19 @@ def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Cal
     assert penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1MB").stderr == ""
 
 
-def test_a_server_that_is_told_to_stop_stops_without_a_word(serve: Callable[..., Server], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path: Path, how: signal.Signals) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)
-    with serve(tmp_path / "data") as server:
-        server.json("/readyz")
-        assert server.stop() == ""
-
-
-def test_ctrl_c_stops_a_server_without_a_traceback(serve: Callable[..., Server], tmp_path: Path) -> None:
-    write_numbered(tmp_path / "data" / "numbers", 9)
-    with serve(tmp_path / "data") as server:
-        server.json("/readyz")
-        assert server.stop(signal.SIGINT) == ""
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        first = process.stdout.readline()
+        while not process.stdout.readline().endswith("Ctrl-C stops\n"):
+            assert process.poll() is None
+        [url] = re.findall(r" at (http://\S+)$", first)
+        assert httpx.get(f"{url}/readyz").json()["status"] == "ready"
+        process.send_signal(how)
+        assert process.communicate(timeout=20)[1] == ""
 
 
 def test_the_curl_line_works_for_any_name_and_address(serve: Callable[..., Server], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import penstock
 from corpora import write_tokenizer
 from importing import read_back, shards_in
 from penstock import RemoteDataset
@@ -29,8 +30,8 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "penstock.cli", "import", *map(str, arguments)]
 
 
-def run(*arguments: str | Path, limit: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit)
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return penstock("import", *arguments)
 
 
 def stories(path: Path, num_rows: int, words: int = 20) -> Path:
@@ -134,7 +135,10 @@ def test_a_disk_that_takes_no_more_is_told_in_a_line(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
 
-    done = run(stories(tmp_path / "x.jsonl", 20_000), tmp_path / "out", limit=limit)
+    path = stories(tmp_path / "x.jsonl", 20_000)
+    done = subprocess.run(
+        command(path, tmp_path / "out"), capture_output=True, text=True, timeout=120, check=False, preexec_fn=limit
+    )
     assert done.returncode == 2
     assert done.stderr.startswith(f"penstock import: {tmp_path / 'out'} cannot be written: File too large. Nothing was changed")
     assert done.stderr.count("\n") == 1
