@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Server:
     def stop(self, how: signal.Signals = signal.SIGTERM) -> str:
         """Asks the server to stop; what it wrote to its log."""
         self._process.send_signal(how)
-        return self._process.communicate(timeout=20)[2]
+        with closing(self._process):
+            return self._process.communicate(timeout=20)[2]
 
     def __enter__(self) -> Server:
         return self
