@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from penstock_server.counts.turn import turn
 from penstock_server.geometry.best_fit import Bins
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.geometry.packing import Spans
@@ -91,10 +92,11 @@ class BestFit:
 def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:
     """The bins that were stored, else those that `pack` gives pool by pool, stored; if they cannot be, they stay in memory."""
     load = partial(read_sealed, path, partial(_parse, num_pools))
-    if found := load():
-        return found
-    write_sealed(path, _pieces(pack()), "it is held in memory, and packed again after a restart")
-    return load() or PackedPools.of(pack())
+    with turn(path):
+        if found := load():
+            return found
+        write_sealed(path, _pieces(pack()), "it is held in memory, and packed again after a restart")
+        return load() or PackedPools.of(pack())
 
 
 def _pieces(pools: Iterable[Bins]) -> Iterator[bytes]:

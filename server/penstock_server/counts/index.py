@@ -22,6 +22,7 @@ import numpy as np
 from penstock_server.counts.bins import PackedPools, keep_bins
 from penstock_server.counts.counting import Counting
 from penstock_server.counts.lengths import SUFFIX, RowLengths, count_lengths, lengths_files
+from penstock_server.counts.turn import turn
 from penstock_server.geometry.best_fit import Bins, pack
 from penstock_server.geometry.order import IntArray
 from penstock_server.geometry.packing import SplitRows
@@ -123,11 +124,12 @@ class Index:
         def parse(body: memoryview) -> IntArray | None:
             return np.frombuffer(body, "<i8").astype(np.int64).reshape(2, -1) if len(body) == size else None
 
-        rows = read_sealed(path, parse)
-        if rows is None:
-            rows = self._read_rows(advance)
-            write_sealed(path, [rows.astype("<i8").tobytes()], "it is counted again after a restart")
-        return rows
+        with turn(path):
+            rows = read_sealed(path, parse)
+            if rows is None:
+                rows = self._read_rows(advance)
+                write_sealed(path, [rows.astype("<i8").tobytes()], "it is counted again after a restart")
+            return rows
 
     def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
         if self.lengths.is_ready:

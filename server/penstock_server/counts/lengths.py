@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock_server.counts.turn import turn
 from penstock_server.geometry.order import IntArray, starts_of
 from penstock_server.recipes.encode import is_validation
 from penstock_server.sealed import read_sealed, write_sealed
@@ -79,14 +80,9 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Cal
     shards = []
     for number, path in enumerate(lengths_files(snapshot, blocks, folder)):
         indices = snapshot.blocks_of_shard(number)
-        load = partial(read_sealed, path, partial(_parse, len(indices)))
-        shard = load()
-        if shard is None:
-            num_rows, words = _count(blocks, indices, snapshot.recipe.validation, advance)
-            pieces = num_rows.astype("<i8").tobytes(), words.astype("<u4").tobytes()
-            write_sealed(path, pieces, "it is counted again after a restart")
-            shard = load() or _ShardLengths(starts_of(num_rows), words)
-        shards.append(shard)
+        with turn(path):
+            shard = read_sealed(path, partial(_parse, len(indices)))
+            shards.append(shard or _count_shard(snapshot, blocks, number, path, advance))
         advance(indices.stop)
     return RowLengths(snapshot.first_block_of_shard, shards)
 
@@ -95,6 +91,15 @@ def lengths_files(snapshot: Snapshot, blocks: Blocks, folder: Path) -> Iterator[
     """Where the lengths of each shard's rows are, or will be."""
     for shard in range(len(snapshot.shards)):
         yield folder / f"{blocks.identity_of_shard(shard)}{SUFFIX}"
+
+
+def _count_shard(snapshot: Snapshot, blocks: Blocks, shard: int, path: Path, advance: Callable[[int], None]) -> _ShardLengths:
+    """The lengths of a shard's rows, stored, and mapped if they could be."""
+    indices = snapshot.blocks_of_shard(shard)
+    num_rows, words = _count(blocks, indices, snapshot.recipe.validation, advance)
+    pieces = num_rows.astype("<i8").tobytes(), words.astype("<u4").tobytes()
+    write_sealed(path, pieces, "it is counted again after a restart")
+    return read_sealed(path, partial(_parse, len(indices))) or _ShardLengths(starts_of(num_rows), words)
 
 
 def _count(

@@ -1,0 +1,62 @@
+"""Of several processes one at a time counts the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from penstock_server.counts.turn import turn
+
+_OTHER = """
+import sys
+from pathlib import Path
+from penstock_server.counts.turn import turn
+print("asks", flush=True)
+with turn(Path(sys.argv[1])):
+    print("has its turn", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def other(path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _OTHER, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "asks\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    assert process.stdin
+    assert process.stdout
+    with process, process.stdin, process.stdout:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return process.stdout.read()
+
+
+def test_what_another_process_makes_is_waited_for_and_anything_else_is_not(tmp_path: Path) -> None:
+    with turn(tmp_path / "a"):
+        waits, goes = other(tmp_path / "a"), other(tmp_path / "b")
+        assert goes.stdout
+        assert goes.stdout.readline() == "has its turn\n"
+        assert waits.poll() is None
+        end(goes)
+        assert waits.poll() is None
+    assert end(waits) == "has its turn\n"
+
+
+def test_a_process_that_is_killed_in_its_turn_gives_it_up(tmp_path: Path) -> None:
+    killed = other(tmp_path / "a")
+    assert killed.stdout
+    assert killed.stdout.readline() == "has its turn\n"
+    waits = other(tmp_path / "a")
+    killed.kill()
+    killed.communicate()
+    assert end(waits) == "has its turn\n"
+
+
+def test_without_a_folder_for_locks_nobody_waits(tmp_path: Path) -> None:
+    with turn(tmp_path / "missing" / "a"):
+        assert end(other(tmp_path / "missing" / "a")) == "has its turn\n"
