@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from penstock.spec import Spec
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
+from penstock_server.problems import SnapshotGone
 from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.cache import CacheFolder
@@ -147,6 +149,40 @@ def test_a_damaged_record_is_no_record(folder: Path, open_all: Callable[[], Cata
     [older] = [p for p in (tmp_path / "cache" / "notes").glob("*/*.snapshot") if p.stem != latest]
     older.write_bytes(older.read_bytes()[:-1])
     assert [record.fingerprint for record in open_all()["d"].held.snapshots] == [latest]
+
+
+def test_servers_of_one_cache_folder_agree_on_the_latest_snapshot_before_each_has_looked(
+    open_all: Callable[[], Catalog], folder: Path
+) -> None:
+    first, second, third = open_all(), open_all(), open_all()
+    before = first.plan("d", Spec(batch_size=1)).snapshot
+    write_shard(folder, 10, 0)
+    after = first.refresh("d").snapshot
+    assert second.plan("d", Spec(batch_size=1)).snapshot == after
+    assert third.plan("d", Spec(batch_size=1, snapshot=after)).snapshot == after
+    assert {catalog.plan("d", Spec(batch_size=1, snapshot=before)).snapshot for catalog in (first, second, third)} == {before}
+    assert first.poll() == second.poll()
+    assert second.plan("d", Spec(batch_size=1)).snapshot == after
+
+
+def test_who_catches_up_takes_in_nothing_that_no_server_has_taken_in(open_all: Callable[[], Catalog], folder: Path) -> None:
+    first, second = open_all(), open_all()
+    write_shard(folder, 10, 0)
+    after = first.refresh("d").snapshot
+    (folder / "part-11.parquet").write_bytes(b"half of a")
+    write_shard(folder, 12, 0)
+    assert second.plan("d", Spec(batch_size=1)).snapshot == after
+
+
+def test_who_cannot_catch_up_serves_on(open_all: Callable[[], Catalog], folder: Path) -> None:
+    first, second = open_all(), open_all()
+    before = second.plan("d", Spec(batch_size=1)).snapshot
+    write_shard(folder, 10, 0)
+    after = first.refresh("d").snapshot
+    (folder / "part-10.parquet").unlink()
+    assert second.plan("d", Spec(batch_size=1)).snapshot == before
+    with pytest.raises(SnapshotGone, match="is not on this server|is gone"):
+        second.plan("d", Spec(batch_size=1, snapshot=after))
 
 
 def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(

@@ -22,6 +22,7 @@ from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.storage.store import BlockStore
 
+_CATCH_UP_SECONDS = 5.0  # that a request waits for a look at the folders that is under way
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
@@ -186,7 +187,7 @@ class Catalog:
             raise SnapshotGone(
                 f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
             )
-        found = [self[own].served(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
+        found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
         if spec.mix_stop and not mix:
             raise BadParameter(
                 f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is none: give a mix."
@@ -201,6 +202,17 @@ class Catalog:
             mix_stop=(spec.mix_stop or "first") if mix else None,
         )
         return make_plan(name, members, resolved)
+
+    def _served(self, name: str, fingerprint: str | None) -> Served:
+        dataset = self[name]
+        # Of several processes at one address each finds new data for itself: without this the ranks of one run could begin on
+        # two snapshots, and one that began on the new one be told that it is gone.
+        if dataset.is_behind(fingerprint) and self._looking.acquire(timeout=_CATCH_UP_SECONDS):
+            try:
+                dataset.catch_up()
+            finally:
+                self._looking.release()
+        return dataset.served(fingerprint)
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:

@@ -15,7 +15,7 @@ from penstock_server.counts.index import Index
 from penstock_server.datasets.held import Held, Served
 from penstock_server.datasets.history import History
 from penstock_server.problems import DatasetRefused
-from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, look
+from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, list_folder, look
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import open_notes
 from penstock_server.snapshots.shard import Date
@@ -110,6 +110,31 @@ class Dataset:
         Raises DatasetRefused: it cannot be opened as it is; what was served is served on.
         """
         return self._take_in(look(self.folder, shards, self._tokenizer), settled=False)
+
+    def is_behind(self, fingerprint: str | None) -> bool:
+        """Whether another server may have a snapshot that is unknown here: one of this name, or, for None, a later one."""
+        held = self._held
+        return held.latest is not None and (fingerprint is None or fingerprint not in held.records)
+
+    def catch_up(self) -> None:
+        """Takes in the snapshot that a server with the same cache folder took in last, if the folder still has its shards.
+
+        Of what else is in the folder nothing is looked at: it may be half written.
+        """
+        held, records = self._held, self._history.records()
+        if held.latest is None or not records or records[0].fingerprint == held.latest.snapshot.fingerprint:
+            return
+        try:
+            there = list_folder(self.folder).shards
+            dates = {name: there[name] for name, _, _ in records[0].shards}
+            sight = look(self.folder, dates, self._tokenizer)
+            reading = self._read_folder(sight, settled=False)
+            latest = self._latest_of(reading)
+        except (OSError, KeyError, DatasetRefused):  # the folder has changed since, which the next look at it will tell
+            return
+        if latest.snapshot.fingerprint == records[0].fingerprint:
+            kept = {name: shard for name, shard in held.shards.items() if name in there}
+            self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
 
     def fail(self, reason: str) -> None:
         """The folder cannot be looked at; what was served is served on."""
