@@ -40,6 +40,12 @@ class Server:
         """SIGKILL: no chance to say goodbye."""
         self._process.close()
 
+    def children(self) -> list[int]:
+        """The processes that serve, where `--processes` asked for several; Linux alone tells."""
+        found = [Path(task / "children").read_text().split() for task in Path(f"/proc/{self.pid}/task").iterdir()]
+        pids = [int(pid) for some in found for pid in some]
+        return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def stop(self, how: signal.Signals = signal.SIGTERM) -> str:
         """Asks the server to stop; what it wrote to its log."""
         self._process.send_signal(how)

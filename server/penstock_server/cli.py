@@ -32,6 +32,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="most that responses hold in memory, such as 2GB (default: a quarter of the memory)",
     )
+    serve.add_argument(
+        "--processes", metavar="N", help="processes that serve the port, for machines of many cores (default: 1)"
+    )
     serve.add_argument("--poll-seconds", metavar="N", help="look for new data this often (default: 30; 0 for never)")
     serve.set_defaults(run=_serve)
 
@@ -100,10 +103,18 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from penstock_server.serve import serve
+    from penstock_server.listening import bind
 
     try:
-        serve(Settings.read(vars(arguments), os.environ))
+        settings = Settings.read(vars(arguments), os.environ)
+        with bind(settings) as listener:
+            if settings.processes > 1:
+                from penstock_server.processes import serve_with_several
+
+                return serve_with_several(settings, listener)
+            from penstock_server.serve import run
+
+            run(settings, listener)
     except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from urllib.parse import quote
 
@@ -19,6 +19,7 @@ from penstock_server.datasets.describe import describe_tight_cache
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
+from penstock_server.listening import listen
 from penstock_server.settings import Settings, SettingsError
 from penstock_server.stalled import STALLED_SECONDS, cut_stalled
 from penstock_server.storage.cache import CacheFolder
@@ -27,18 +28,25 @@ from penstock_server.storage.store import BlockStore
 _LOCAL = ("127.0.0.1", "0.0.0.0", "::1", "::")
 
 
-def serve(settings: Settings) -> None:
-    """Serves until a signal says stop. Raises SettingsError, DatasetRefused: it cannot begin."""
-    store = BlockStore(open_cache(settings))
+def run(
+    settings: Settings, listener: socket.socket, *, greet: bool = True, begin: Callable[[int], None] = lambda _: None
+) -> None:
+    """Serves until a signal says stop, as one of so many processes as the settings say.
+
+    `begin` is called once it can, with the budget of the cache. Raises SettingsError, DatasetRefused: it cannot.
+    """
+    store = BlockStore(open_cache(settings), settings.num_decoders)
     catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
-    with listen(settings) as listener:
+    listen(listener, settings)
+    if greet:
         warn("serve", store.cache, catalog.datasets.values())
         print(_greeting(catalog, settings, listener))
         sys.stdout.flush()
-        app = create_app(catalog, InFlight(settings.most_inflight_bytes))
-        with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
-            Server(app).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
-        store.close()
+    begin(store.cache.configured_bytes)
+    app = create_app(catalog, InFlight(settings.most_inflight_bytes))
+    with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
+        Server(app).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
+    store.close()
 
 
 class Server(uvicorn.Server):
@@ -73,18 +81,6 @@ def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None
     """Tells where the cache has no room for what these datasets need at a time."""
     if warning := describe_tight_cache(cache.budget_bytes, datasets):
         print(f"penstock {command}: {warning}", file=sys.stderr)
-
-
-def listen(settings: Settings) -> socket.socket:
-    """A socket that listens where the settings say. Raises SettingsError: it cannot."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
-    except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port, or stop what "
-            f"listens there."
-        ) from error
 
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock_server.memory import memory_bytes
 
+_MOST_PROCESSES = 256
 _INFLIGHT_SHARE = 4  # the rest is for what is decoded, for counts, and for the kernel to keep files in
 
 
@@ -29,6 +30,7 @@ class Settings:
 
     cache_bytes     budget of the cache folder; None is half of what is free on its disk
     inflight_bytes  budget of what responses have in memory until they are read; None is a quarter of the memory
+    processes       that serve; each has its share of the bytes in flight
     poll_seconds    how often to look for changes in the data folder; 0 is never
     """
 
@@ -39,6 +41,7 @@ class Settings:
     inflight_bytes: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    processes: int = 1
     poll_seconds: float = 30.0
 
     @classmethod
@@ -63,6 +66,10 @@ class Settings:
             values[name] = byte_count(values[name])
             if values[name] is None:
                 problems.append(f"{name} must be a number such as 500000000 or 200GB, not {given[name]!r}")
+        if "processes" in values:
+            values["processes"] = _number(values["processes"], {"": 1})
+            if not 1 <= (values["processes"] or 0) <= _MOST_PROCESSES:
+                problems.append(f"processes must be a whole number from 1 to {_MOST_PROCESSES}, not {given['processes']!r}")
         if "poll_seconds" in values:
             values["poll_seconds"] = _seconds(values["poll_seconds"])
             if values["poll_seconds"] is None:
@@ -73,8 +80,14 @@ class Settings:
 
     @property
     def most_inflight_bytes(self) -> int:
-        """The budget of bytes in flight, by what is set or by the memory that there is."""
-        return memory_bytes() // _INFLIGHT_SHARE if self.inflight_bytes is None else self.inflight_bytes
+        """The budget of bytes in flight of one process, by what is set or by the memory that there is."""
+        total = memory_bytes() // _INFLIGHT_SHARE if self.inflight_bytes is None else self.inflight_bytes
+        return total // self.processes
+
+    @property
+    def num_decoders(self) -> int:
+        """Threads of one process that decode."""
+        return max(1, (os.cpu_count() or 1) // self.processes)
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -84,4 +84,5 @@ def test_the_memory_of_a_container_counts_not_that_of_its_machine(
 def test_the_budget_is_what_was_set_or_a_quarter_of_the_memory() -> None:
     assert Settings.read({"data_dir": "d", "inflight_bytes": "2GB"}, {}).most_inflight_bytes == 2 * 10**9
     assert Settings.read({"data_dir": "d", "inflight_bytes": "0"}, {}).most_inflight_bytes == 0
+    assert Settings.read({"data_dir": "d", "inflight_bytes": "2GB", "processes": "4"}, {}).most_inflight_bytes == 5 * 10**8
     assert Settings.read({"data_dir": "d"}, {}).most_inflight_bytes == memory_bytes() // 4

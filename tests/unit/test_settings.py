@@ -31,6 +31,8 @@ def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> 
         ({"data_dir": "d", "port": "70000"}, "port must be a whole number"),
         ({"data_dir": "d", "cache_bytes": "a lot"}, "cache_bytes must be a number such as 500000000 or 200GB"),
         ({"data_dir": "d", "inflight_bytes": "-1"}, "inflight_bytes must be a number such as 500000000 or 200GB, not '-1'"),
+        ({"data_dir": "d", "processes": "0"}, "processes must be a whole number from 1 to 256, not '0'"),
+        ({"data_dir": "d", "processes": "all"}, "processes must be a whole number"),
         ({"data_dir": "d", "poll_seconds": "often"}, "poll_seconds must be a number such as 30, or 0 for never, not 'often'"),
         ({"data_dir": "d", "poll_seconds": "-1"}, "poll_seconds must be a number"),
         ({"data_dir": "d", "poll_seconds": "nan"}, "poll_seconds must be a number"),

@@ -44,10 +44,10 @@ class BlockStore:
     side; pyarrow and `tokenizers` release the GIL.
     """
 
-    def __init__(self, cache: CacheFolder) -> None:
+    def __init__(self, cache: CacheFolder, num_threads: int | None = None) -> None:
         self.cache = cache
         self.ahead = ReadAhead()
-        self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
+        self._threads = ThreadPoolExecutor(num_threads or os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._checked_at = time.monotonic()

@@ -1,0 +1,39 @@
+"""The socket of a server: bound at once, so that a port in use is told, and open to connections once they can be served."""
+
+from __future__ import annotations
+
+import socket
+
+from penstock_server.settings import Settings, SettingsError
+
+_BACKLOG = 2048
+
+
+def bind(settings: Settings) -> socket.socket:
+    """A socket that is bound where the settings say. Raises SettingsError: it cannot be."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    made = socket.socket(family)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((settings.host, settings.port))
+    except OSError as error:
+        made.close()
+        raise _refusal(settings, error) from error
+    return made
+
+
+def listen(listener: socket.socket, settings: Settings) -> None:
+    """Lets connections in. Until then they are refused, so that clients go elsewhere. Raises SettingsError: it cannot."""
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:  # two that begin at a time can both bind a port
+        raise _refusal(settings, error) from error
+
+
+def _refusal(settings: Settings, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port, or stop what listens "
+        f"there."
+    )

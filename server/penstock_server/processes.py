@@ -1,0 +1,141 @@
+"""Several processes that serve one port: this one opens the socket and watches over the others, each with a catalog of its own.
+
+They accept from one socket, so that connections which wait when a process dies are taken by another. This process imports
+nothing that is large.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+
+from penstock_server.problems import DatasetRefused
+from penstock_server.settings import Settings, SettingsError
+
+log = logging.getLogger("penstock.processes")
+
+_GRACE_SECONDS = 6.0  # for what is being sent; a process itself gives up after three
+_STEADY_SECONDS = 30.0  # a process that lived for so long is replaced at once
+_LONGEST_DELAY_SECONDS = 16.0
+
+# A fork would take over the threads and locks of pyarrow and tokenizers in whatever state they are.
+_context = multiprocessing.get_context("spawn")
+
+
+def serve_with_several(settings: Settings, listener: socket.socket) -> int:
+    """Serves until a signal says stop. The exit status, which is not 0 if no process can begin."""
+    with _stop_signals() as stop:
+        began, begins = _context.Pipe(duplex=False)
+        first = _Child.start(settings, listener, begins)  # alone, so that footers are read once, and faults told once
+        begins.close()
+        children = [first]
+        try:
+            if stop in wait([began, stop]):
+                return 0
+            try:
+                settings = replace(settings, cache_bytes=began.recv())
+            except EOFError:
+                first.process.join()
+                return first.process.exitcode or 1
+            children += [_Child.start(settings, listener) for _ in range(settings.processes - 1)]
+            while stop not in wait([stop, *(child.process.sentinel for child in children)]):
+                children[:] = [
+                    child if child.process.is_alive() else child.replace(settings, listener, stop) for child in children
+                ]
+            return 0
+        finally:
+            _end(children)
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A process that serves; the one that comes after it is started `delay_seconds` after it died, if that was soon."""
+
+    process: SpawnProcess
+    started_at: float
+    delay_seconds: float = 0.5
+
+    @staticmethod
+    def start(settings: Settings, listener: socket.socket, begins: Connection | None = None) -> _Child:
+        process = _context.Process(target=_serve, args=(settings, listener, begins), name="penstock-serve", daemon=True)
+        process.start()
+        return _Child(process, time.monotonic())
+
+    def replace(self, settings: Settings, listener: socket.socket, stop: socket.socket) -> _Child:
+        """Another in the place of one that died."""
+        lived = time.monotonic() - self.started_at
+        delay = 0.0 if lived > _STEADY_SECONDS else self.delay_seconds
+        log.warning(
+            "server process %d ended with %s; another takes its place%s",
+            self.process.pid,
+            self.process.exitcode,
+            f" in {delay:g} seconds" if delay else "",
+        )
+        wait([stop], delay)
+        another = _Child.start(settings, listener)
+        return replace(another, delay_seconds=min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else 0.5)
+
+
+def _end(children: list[_Child]) -> None:
+    for child in children:
+        child.process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for child in children:
+        child.process.join(max(0.0, deadline - time.monotonic()))
+        child.process.kill()
+        child.process.join()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[socket.socket]:
+    """A socket that something comes from once this process is told to stop."""
+    stop, told = socket.socketpair()
+    with stop, told:
+        told.setblocking(False)
+
+        def tell(*_: object) -> None:
+            with suppress(BlockingIOError):
+                told.send(b"!")
+
+        before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield stop
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _serve(settings: Settings, listener: socket.socket, begins: Connection | None) -> None:
+    """What a process does: it serves until it is told to stop, or its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who watches over this one tells it to stop
+    threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
+    from penstock_server.serve import run
+
+    def begin(cache_bytes: int) -> None:
+        if begins:
+            begins.send(cache_bytes)
+            begins.close()
+
+    try:
+        run(settings, listener, greet=begins is not None, begin=begin)
+    except (SettingsError, DatasetRefused) as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    wait([parent.sentinel])
+    os._exit(1)  # at once: the port must be free for who takes the parent's place

@@ -1,0 +1,147 @@
+"""`penstock serve --processes`: several processes on one port are one server, whatever becomes of each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from corpora import write_numbered
+from penstock import RemoteDataset
+from serving import Server
+
+NUM_ROWS = 480
+BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_numbered(folder / "numbers", NUM_ROWS)
+    return folder
+
+
+def dataset(server: Server, rank: int = 0, world_size: int = 1) -> RemoteDataset:
+    return RemoteDataset(
+        server.url, "numbers", batch_size=5, seq_len=8, rank=rank, world_size=world_size, prefetch_bytes=1 << 12
+    )
+
+
+def contents(batch: dict[str, torch.Tensor]) -> bytes:
+    return batch["input_ids"].numpy().tobytes() + batch["labels"].numpy().tobytes()
+
+
+def latest(server: Server) -> str:
+    """The latest snapshot, asked for on a connection of its own."""
+    snapshot: str = httpx.get(f"{server.url}/v1/datasets/numbers/spec", timeout=60).json()["snapshot"]
+    return snapshot
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Meanwhile another process must answer."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(server: Server, number: int) -> list[int]:
+    """Of so many, once they are there."""
+    wait_for(lambda: len(server.children()) == number)
+    return server.children()
+
+
+@linux
+def test_a_process_that_is_killed_in_mid_epoch_changes_nothing_and_is_replaced(
+    serve: Callable[..., Server], data: Path
+) -> None:
+    with serve(data, "--processes", "2") as server:
+        assert server.greeting.count("numbers: ") == 1
+        before = children(server, 2)
+        expected = [contents(batch) for batch in dataset(server)]
+        run, seen = dataset(server), list[bytes]()
+        for number, batch in enumerate(run):
+            seen.append(contents(batch))
+            if number == 20:
+                os.kill(before[0], signal.SIGKILL)
+            if number == 60:  # so that none is left until another has begun
+                wait_for(lambda: before[0] not in server.children())
+                os.kill(before[1], signal.SIGKILL)
+        assert seen == expected
+        wait_for(lambda: len(server.children()) == 2 and not set(before) & set(server.children()))
+        log = server.stop()
+        assert f"server process {before[0]} ended with -9; another takes its place" in log
+        assert f"server process {before[1]} ended with -9" in log
+
+
+@linux
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_one_that_was_started(serve: Callable[..., Server], data: Path, how: signal.Signals) -> None:
+    with serve(data, "--processes", "3") as server:
+        pids = children(server, 3)
+        assert server.stop(how) == ""
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        if how == signal.SIGKILL:
+            server.start()  # on the same port
+            assert len(server.frames(BATCHES)) == NUM_ROWS // 8
+
+
+@linux
+def test_new_data_is_the_latest_whichever_process_answers(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "numbers", NUM_ROWS)
+    with serve(tmp_path, "--processes", "2", "--poll-seconds", "0") as server:
+        one, other = children(server, 2)
+        with stopped(one):
+            before = latest(server)  # the other answers, so it has begun
+        with stopped(other):
+            write_numbered(tmp_path / "numbers" / "_more", 10, num_shards=1)
+            (tmp_path / "numbers" / "_more" / "part-000.parquet").rename(tmp_path / "numbers" / "part-900.parquet")
+            after = httpx.post(f"{server.url}/v1/datasets/numbers/refresh", timeout=60).json()["snapshot"]
+        with stopped(one):
+            assert latest(server) == after != before
+
+
+@linux
+@pytest.mark.parametrize("packing", ["rows", "concat"])
+def test_every_token_comes_once_though_ranks_ask_different_processes(
+    serve: Callable[..., Server], data: Path, packing: str
+) -> None:
+    with serve(data, "--processes", "2") as server:
+        one, other = children(server, 2)
+        tokens = Counter[int]()
+        for rank in range(4):
+            with stopped((one, other)[rank % 2]):
+                batches = RemoteDataset(
+                    server.url, "numbers", batch_size=5, seq_len=8, rank=rank, world_size=4, packing=packing
+                )
+                for batch in batches:
+                    tokens.update(batch["input_ids"][batch["attention_mask"] > 0].tolist())
+        seen = {token: times for token, times in tokens.items() if token != 1}  # which fills rows; the others are their numbers
+        assert set(seen.values()) == {1}
+        assert len(seen) == NUM_ROWS - 1 if packing == "rows" else len(seen) > 0.9 * NUM_ROWS
+
+
+def test_what_cannot_be_served_is_told_once_and_ends_all(tmp_path: Path, data: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"the server did not start:\npenstock serve: \S+ holds no file that ends in .parquet"
+    ):
+        Server(tmp_path, tmp_path / "cache", "--processes", "3")
