@@ -29,7 +29,10 @@ class Server:
         self.greeting = ""
         while not self.greeting.endswith("Ctrl-C stops\n"):
             line = self._process.stdout.readline()
-            assert line, f"the server did not start:\n{self.greeting}{self._process.errors()}"
+            if not line:
+                errors = self._process.errors()
+                self.__exit__()
+                raise AssertionError(f"the server did not start:\n{self.greeting}{errors}")
             self.greeting += line
         self.pid = self._process.pid
         [port] = re.findall(r"at http://[^:]+:(\d+)$", self.greeting, re.MULTILINE)[:1]

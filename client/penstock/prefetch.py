@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from penstock.errors import PenstockError
@@ -59,13 +60,11 @@ class Prefetch(Generic[T]):
                 f"that fetches and its connections are there. Begin an iteration of its own in each process."
             )
         while True:
-            try:
+            with suppress(IndexError):  # also if another thread closes it just now
                 item = self._hand.popleft()
-            except IndexError:  # also if another thread closes it just now
-                self._hand.extend(self._take())
-            else:
                 self._taken_bytes += self._nbytes(item)
                 return item
+            self._hand.extend(self._take())
 
     @property
     def has_next(self) -> bool:
