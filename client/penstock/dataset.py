@@ -34,7 +34,7 @@ class RemoteDataset(IterableDataset[Batch]):
     dataset          its name on the server
     rank, world_size which slice of the epoch; default: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     prefetch_bytes   host memory for batches fetched ahead, in bytes
-    columns          which tensors to make of a batch, such as ["input_ids"]; default: all
+    columns          which tensors a batch is to have, such as ["input_ids"]; default: all
     device           "cuda" gives batches on the GPU, copied and expanded there while the step before is computed
     replay           fetch so many batches and give them again and again: what is the loop's speed if data costs nothing?
     retry_seconds    how long to try when no server answers, in seconds
@@ -199,7 +199,7 @@ class RemoteDataset(IterableDataset[Batch]):
             finally:
                 feed.close()
                 self._feeds.remove(feed)
-                self._stats += feed.stats()
+                self._stats += replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
 
     def __repr__(self) -> str:
         rank = f"rank {self.rank} of {self.world_size}"
@@ -211,7 +211,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes along to a loader worker: the threads of iterations stay here."""
-        return self.__dict__ | {"_feeds": [], "_stats": self.stats()}
+        return self.__dict__ | {"_feeds": [], "_stats": replace(self.stats(), buffered_bytes=0)}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loop is: what it was given, not what was fetched ahead. Plain integers and strings.

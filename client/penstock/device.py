@@ -69,9 +69,12 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
     return Destination(device=torch.device("cuda", index), pinned_for=index)
 
 
-def pack(frame: Frame, *, pin_memory: bool) -> Batch:
-    """What travelled, out of the body that it came in, in pinned memory where asked for."""
-    return {name: as_tensor(array, pin_memory) for name, array in travelled(frame).items()} | frame.texts
+def pack(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
+    """What travelled and is needed for `columns`, out of the body that it came in, in pinned memory where asked for."""
+    arrays = travelled(frame)
+    unneeded = {name for name in columns_of(arrays) if name not in columns}
+    texts = {name: texts for name, texts in frame.texts.items() if name in columns}
+    return {name: as_tensor(array, pin_memory) for name, array in arrays.items() if name not in unneeded} | texts
 
 
 def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 
 from penstock.device import CPU, Destination, OnDevice, pack
 from penstock.item import Item
-from penstock.prefetch import Prefetch
+from penstock.prefetch import OWN_THREADS, Prefetch
 from penstock.runs import RUN_BYTES, fetch_runs
 from penstock.source import Source
 from penstock.spec import Spec
@@ -23,7 +23,7 @@ from penstock.stats import Stats
 from penstock.tensors import expand
 from penstock.wire import Frame
 
-_OWN_THREADS = "penstock-"  # how the names of this package's threads begin
+_MOST_ITEMS = 64  # that are handed over at a time
 
 
 class Feed:
@@ -51,7 +51,7 @@ class Feed:
         self._num_batches = self._num_tokens = 0
         self._busy_seconds = 0.0
         self._transport = source.connect()
-        self._group_bytes = min(RUN_BYTES, prefetch_bytes // 4)
+        self._group_bytes = int(min(RUN_BYTES, prefetch_bytes // 4))
         with ExitStack() as unwound:  # if no more threads may be started, or by Ctrl-C
             unwound.callback(self._transport.close)
             # One thread fetches and another makes tensors, so that the server works on while this side does.
@@ -60,7 +60,7 @@ class Feed:
                 nbytes=lambda frame: frame.nbytes,
                 budget_bytes=self._group_bytes,
                 interrupt=self._transport.interrupt,
-                name=f"{_OWN_THREADS}fetch",
+                name=f"{OWN_THREADS}fetch",
             )
             unwound.callback(self._frames.close)
             self._prefetch = Prefetch(
@@ -68,7 +68,7 @@ class Feed:
                 nbytes=lambda item: item.nbytes,
                 budget_bytes=prefetch_bytes,
                 interrupt=self._frames.close,
-                name=f"{_OWN_THREADS}prefetch",
+                name=f"{OWN_THREADS}prefetch",
             )
             unwound.pop_all()
         # An iterator that is still referenced is only closed when modules are taken apart. Daemon threads run no more then:
@@ -111,8 +111,8 @@ class Feed:
         Python may collect an iterator that was dropped in whichever thread runs just then. One of this package cannot wait for
         its own end, and may hold what closing needs: there another thread is given the work, and nobody waits.
         """
-        if threading.current_thread().name.startswith(_OWN_THREADS):
-            threading.Thread(target=self._close, name=f"{_OWN_THREADS}close", daemon=True).start()
+        if threading.current_thread().name.startswith(OWN_THREADS):
+            threading.Thread(target=self._close, name=f"{OWN_THREADS}close", daemon=True).start()
         else:
             self._close()
 
@@ -123,15 +123,23 @@ class Feed:
     def _fetch(self, steps: range) -> list[Frame]:
         return self._source.frames(self._transport, self._spec, self._epoch, steps)
 
-    def _made(self) -> Iterator[list[Item]]:
+    def _made(self) -> Generator[list[Item], None, None]:
         """The items, in groups of a few: to hand each over would cost as much as to make it."""
         gpu = self._destination.pinned_for
-        make = partial(expand, columns=self._columns) if self._destination.device == CPU else pack
-        # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
-        with torch.cuda.device(gpu):
-            group: list[Item] = []
+        make = partial(expand if self._destination.device == CPU else pack, pin_memory=gpu >= 0, columns=self._columns)
+        if gpu >= 0:
+            # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
+            torch.cuda.set_device(gpu)
+        group: list[Item] = []
+        nbytes = 0
+        try:
             for frame in self._frames:
-                group.append(Item.of(frame, make(frame, pin_memory=gpu >= 0)))
-                if not self._frames.has_next or sum(item.nbytes for item in group) >= self._group_bytes:
+                group.append(Item.of(frame, make(frame)))
+                nbytes += group[-1].nbytes
+                if not self._frames.has_next or nbytes >= self._group_bytes or len(group) == _MOST_ITEMS:
                     yield group
-                    group = []
+                    group, nbytes = [], 0
+        except Exception:
+            if group:
+                yield group  # what was made before it
+            raise

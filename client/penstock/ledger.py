@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.errors import LedgerError
 from penstock.ledger_file import cannot_be_written, ledger_path, open_ledger
+from penstock.prefetch import OWN_THREADS
 from penstock.spec import Spec
 from penstock.state import Position
 from penstock.wire import Address
@@ -158,13 +159,16 @@ class Ledger:
         self._failure = ""
         self._pid = os.getpid()
         self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._sync, name=f"{OWN_THREADS}ledger", daemon=True)
         self._begin_again()
-        if self._failure and not begin.iteration:
+        try:
+            if self._failure and not begin.iteration:
+                raise LedgerError(self._failure)
+            self._thread.start()
+        except BaseException:  # no more threads may be started, or Ctrl-C
             del _latest[self._pid, path]
             self._close_file()
-            raise LedgerError(self._failure)
-        self._thread = threading.Thread(target=self._sync, name="penstock-ledger", daemon=True)
-        self._thread.start()
+            raise
         atexit.register(self.close)  # or a loop that is left when modules are taken apart would wait for a stopped thread
 
     @property
@@ -197,7 +201,8 @@ class Ledger:
             log.error("penstock: %d lines are not in the ledger %s. %s", num_lost, self._path, self._failure)
         atexit.unregister(self.close)
         self._closing.set()
-        if threading.current_thread() is not self._thread:  # in which Python may collect an iterator that was dropped
+        # Python may collect an iterator that was dropped in this thread, or in one that fetches for another loop.
+        if not threading.current_thread().name.startswith(OWN_THREADS):
             self._thread.join(_CLOSE_SECONDS)
 
     def _begin_again(self) -> None:

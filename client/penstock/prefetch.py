@@ -6,21 +6,23 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from typing import Generic, TypeVar
 
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
 
+OWN_THREADS = "penstock-"  # how the names of this package's threads begin
 _CLOSE_SECONDS = 5.0
 
 
 class Prefetch(Generic[T]):
     """Iterates over the items of `groups`, in their order. A thread makes the groups, and hands each over as a whole.
 
-    `nbytes(item)` is the size of one. At most `budget_bytes` are buffered, and one group. `interrupt()` makes the `next` of
+    `nbytes(item)` is the size of one. At most `budget_bytes` are buffered, beside one group and what is left of the one before
+    it. `groups` is closed by its thread. `interrupt()` makes the `next` of
     `groups` fail that the thread is in. `wait_seconds` is how long the consumer has waited so far.
 
     It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
@@ -29,7 +31,7 @@ class Prefetch(Generic[T]):
 
     def __init__(
         self,
-        groups: Iterator[Sequence[T]],
+        groups: Generator[Sequence[T], None, None],
         *,
         nbytes: Callable[[T], int],
         budget_bytes: int,
@@ -114,16 +116,17 @@ class Prefetch(Generic[T]):
                 self._changed.notify_all()
 
     def _work_ahead(self) -> None:
-        for group in self._source:
-            with self._changed:
-                if self._closed:
-                    return
-                self._groups.append(group)
-                self._made_bytes += sum(map(self._nbytes, group))
-                self._changed.notify_all()
-                self._changed.wait_for(self._has_room)
-                if self._closed:
-                    return
+        with closing(self._source):  # or what it holds would stay until all of this is collected
+            for group in self._source:
+                with self._changed:
+                    if self._closed:
+                        return
+                    self._groups.append(group)
+                    self._made_bytes += sum(map(self._nbytes, group))
+                    self._changed.notify_all()
+                    self._changed.wait_for(self._has_room)
+                    if self._closed:
+                        return
 
     def _has_room(self) -> bool:
         return self._closed or not self._groups or self.buffered_bytes < self._budget_bytes

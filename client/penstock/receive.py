@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import httpx
 
+_LARGEST_BUFFER = 16 << 20
 _KEPT_BUFFERS = 4  # one is being received into, and frames of two or three before are still looked at
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 
@@ -66,7 +67,9 @@ class Buffers:
         self._buffers: deque[bytearray] = deque(maxlen=_KEPT_BUFFERS)
 
     def allocate(self, nbytes: int) -> memoryview:
-        """So much memory, which nobody else looks at."""
+        """So much memory, which nobody else looks at. What is larger than most bodies are is not kept."""
+        if not nbytes or nbytes > _LARGEST_BUFFER:
+            return memoryview(bytearray(nbytes))
         for buffer in self._buffers:
             if nbytes <= len(buffer) and _is_free(buffer):
                 return memoryview(buffer)[:nbytes]

@@ -13,6 +13,7 @@ import torch
 
 from corpora import write_numbered
 from penstock import PenstockError, RemoteDataset, SpecError
+from penstock.item import OBJECT_BYTES
 from penstock.stats import Stats
 from serving import Server
 
@@ -58,7 +59,7 @@ def test_what_is_fetched_ahead_is_counted_in_bytes_until_the_loop_ends(server: S
         time.sleep(0.01)
         most = max(most, data.stats().buffered_bytes)
     assert most > 0
-    assert most % (3 * 8 * BATCH_SIZE * 8) == 0  # ids, mask and labels
+    assert most % (3 * 8 * BATCH_SIZE * 8 + OBJECT_BYTES) == 0  # ids, mask and labels
     assert data.stats().buffered_bytes == 0
 
 

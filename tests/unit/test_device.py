@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from penstock import PenstockError, SpecError, wire
 from penstock.device import CPU, Destination, OnDevice, check_device, find_destination, pack, unpack
-from penstock.item import Item
+from penstock.item import OBJECT_BYTES, Item
 from penstock.place import Worker
 from penstock.prefetch import Prefetch
 from penstock.tensors import Batch, expand, names_of
@@ -84,13 +85,14 @@ def test_tensors_that_are_asked_for_are_what_they_are_among_all(frame: wire.Fram
     columns = data.draw(st.sets(st.sampled_from(sorted(every))))
     some = {name: every[name] for name in columns}
     assert_equal(expand(frame, pin_memory=False, columns=columns), some)
-    assert_equal(unpack(pack(frame, pin_memory=False), columns), some)
+    assert_equal(unpack(pack(frame, pin_memory=False, columns=columns), columns), some)
 
 
 def test_what_waits_for_a_device_is_as_small_as_it_travelled() -> None:
     made = frame_of({"input_ids": np.ones((2, 100), np.uint16), "lengths": np.ones(2, np.int32)})
-    assert Item.of(made, pack(made, pin_memory=False)).nbytes == 2 * 2 * 100 + 2 * 4 + 2
-    assert Item.of(made, expand(made, pin_memory=False)).nbytes == 3 * 8 * 2 * 100 + 2
+    assert Item.of(made, pack(made, pin_memory=False)).nbytes == 2 * 2 * 100 + 2 * 4 + 2 + OBJECT_BYTES
+    assert Item.of(made, expand(made, pin_memory=False)).nbytes == 3 * 8 * 2 * 100 + 2 + OBJECT_BYTES
+    assert Item.of(replace(made, nbytes=9999), expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
 
 
 def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[list[Batch], Prefetch[Item]]:
@@ -107,7 +109,7 @@ def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[lis
         for step in range(num)
     ]
 
-    def groups() -> Iterator[list[Item]]:
+    def groups() -> Generator[list[Item], None, None]:
         for step in range(num_steps):
             if step >= num:
                 raise ValueError("there is no more")
@@ -130,7 +132,7 @@ def test_batches_come_in_order_and_a_failure_behind_them() -> None:
 def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
     gate = threading.Event()
 
-    def groups() -> Iterator[list[Item]]:
+    def groups() -> Generator[list[Item], None, None]:
         for step in range(2):
             assert step == 0 or gate.wait(30)
             made = frame_of({"input_ids": np.ones((1, 1), np.uint16)}, step)

@@ -2,7 +2,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -12,7 +12,9 @@ from penstock.prefetch import Prefetch
 KIB = 1 << 10
 
 
-def prefetch(groups: Iterator[list[bytes]], budget_bytes: int, gate: threading.Event | None = None) -> Prefetch[bytes]:
+def prefetch(
+    groups: Generator[list[bytes], None, None], budget_bytes: int, gate: threading.Event | None = None
+) -> Prefetch[bytes]:
     return Prefetch(groups, nbytes=len, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set, name="ahead")
 
 
@@ -20,7 +22,7 @@ def item(number: int) -> bytes:
     return number.to_bytes(4, "big") + bytes(KIB - 4)
 
 
-def groups_of(*sizes: int) -> Iterator[list[bytes]]:
+def groups_of(*sizes: int) -> Generator[list[bytes], None, None]:
     first = 0
     for size in sizes:
         yield [item(number) for number in range(first, first + size)]
@@ -35,7 +37,7 @@ def test_items_come_in_order_whatever_their_groups_are() -> None:
 def test_it_works_ahead_within_the_budget_and_no_further() -> None:
     made = 0
 
-    def groups() -> Iterator[list[bytes]]:
+    def groups() -> Generator[list[bytes], None, None]:
         nonlocal made
         for group in groups_of(*[16] * 100):
             made += len(group)
@@ -53,7 +55,7 @@ def test_it_works_ahead_within_the_budget_and_no_further() -> None:
 
 
 def test_a_failure_arrives_after_what_was_made_before_it() -> None:
-    def groups() -> Iterator[list[bytes]]:
+    def groups() -> Generator[list[bytes], None, None]:
         yield from groups_of(1, 6)
         raise ValueError("item 7 is cursed")
 
@@ -67,7 +69,7 @@ def test_a_failure_arrives_after_what_was_made_before_it() -> None:
 def test_closing_interrupts_what_the_thread_is_in_and_leaves_no_thread() -> None:
     gate, entered = threading.Event(), threading.Event()
 
-    def groups() -> Iterator[list[bytes]]:
+    def groups() -> Generator[list[bytes], None, None]:
         entered.set()
         assert gate.wait(30)
         raise ConnectionError
@@ -81,10 +83,25 @@ def test_closing_interrupts_what_the_thread_is_in_and_leaves_no_thread() -> None
     assert threading.active_count() == before
 
 
+def test_groups_are_closed_by_the_thread_that_made_them() -> None:
+    closed_by: list[str] = []
+
+    def groups() -> Generator[list[bytes], None, None]:
+        try:
+            yield from groups_of(*[1] * 9)
+        finally:
+            closed_by.append(threading.current_thread().name)
+
+    ahead = prefetch(groups(), KIB)
+    next(ahead)
+    ahead.close()
+    assert closed_by == ["ahead"]
+
+
 def test_one_works_ahead_of_another() -> None:
     gate = threading.Event()
 
-    def slow() -> Iterator[list[bytes]]:
+    def slow() -> Generator[list[bytes], None, None]:
         yield from groups_of(3)
         assert gate.wait(30)
         raise ConnectionError
@@ -104,7 +121,7 @@ def test_a_budget_of_nothing_still_has_room_for_one_group() -> None:
 def test_what_is_there_is_told_and_its_bytes_until_it_is_closed() -> None:
     gate = threading.Event()
 
-    def groups() -> Iterator[list[bytes]]:
+    def groups() -> Generator[list[bytes], None, None]:
         first, rest = groups_of(1, 2)
         yield first
         assert gate.wait(30)
