@@ -69,25 +69,30 @@ async def respond(request: Request, in_flight: InFlight, run: Run) -> Response:
     try:
         # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
         # connection breaks off; the client asks for less then, and gets the reason.
-        first = await anext(bodies)
+        made = [await anext(bodies)]
     except BaseException:
         hold.release()
         raise
     if run.is_one_chunk:
-        nbytes = len(first)
+        nbytes = len(made[0])
     if nbytes is not None:
         headers["Content-Length"] = str(nbytes)
     media_type = "application/json" if run.format == "json" else wire.MEDIA_TYPE
-    return _HeldResponse(first, bodies, hold, media_type, headers)
+    return _HeldResponse(made, bodies, hold, media_type, headers)
 
 
 class _HeldResponse(StreamingResponse):
     """A response that holds its bytes until the reader has them, leaves or fails."""
 
     def __init__(
-        self, first: memoryview, rest: AsyncGenerator[memoryview, None], hold: Hold, media_type: str, headers: dict[str, str]
+        self,
+        made: list[memoryview],
+        rest: AsyncGenerator[memoryview, None],
+        hold: Hold,
+        media_type: str,
+        headers: dict[str, str],
     ) -> None:
-        super().__init__(_chain(first, rest), media_type=media_type, headers=headers)
+        super().__init__(_chain(made, rest), media_type=media_type, headers=headers)
         self._rest, self._hold = rest, hold
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,8 +161,8 @@ def _planned(parts: Iterator[Chunk]) -> tuple[Chunk, list[Block] | None]:
     return chunk, chunk.mapped()
 
 
-async def _chain(first: memoryview, rest: AsyncGenerator[memoryview, None]) -> AsyncGenerator[memoryview, None]:
-    yield first
+async def _chain(made: list[memoryview], rest: AsyncGenerator[memoryview, None]) -> AsyncGenerator[memoryview, None]:
+    yield made.pop()  # and so it is not held until the last has been sent
     async for chunk in rest:
         yield chunk
 

@@ -59,6 +59,6 @@ def _in_kernel(transport: asyncio.Transport) -> int:
     """The bytes that the kernel has for the reader and that have not arrived; 0 where it does not tell."""
     try:
         answer = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    except OSError:
+    except (OSError, ValueError):  # it was closed just now
         return 0
     return int.from_bytes(answer, sys.byteorder)

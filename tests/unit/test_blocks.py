@@ -1,4 +1,5 @@
 import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -285,6 +286,22 @@ def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
     before = len(count_reads)
     blocks.get([0])
     assert len(count_reads) == before  # used all the time, so never the one used longest ago
+
+
+def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_removed_it(
+    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = open_blocks()
+    monkeypatch.setattr(store_module, "_TOUCH_SECONDS", 0.0)
+    blocks.get([0])
+    path = cache_dir / f"{blocks._find_key(0)}.block"
+    os.utime(path, (0, 0))
+    other = next(index for index in range(1, 9) if not blocks.mapped([index]))
+    assert blocks.mapped([0, other]) is None
+    assert path.stat().st_mtime > 0
+    path.unlink()
+    assert blocks.mapped([0])
+    assert blocks.mapped([0]) is None
 
 
 def test_a_damaged_row_group_is_named_and_the_others_are_served(open_blocks: Callable[[], Blocks], data: Path) -> None:

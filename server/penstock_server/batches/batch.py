@@ -126,7 +126,7 @@ def _fill(tensor: Tensor, outs: list[Array], sequences: Sequences, texts: Texts,
     else:
         of_kind = {"count": _counts, "starts": _starts, "column": _numbers}
         values = of_kind[tensor.kind](tensor, sequences)
-        for out, own in zip(outs, values.reshape(len(outs), -1, *values.shape[1:]), strict=True):
+        for out, own in zip(outs, values.reshape(len(outs), len(values) // len(outs), *values.shape[1:]), strict=True):
             out[:] = own
 
 

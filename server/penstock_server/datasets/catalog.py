@@ -16,13 +16,13 @@ from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.dataset import Change, Dataset
 from penstock_server.datasets.declared import DeclaredMixture, read_mixture
 from penstock_server.datasets.held import Served
-from penstock_server.problems import BadParameter, DatasetRefused, SnapshotGone, UnknownDataset
+from penstock_server.problems import BadParameter, Busy, DatasetRefused, SnapshotGone, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.storage.store import BlockStore
 
-_CATCH_UP_SECONDS = 5.0  # that a request waits for a look at the folders that is under way
+_CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
@@ -207,11 +207,16 @@ class Catalog:
         dataset = self[name]
         # Of several processes at one address each finds new data for itself: without this the ranks of one run could begin on
         # two snapshots, and one that began on the new one be told that it is gone.
-        if dataset.is_behind(fingerprint) and self._looking.acquire(timeout=_CATCH_UP_SECONDS):
-            try:
-                dataset.catch_up()
-            finally:
-                self._looking.release()
+        if dataset.is_behind(fingerprint):
+            if self._looking.acquire(timeout=_CATCH_UP_SECONDS):
+                try:
+                    dataset.catch_up()
+                finally:
+                    self._looking.release()
+            elif fingerprint and dataset.is_behind(fingerprint):
+                raise Busy(
+                    f"snapshot {fingerprint} of {name} is not known here yet, and new data is being looked at. Ask again."
+                )
         return dataset.served(fingerprint)
 
 

@@ -120,7 +120,7 @@ class Block:
     features: dict[str, Feature]
     columns: dict[str, pa.Array]
     bad: dict[int, str]
-    numbered: IntArray | None
+    numbered: npt.NDArray[np.integer[Any]] | None
     splits: npt.NDArray[np.uint32]
     _splits: dict[str, Block] = field(default_factory=dict, compare=False)
 
@@ -138,7 +138,7 @@ class Block:
             features=features,
             columns={name.removeprefix(COLUMN): batch.column(name) for name in names if name.startswith(COLUMN)},
             bad={int(row): reasons[int(row)].as_py() for row in bad_rows},
-            numbered=batch.column(ROW).to_numpy().astype(np.int64) if ROW in names else None,
+            numbered=batch.column(ROW).to_numpy() if ROW in names else None,
             splits=batch.column(SPLIT).to_numpy(),
         )
 
@@ -157,7 +157,7 @@ class Block:
     @property
     def rows(self) -> IntArray:
         """Of each row its number in the block as it is stored in the shard, shape [num_rows]."""
-        return np.arange(self.num_rows) if self.numbered is None else self.numbered
+        return np.arange(self.num_rows) if self.numbered is None else self.numbered.astype(np.int64)
 
     def is_validation(self, row: int, share: float) -> bool:
         """Whether a row is of the validation split, which has that share of all rows."""

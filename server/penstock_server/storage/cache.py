@@ -77,10 +77,14 @@ class CacheFolder:
         """Whether there is a file of that name; `read` finds out whether it is sound."""
         return self._path(name).exists()
 
-    def touch(self, name: str) -> None:
-        """Marks a file as used now."""
-        with suppress(OSError):  # evicted by another process, or a folder that became read-only
-            os.utime(self._path(name))
+    def touch(self, name: str) -> bool:
+        """Marks a file as used now. False: it is there no more."""
+        with suppress(OSError):  # a folder that became read-only
+            try:
+                os.utime(self._path(name))
+            except FileNotFoundError:  # evicted, by another process too
+                return False
+        return True
 
     def write(self, name: str, content: memoryview) -> bool:
         """Stores bytes under a name. False: they do not fit the budget, or the disk is full; then nothing is stored.

@@ -67,7 +67,8 @@ class Quarantine:
         """Notes what is bad in a block."""
         if block.bad and index not in self._rows:
             at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
-            place = [(int(block.rows[row]), reason) for row, reason in sorted(block.bad.items())]
+            numbers = block.rows.tolist()
+            place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())]
             rows = [
                 BadRow(
                     row=first + row,

@@ -23,7 +23,7 @@ from penstock_server.storage.read_ahead import ReadAhead
 
 log = logging.getLogger("penstock.store")
 
-_OPEN_BLOCKS = 1 << 14  # maps held, a quarter of what Linux allows a process; to map one reads it once, for its digest
+_OPEN_BLOCKS = 1 << 12  # maps held: to map one reads it once, for its digest; but what a split takes of one is memory
 _TOUCH_SECONDS = 10.0
 
 
@@ -97,15 +97,19 @@ class BlockStore:
             for key in keys:
                 found = self._open.get(key)
                 if found is None:
-                    return None
+                    break
                 self._open.move_to_end(key)
                 blocks.append(found.block)
                 if found.touched_at < now - _TOUCH_SECONDS:
                     found.touched_at = now
                     long_ago.append(key)
+        # Else a block in constant use would look like the one used longest ago; and what another process has removed would
+        # hold disk space, that no budget counts, for as long as it is mapped.
         for key in long_ago:
-            self.cache.touch(key)  # else a block in constant use would look like the one used longest ago
-        return blocks
+            if not self.cache.touch(key):
+                with self._lock:
+                    self._open.pop(key, None)
+        return blocks if len(blocks) == len(keys) else None
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
