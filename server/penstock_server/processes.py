@@ -82,9 +82,14 @@ class _Child:
             self.process.exitcode,
             f" in {delay:g} seconds" if delay else "",
         )
-        wait([stop], delay)
-        another = _Child.start(settings, listener)
-        return replace(another, delay_seconds=min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else 0.5)
+        if wait([stop], delay):
+            return self
+        longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else 0.5
+        try:
+            return replace(_Child.start(settings, listener), delay_seconds=longer)
+        except OSError as error:  # the others go on
+            log.warning("no process could be started: %s", error.strerror)
+            return replace(self, started_at=time.monotonic(), delay_seconds=longer)
 
 
 def _end(children: list[_Child]) -> None:

@@ -118,6 +118,11 @@ def test_new_data_is_the_latest_whichever_process_answers(serve: Callable[..., S
             after = httpx.post(f"{server.url}/v1/datasets/numbers/refresh", timeout=60).json()["snapshot"]
         with stopped(one):
             assert latest(server) == after != before
+        with stopped(other):
+            (tmp_path / "numbers" / "part-900.parquet").unlink()
+            assert httpx.post(f"{server.url}/v1/datasets/numbers/refresh", timeout=60).json()["snapshot"] == before
+        with stopped(one):
+            assert latest(server) == before
 
 
 @linux

@@ -219,6 +219,20 @@ def test_what_was_never_asked_for_is_forgotten_first_and_then_what_was_asked_for
     assert [record.fingerprint for record in History(tmp_path / "notes").records()] == [*names[:5:-1], *names[2::-1]]
 
 
+def test_what_another_server_makes_the_latest_again_or_forgets_is_seen(folder: Path, tmp_path: Path) -> None:
+    mine, others = History(tmp_path / "notes"), History(tmp_path / "notes")
+    made = [open_snapshot(folder, None)]
+    for number in range(19):
+        write_shard(folder, 9, number)
+        made.append(open_snapshot(folder, None))
+        mine.add(made[-1])
+        assert others.records() == mine.records()
+    assert len(others.records()) == 17
+    mine.add(made[-2])
+    assert others.records() == mine.records()
+    assert others.records()[0].fingerprint == made[-2].fingerprint
+
+
 def test_a_look_that_fails_is_not_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
     looks = threading.Semaphore(0)
 

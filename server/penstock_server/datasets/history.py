@@ -46,13 +46,19 @@ class History:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records: dict[str, Record] = {}
+        self._inodes: dict[str, int] = {}  # of the notes that records are of; one that is made anew is another file
         self._touched_at: dict[str, float] = {}
 
     def records(self) -> list[Record]:
         """All of them, newest first; also what other servers with the same cache folder have made meanwhile."""
-        for path in self._folder.glob(f"*{_SUFFIX}"):
-            if path.stem not in self._records and (record := self._load(path)):
-                self._records[path.stem] = record
+        there = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
+        if not there:
+            self._inodes.clear()  # the folder was lost, and what is in memory is all that is left
+        for fingerprint in self._inodes.keys() - there.keys():
+            self._forget(fingerprint)  # another server did
+        for fingerprint, inode in there.items():
+            if self._inodes.get(fingerprint) != inode and (record := self._load(self._path(fingerprint))):
+                self._records[fingerprint], self._inodes[fingerprint] = record, inode
         return sorted(self._records.values(), key=lambda record: record.made_at_ns, reverse=True)
 
     def add(self, snapshot: Snapshot) -> None:
@@ -69,6 +75,7 @@ class History:
         write_note(path, (_FORMAT, made_at_ns, record.num_rows, record.recipe, shards))
         with suppress(OSError):
             os.utime(path, ns=(made_at_ns, made_at_ns + was_asked_for))
+            self._inodes[record.fingerprint] = path.stat().st_ino
         self._drop_oldest(record.fingerprint)
 
     def touch(self, fingerprint: str) -> None:
@@ -83,10 +90,14 @@ class History:
     def _drop_oldest(self, latest: str) -> None:
         older = sorted((f for f in self._records if f != latest), key=lambda f: (self._asked_for(f), self._used_at_ns(f)))
         for fingerprint in older[:-_KEPT]:
-            del self._records[fingerprint]
-            self._touched_at.pop(fingerprint, None)
+            self._forget(fingerprint)
             with suppress(OSError):
                 self._path(fingerprint).unlink()
+
+    def _forget(self, fingerprint: str) -> None:
+        del self._records[fingerprint]
+        self._inodes.pop(fingerprint, None)
+        self._touched_at.pop(fingerprint, None)
 
     def _asked_for(self, fingerprint: str) -> bool:
         record = self._records.get(fingerprint)
@@ -107,6 +118,13 @@ class History:
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}{_SUFFIX}"
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:  # another server has removed it just now
+        return None
 
 
 def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:
