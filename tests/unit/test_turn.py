@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from select import select
+from selectors import EVENT_READ, DefaultSelector
 
 from penstock_server.counts.turn import turn
 
@@ -30,7 +30,9 @@ def other(path: Path) -> subprocess.Popen[str]:
 
 def says_more(process: subprocess.Popen[str]) -> bool:
     assert process.stdout
-    return bool(select([process.stdout], [], [], 0.5)[0])
+    with DefaultSelector() as selector:
+        selector.register(process.stdout, EVENT_READ)
+        return bool(selector.select(0.5))
 
 
 def end(process: subprocess.Popen[str]) -> str:
