@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -61,7 +62,7 @@ async def respond(request: Request, in_flight: InFlight, run: Run) -> Response:
     """The response to a request for batches. Raises Busy, what Plan.check raises, and whatever the first chunk meets."""
     run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag either
     headers = {"ETag": run.etag, "Cache-Control": _cache_control(request)}
-    if _matches(request, run.etag):
+    if _matches(request, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     nbytes = run.nbytes()
     hold = in_flight.hold(_held_chunks(run, nbytes), min(len(run.steps), steps_per_chunk(run.plan)) * run.plan.step_nbytes)
@@ -139,7 +140,7 @@ async def _loaded(request: Request, run: Run) -> AsyncGenerator[tuple[Chunk, lis
             streams = True
             yield chunk, blocks
             continue
-        futures = await run_in_threadpool(chunk.request)
+        futures = await run_in_threadpool(_requested, chunk)
         try:
             # Only waited for, never cancelled: a client that leaves must not take a block from others.
             pending = {asyncio.wrap_future(future) for future in futures}
@@ -158,7 +159,17 @@ async def _loaded(request: Request, run: Run) -> AsyncGenerator[tuple[Chunk, lis
 def _planned(parts: Iterator[Chunk]) -> tuple[Chunk, list[Block] | None]:
     """The next chunk, and its blocks if all of them are mapped."""
     chunk = next(parts)
-    return chunk, chunk.mapped()
+    blocks = chunk.mapped()
+    if blocks is not None:
+        chunk.read_ahead()
+    return chunk, blocks
+
+
+def _requested(chunk: Chunk) -> list[Future[Block]]:
+    """The blocks of a chunk, and behind them those that come next."""
+    futures = chunk.request()
+    chunk.read_ahead()
+    return futures
 
 
 async def _chain(made: list[memoryview], rest: AsyncGenerator[memoryview, None]) -> AsyncGenerator[memoryview, None]:

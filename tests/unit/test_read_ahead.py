@@ -1,12 +1,21 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 import penstock_server.storage.read_ahead
+from corpora import write_numbered
+from penstock_server.app import create_app
+from penstock_server.batches.plan import Plan
+from penstock_server.datasets.catalog import open_catalog
+from penstock_server.inflight import InFlight
 from penstock_server.problems import BadRow
+from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.read_ahead import ReadAhead
+from penstock_server.storage.store import BlockStore
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -69,3 +78,21 @@ def test_what_nobody_asks_for_any_more_is_dropped(monkeypatch: pytest.MonkeyPatc
     until(lambda: len(loaded) >= 1)
     time.sleep(0.5)
     assert len(loaded) < 10
+
+
+def test_a_run_has_its_next_window_loaded_and_a_look_at_where_a_batch_is_from_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 40)
+    asked: list[int] = []
+    monkeypatch.setattr(Plan, "read_ahead", lambda _plan, _epoch, _rank, step: asked.append(step))
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    client = TestClient(create_app(catalog, InFlight(1 << 30)))
+    batches = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
+    assert client.get(f"{batches}?start=1&stop=3&batch_size=2&seq_len=4").status_code == 200
+    assert asked == [2]
+    for _ in range(2):
+        assert client.get(f"{batches}/4/provenance?batch_size=2&seq_len=4").status_code == 200
+    assert asked == [2]
+    assert client.get(f"{batches}/5?batch_size=2&seq_len=4").status_code == 200
+    assert asked == [2, 5]

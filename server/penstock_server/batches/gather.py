@@ -45,14 +45,15 @@ class Chunk:
             if blocks is None:
                 return None
             found += blocks
-        self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
         return found
 
     def request(self) -> list[Future[Block]]:
-        """The blocks of all needs, soon; and then, in the background, those that the job will need next."""
-        futures = [future for need in self.needs for future in need.member.blocks.request(need.blocks)]
+        """The blocks of all needs, soon."""
+        return [future for need in self.needs for future in need.member.blocks.request(need.blocks)]
+
+    def read_ahead(self) -> None:
+        """Has those blocks loaded in the background that the job will need next."""
         self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
-        return futures
 
     def forget(self, futures: list[Future[Block]]) -> None:
         """Gives up what `request` gave: blocks that nobody else waits for are not made."""
