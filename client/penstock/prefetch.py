@@ -22,8 +22,8 @@ class Prefetch(Generic[T]):
     """Iterates over the items of `groups`, in their order. A thread makes the groups, and hands each over as a whole.
 
     `nbytes(item)` is the size of one. At most `budget_bytes` are buffered, beside one group and what is left of the one before
-    it. `groups` is closed by its thread. `interrupt()` makes the `next` of
-    `groups` fail that the thread is in. `wait_seconds` is how long the consumer has waited so far.
+    it. `groups` is closed by its thread. `interrupt()` makes the `next` of `groups` fail that the thread is in. `wait_seconds`
+    is how long the consumer has waited so far.
 
     It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
     then. There it raises PenstockError, and closing it does nothing. Once it is closed, it raises PenstockError, too.

@@ -89,7 +89,7 @@ class ShardUnavailable(Problem):
 
 
 class Busy(Problem):
-    """The responses in flight take all the memory that they may."""
+    """Not now: the responses in flight take all the memory that they may, or new data is being looked at."""
 
     status, slug, title = 503, "busy", "The server is busy"
 

@@ -173,7 +173,8 @@ class Catalog:
     def plan(self, name: str, spec: Spec) -> Plan:
         """The spec resolved against a dataset, or against all that its mix names, this one among them.
 
-        Raises BadParameter: the mix leaves it out. Raises SnapshotGone, and what make_plan raises.
+        Raises BadParameter: the mix leaves it out. Raises Busy: the snapshot may be among new data that is being looked at.
+        Raises SnapshotGone, and what make_plan raises.
         """
         declared = self._known.mixtures.get(name)
         if declared and spec.mix is None:
