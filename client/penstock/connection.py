@@ -38,8 +38,12 @@ class Connection:
         self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=receiving)
         self._aside: httpx.Client | None = None  # for another thread
 
-    def fetch(self, url: str, query: Mapping[str, str], *, silence_seconds: float) -> memoryview:
+    def fetch(
+        self, url: str, query: Mapping[str, str], *, then: Mapping[str, str] | None = None, silence_seconds: float
+    ) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
+
+        `then` is the query that is likely to be fetched next from the same URL: it is sent ahead.
 
         Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
@@ -47,7 +51,7 @@ class Connection:
         self._hung_up = None
         timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
         receiving = Body(self._buffers.allocate, self._hear)
-        extensions = {"body": receiving, "trace": self._trace}
+        extensions = {"body": receiving, "trace": self._trace, "then": then and httpx.URL(url, params=dict(then))}
         try:
             response = self._client.get(url, params=dict(query), timeout=timeout, extensions=extensions)
         except httpx.RequestError as error:

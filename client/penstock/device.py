@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -85,7 +85,7 @@ def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
         mask = torch.ones_like(ids) if lines.attended is None else lines.attended.to(torch.int64)
         if lines.learned is not None:
             labels.masked_fill_(~lines.learned, IGNORED)
-        made |= {f"{lines.side}input_ids": ids, f"{lines.side}attention_mask": mask, f"{lines.side}labels": labels}
+        made.update(zip(lines.names, (ids, mask, labels), strict=True))
     if "cu_seqlens" in packed:
         borders, ids = packed["cu_seqlens"], made["input_ids"]
         # Without the size torch would ask the GPU for it, and wait.
@@ -125,7 +125,7 @@ class OnDevice:
                 name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
                 for name, value in item.batch.items()
             }
-            return replace(item, batch=unpack(sent, self._columns))
+            return item._replace(batch=unpack(sent, self._columns))
 
     def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         loop = torch.cuda.current_stream(self._device)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Container, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 
@@ -16,12 +15,11 @@ import torch
 from penstock.device import CPU, Destination, OnDevice, pack
 from penstock.item import Item
 from penstock.prefetch import OWN_THREADS, Prefetch
-from penstock.runs import RUN_BYTES, fetch_runs
+from penstock.runs import RUN_BYTES, fetch_ahead
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats
 from penstock.tensors import expand
-from penstock.wire import Frame
 
 _MOST_ITEMS = 64  # that are handed over at a time
 
@@ -45,52 +43,57 @@ class Feed:
         replay: int | None,
         columns: Container[str],
     ) -> None:
-        self._source, self._spec, self._epoch = source, spec, epoch
         self._destination, self._num_steps, self._replay = destination, len(steps), replay
         self._columns = columns
         self._num_batches = self._num_tokens = 0
-        self._busy_seconds = 0.0
+        self._wait_seconds = self._busy_seconds = 0.0
         self._transport = source.connect()
-        self._group_bytes = int(min(RUN_BYTES, prefetch_bytes // 4))
+        self._pinned: Prefetch[Item] | None = None
+        self._group_bytes = min(RUN_BYTES, prefetch_bytes // 4)
         with ExitStack() as unwound:  # if no more threads may be started, or by Ctrl-C
             unwound.callback(self._transport.close)
-            # One thread fetches and another makes tensors, so that the server works on while this side does.
-            self._frames = Prefetch(
-                fetch_runs(self._fetch, steps[:replay], self._group_bytes),
-                nbytes=lambda frame: frame.nbytes,
-                budget_bytes=self._group_bytes,
-                interrupt=self._transport.interrupt,
-                name=f"{OWN_THREADS}fetch",
-            )
+            budget_bytes = 4 * self._group_bytes if destination.pinned_for >= 0 else prefetch_bytes
+            self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], budget_bytes)
             unwound.callback(self._frames.close)
-            self._prefetch = Prefetch(
-                self._made(),
-                nbytes=lambda item: item.nbytes,
-                budget_bytes=prefetch_bytes,
-                interrupt=self._frames.close,
-                name=f"{OWN_THREADS}prefetch",
-            )
+            if destination.pinned_for >= 0:
+                self._pinned = Prefetch(
+                    self._pinned_groups(),
+                    nbytes=lambda item: item.nbytes,
+                    budget_bytes=prefetch_bytes,
+                    interrupt=self._frames.close,
+                    name=f"{OWN_THREADS}pin",
+                )
             unwound.pop_all()
         # An iterator that is still referenced is only closed when modules are taken apart. Daemon threads run no more then:
         # who waits for one, or for a lock that it holds, waits for ever.
         atexit.register(self._close)
 
     def __iter__(self) -> Iterator[Item]:
+        asked_at = time.perf_counter()
         for item in self._items():
             self._num_batches += 1
             self._num_tokens += item.num_tokens
-            began = time.perf_counter()
+            given_at = time.perf_counter()
+            self._wait_seconds += given_at - asked_at
             yield item
-            self._busy_seconds += time.perf_counter() - began
+            asked_at = time.perf_counter()
+            self._busy_seconds += asked_at - given_at
 
     def _items(self) -> Iterator[Item]:
-        device = self._destination.device
-        items: Iterator[Item] = self._prefetch if device == CPU else OnDevice(self._prefetch, device, self._columns)
+        items = self._made()
         if self._replay is None:
             return items
         # A loop that takes something out of its batch must find it there again.
-        again = (replace(item, batch=dict(item.batch)) for item in cycle(items))
+        again = (item._replace(batch=dict(item.batch)) for item in cycle(items))
         return islice(again, self._num_steps)
+
+    def _made(self) -> Iterator[Item]:
+        if self._pinned is None:
+            # As late as can be: what is written to reused memory now is still in the processor's cache when it is read, and
+            # what waits is as small as it travelled.
+            return (Item.of(frame, expand(frame, pin_memory=False, columns=self._columns)) for frame in self._frames)
+        device = self._destination.device
+        return self._pinned if device == CPU else OnDevice(self._pinned, device, self._columns)
 
     def stats(self) -> Stats:
         """What this feed has done so far."""
@@ -100,9 +103,9 @@ class Feed:
             num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
             num_damaged=self._transport.num_damaged,
-            wait_seconds=self._prefetch.wait_seconds,
+            wait_seconds=self._wait_seconds,
             busy_seconds=self._busy_seconds,
-            buffered_bytes=self._prefetch.buffered_bytes,
+            buffered_bytes=(self._pinned or self._frames).buffered_bytes,
         )
 
     def close(self) -> None:
@@ -117,19 +120,14 @@ class Feed:
             self._close()
 
     def _close(self) -> None:
-        with closing(self._transport), closing(self._prefetch):
+        with closing(self._transport), closing(self._pinned or self._frames):
             atexit.unregister(self._close)
 
-    def _fetch(self, steps: range) -> list[Frame]:
-        return self._source.frames(self._transport, self._spec, self._epoch, steps)
-
-    def _made(self) -> Generator[list[Item], None, None]:
-        """The items, in groups of a few: to hand each over would cost as much as to make it."""
-        gpu = self._destination.pinned_for
-        make = partial(expand if self._destination.device == CPU else pack, pin_memory=gpu >= 0, columns=self._columns)
-        if gpu >= 0:
-            # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
-            torch.cuda.set_device(gpu)
+    def _pinned_groups(self) -> Generator[list[Item], None, None]:
+        """The items in pinned memory, in groups of a few: to hand each over would cost as much as to make it."""
+        make = partial(expand if self._destination.device == CPU else pack, pin_memory=True, columns=self._columns)
+        # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
+        torch.cuda.set_device(self._destination.pinned_for)
         group: list[Item] = []
         nbytes = 0
         try:

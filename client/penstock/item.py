@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock import wire
+from penstock.prefetch import OBJECT_BYTES
 from penstock.tensors import Batch, count_tokens, nbytes
 
-OBJECT_BYTES = 2048  # of Python's and torch's objects for one batch, about
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A batch, or what one will be made of.
 
-    num_tokens  tokens in it, without the padding
-    nbytes      about the host memory that it takes while it waits, and as much as travelled for it at least
+    num_tokens    tokens in it, without the padding
+    frame_nbytes  what travelled for it
     """
 
     batch: Batch
     address: wire.Address
     digest: str
     num_tokens: int
-    nbytes: int
+    frame_nbytes: int
 
     @classmethod
     def of(cls, frame: wire.Frame, batch: Batch) -> Item:
         """The item of what was made of a frame."""
-        num_tokens = count_tokens(frame)
-        size = max(nbytes(batch), frame.nbytes) + OBJECT_BYTES  # so that little of a batch is not a whole epoch ahead
-        return cls(batch=batch, address=frame.address, digest=frame.digest, num_tokens=num_tokens, nbytes=size)
+        return cls(batch, frame.address, frame.digest, count_tokens(frame), frame.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """About the host memory that it takes while it waits, and as much as travelled for it at least."""
+        # Or else little of each batch would be a whole epoch ahead.
+        return max(nbytes(self.batch), self.frame_nbytes) + OBJECT_BYTES

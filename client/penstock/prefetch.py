@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
@@ -15,6 +14,7 @@ from penstock.errors import PenstockError
 T = TypeVar("T")
 
 OWN_THREADS = "penstock-"  # how the names of this package's threads begin
+OBJECT_BYTES = 2048  # of Python's objects for one batch that waits, about
 _CLOSE_SECONDS = 5.0
 
 
@@ -22,8 +22,7 @@ class Prefetch(Generic[T]):
     """Iterates over the items of `groups`, in their order. A thread makes the groups, and hands each over as a whole.
 
     `nbytes(item)` is the size of one. At most `budget_bytes` are buffered, beside one group and what is left of the one before
-    it. `groups` is closed by its thread. `interrupt()` makes the `next` of `groups` fail that the thread is in. `wait_seconds`
-    is how long the consumer has waited so far.
+    it. `groups` is closed by its thread. `interrupt()` makes the `next` of `groups` fail that the thread is in.
 
     It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
     then. There it raises PenstockError, and closing it does nothing. Once it is closed, it raises PenstockError, too.
@@ -38,7 +37,6 @@ class Prefetch(Generic[T]):
         interrupt: Callable[[], None],
         name: str,
     ) -> None:
-        self.wait_seconds = 0.0
         self._source, self._nbytes, self._interrupt = groups, nbytes, interrupt
         self._budget_bytes = budget_bytes
         self._made_bytes = self._taken_bytes = 0  # each is counted by one thread alone
@@ -93,9 +91,7 @@ class Prefetch(Generic[T]):
 
     def _take(self) -> Sequence[T]:
         with self._changed:
-            began = time.perf_counter()
             self._changed.wait_for(lambda: self._groups or self._finished or self._closed)
-            self.wait_seconds += time.perf_counter() - began
             if self._groups:
                 self._changed.notify_all()
                 return self._groups.popleft()

@@ -27,7 +27,8 @@ class Progress:
         self._start = Start(self._whole(0))
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._num_rounds = 0
-        self._counted = (0, Position())  # what the loop consumed since the start was set for that time
+        # What the loop consumed since the start was set for that time: so many steps behind a position.
+        self._counted = (0, Position(), 0)
 
     @property
     def epoch(self) -> int:
@@ -53,8 +54,8 @@ class Progress:
     @property
     def position(self) -> Position:
         """What the loop consumed. What was set holds until an iteration begins."""
-        num_sets, position = self._counted
-        return position if num_sets == self._start.num_sets else self._start.stretch.position
+        num_sets, at, num_steps = self._counted
+        return replace(at, step=at.step + num_steps) if num_sets == self._start.num_sets else self._start.stretch.position
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins the epoch at its first step."""
@@ -67,7 +68,7 @@ class Progress:
             return
         self._start.move(self._whole(stretch.position.epoch))
         self._own = (self._start.num_sets, stretch)
-        self._counted = (self._start.num_sets, stretch.position)
+        self._counted = (self._start.num_sets, stretch.position, 0)
 
     def begin(self, worker: Worker | None) -> Round:
         """An iteration begins: from where it was set to, else the epoch anew."""
@@ -78,17 +79,16 @@ class Progress:
         if self._own and self._own[0] == num_sets:
             stretch = self._own[1]
         self._own = None
-        self._counted = (num_sets, stretch.position)
+        self._counted = (num_sets, stretch.position, 0)
         first, stride = (worker.first, worker.stride) if worker else (0, 1)
         steps = range(stretch.position.step + first, stretch.num_steps, stride)
         return Round(stretch=stretch, steps=steps, number=self._num_rounds, num_sets=num_sets)
 
     def count(self, round_: Round, num_batches: int) -> None:
         """So many batches of the iteration are consumed. Once another began, or the start is set, that one's word holds."""
-        if (round_.number, round_.num_sets) == (self._num_rounds, self._start.num_sets):
+        if round_.number == self._num_rounds and round_.num_sets == self._start.num_sets:
             # All workers add their number to it when they start: what they share is the turn.
-            at = round_.stretch.position
-            self._counted = (round_.num_sets, replace(at, step=at.step + num_batches * round_.steps.step))
+            self._counted = (round_.num_sets, round_.stretch.position, num_batches * round_.steps.step)
 
     def _whole(self, epoch: int) -> Stretch:
         return Stretch(position=Position(epoch=epoch), num_steps=self._steps_per_epoch)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import httpx
 
 _LARGEST_BUFFER = 16 << 20
-_KEPT_BUFFERS = 4  # one is being received into, and frames of two or three before are still looked at
+_KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 
 
@@ -88,71 +88,91 @@ def _is_free(buffer: bytearray) -> bool:
 
 
 class ReceivingTransport(httpx.BaseTransport):
-    """HTTP/1.1 over one connection a server, kept open between requests; for one thread at a time.
+    """HTTP/1.1 over connections that are kept open between requests; for one thread at a time.
 
-    Every request has a Body as its extension "body"; the response itself is empty. `on_connect` is given each new socket.
-    Raises what httpx's own transport raises.
+    Every request has a Body as its extension "body"; the response itself is empty. The extension "then" is the URL that is
+    likely to be requested next, of the same server, or None: it is asked ahead over a second connection, so that the server
+    makes the one answer while the other is received. If something else is requested next, that answer is given up.
+    `on_connect` is given each new socket. Raises what httpx's own transport raises.
     """
 
     def __init__(self, on_connect: Callable[[socket.socket], None]) -> None:
         self._on_connect = on_connect
-        self._connections: dict[tuple[str, str, int | None], http.client.HTTPConnection] = {}
+        # Of each server: the one whose turn it is, and perhaps the one that is asked ahead.
+        self._connections: dict[tuple[str, str, int | None], deque[http.client.HTTPConnection]] = {}
+        self._asked: httpx.URL | None = None  # ahead
         self._tls: ssl.SSLContext | None = None
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """One exchange. A kept connection that the server has closed meanwhile is made anew."""
-        kept = _server(request) in self._connections
+        is_asked = self._turn(request.url)
+        is_kept = _server(request.url) in self._connections
         try:
             try:
-                response = self._ask(request)
+                response = self._ask(request, is_asked)
             except ConnectionError:
-                if not kept:
+                if not is_kept:
                     raise
-                self._drop(request)
-                response = self._ask(request)
+                self._drop(request.url)
+                response = self._ask(request, False)
             body: Body = request.extensions["body"]
             with response:  # one that ends its connection keeps the socket for itself
                 _check(response)
+                if then := request.extensions.get("then"):
+                    self._ask_ahead(request, then)
                 body.read(response)
         except (OSError, http.client.HTTPException) as error:
-            self._drop(request)
+            self._drop(request.url)
             # What is no HTTP stands in the error, and is nothing for a log.
             reason = "what came is no HTTP" if type(error) is http.client.BadStatusLine else str(error)
             raise _as_httpx(error)(reason or type(error).__name__, request=request) from error
         except BaseException:
-            self._drop(request)  # what it would still send belongs to no request
+            self._drop(request.url)  # what it would still send belongs to no request
             raise
         if response.will_close:
-            self._drop(request)
+            self._drop(request.url)
         # As bytes: httpx takes text for ASCII, and a damaged header may be of any characters.
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
         return httpx.Response(response.status, headers=headers)
 
     def close(self) -> None:
         """Closes the connections."""
-        for connection in self._connections.values():
-            connection.close()
+        for connections in self._connections.values():
+            for connection in connections:
+                connection.close()
         self._connections.clear()
 
-    def _ask(self, request: httpx.Request) -> http.client.HTTPResponse:
-        connection = self._connected(request)
-        connection.putrequest(request.method, request.url.raw_path.decode(), skip_host=True, skip_accept_encoding=True)
-        for name, value in request.headers.items():
-            connection.putheader(name, value)
-        connection.endheaders()
-        return connection.getresponse()
+    def _turn(self, url: httpx.URL) -> bool:
+        """Whether this was asked ahead: it is the turn of that connection then."""
+        asked, self._asked = self._asked, None
+        if asked == url:
+            self._connections[_server(url)].rotate()
+        elif asked:
+            self._drop(asked)
+        return asked == url
 
-    def _connected(self, request: httpx.Request) -> http.client.HTTPConnection:
-        limits = request.extensions["timeout"]
-        connection = self._connections.get(_server(request))
-        if connection is None:
-            connection = self._connect(request.url, limits["connect"], request)
-            self._connections[_server(request)] = connection
-            self._on_connect(connection.sock)
-        connection.sock.settimeout(limits["read"])
-        return connection
+    def _ask(self, request: httpx.Request, is_asked: bool) -> http.client.HTTPResponse:
+        connections = self._connections.get(_server(request.url)) or deque((self._connect(request),))
+        self._connections[_server(request.url)] = connections
+        connections[0].sock.settimeout(request.extensions["timeout"]["read"])
+        if not is_asked:
+            _send(connections[0], request, request.url)
+        return connections[0].getresponse()
 
-    def _connect(self, url: httpx.URL, seconds: float | None, request: httpx.Request) -> http.client.HTTPConnection:
+    def _ask_ahead(self, request: httpx.Request, url: httpx.URL) -> None:
+        connections = self._connections[_server(request.url)]
+        try:
+            if len(connections) == 1:
+                connections.append(self._connect(request))
+            _send(connections[1], request, url)
+        except (httpx.TransportError, OSError):  # then it is asked when its turn comes
+            while len(connections) > 1:
+                connections.pop().close()
+        else:
+            self._asked = url
+
+    def _connect(self, request: httpx.Request) -> http.client.HTTPConnection:
+        url, seconds = request.url, request.extensions["timeout"]["connect"]
         made = http.client.HTTPConnection(url.host, url.port, timeout=seconds)
         if url.scheme == "https":
             self._tls = self._tls or httpx.create_ssl_context()
@@ -163,16 +183,24 @@ class ReceivingTransport(httpx.BaseTransport):
             raise httpx.ConnectTimeout(f"no connection within {seconds:g} seconds", request=request) from error
         except OSError as error:
             raise httpx.ConnectError(str(error), request=request) from error
+        self._on_connect(made.sock)
         return made
 
-    def _drop(self, request: httpx.Request) -> None:
-        connection = self._connections.pop(_server(request), None)
-        if connection:
+    def _drop(self, url: httpx.URL) -> None:
+        self._asked = None
+        for connection in self._connections.pop(_server(url), ()):
             connection.close()
 
 
-def _server(request: httpx.Request) -> tuple[str, str, int | None]:
-    return request.url.scheme, request.url.host, request.url.port
+def _send(connection: http.client.HTTPConnection, request: httpx.Request, url: httpx.URL) -> None:
+    connection.putrequest(request.method, url.raw_path.decode(), skip_host=True, skip_accept_encoding=True)
+    for name, value in request.headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+
+
+def _server(url: httpx.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
 
 
 def _check(response: http.client.HTTPResponse) -> None:

@@ -1,27 +1,64 @@
-"""Runs: how many batches one request asks for."""
+"""Runs: batches are asked for several at a time, and ahead of who takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
+from penstock.prefetch import OBJECT_BYTES, OWN_THREADS, Prefetch
+from penstock.source import Source
+from penstock.spec import Spec
+from penstock.transport import Transport
 from penstock.wire import Frame
 
-RUN_BYTES = 4 << 20  # a response of a few MiB: the cost of a request vanishes in it
+RUN_BYTES = 8 << 20  # a response of a few MiB: the cost of a request vanishes in it
 _MOST_FRAMES = 1024  # of the smallest the objects in memory are larger than what they hold
+_LEAST_RUNS = 4  # that fit into a budget: one is taken apart, one is read, one is asked for, one is there
+
+
+def fetch_ahead(
+    source: Source, transport: Transport, spec: Spec, epoch: int, steps: range, budget_bytes: int
+) -> Prefetch[Frame]:
+    """The frames of `steps`, in order, fetched by a thread within a budget of bytes. Raises what Source.frames raises.
+
+    To close it interrupts the transport, which is the caller's to close.
+    """
+    run_bytes = min(RUN_BYTES, budget_bytes // _LEAST_RUNS)
+    ahead: Prefetch[Frame] | None = None
+
+    def fetch(steps: range, then: range) -> Sequence[Frame]:
+        # Who has little in hand asks for two runs at a time, so that the server makes one while the other is read. Who has
+        # enough would leave the second to a server that holds it until somebody reads.
+        is_short = ahead is None or ahead.buffered_bytes < (_LEAST_RUNS - 2) * run_bytes
+        return source.frames(transport, spec, epoch, steps, then if is_short else range(0))
+
+    ahead = Prefetch(
+        fetch_runs(fetch, steps, run_bytes),
+        nbytes=lambda frame: frame.nbytes + OBJECT_BYTES,
+        budget_bytes=budget_bytes,
+        interrupt=transport.interrupt,
+        name=f"{OWN_THREADS}fetch",
+    )
+    return ahead
 
 
 def fetch_runs(
-    fetch: Callable[[range], Sequence[Frame]], steps: range, target_bytes: int = RUN_BYTES
+    fetch: Callable[[range, range], Sequence[Frame]], steps: range, target_bytes: int
 ) -> Generator[Sequence[Frame], None, None]:
     """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes`, or to a thousand frames.
 
-    `fetch(steps)` gives a frame for each of at least the first of the steps. Raises what it raises.
+    `fetch(steps, then)` gives a frame for each of at least the first of the steps; where it gives all, `then` is what it is
+    asked for next. Raises what it raises.
     """
-    start, run = 0, 1  # the first batch comes alone, so that the loop starts at once
+    start = 0
+    run = following = 1  # the first batch comes alone, so that the loop starts at once
     while start < len(steps):
-        frames = fetch(steps[start : start + run])
+        behind = start + run
+        frames = fetch(steps[start:behind], steps[behind : behind + following])
         yield frames
         start += len(frames)
-        run = max(
-            1, min(_MOST_FRAMES, 2 * len(frames), target_bytes * len(frames) // max(sum(frame.nbytes for frame in frames), 1))
-        )
+        fitting = target_bytes * len(frames) // max(sum(frame.nbytes for frame in frames), 1)
+        largest = max(1, min(_MOST_FRAMES, fitting))
+        if start < min(behind, len(steps)):  # something broke: it begins small again
+            run = following = min(len(frames), largest)
+        else:
+            run, following = following, min(2 * following, largest)

@@ -57,14 +57,17 @@ class Source:
         with closing(transport):
             return transport.get(f"{self._path}/spec", spec.to_query(), _decode_resolved)
 
-    def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range) -> list[wire.Frame]:
+    def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
         """The batches of at least the first of the steps, in order; the spec names its snapshot.
+
+        `then` are the steps that will be asked for next, if all of these come.
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
         path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
         if len(steps) > 1:
-            frames = transport.get_some(path, _query(spec, steps), self._decoder(spec, epoch, steps))
+            ahead = _query(spec, then) if then else None
+            frames = transport.get_some(path, _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
             if frames:
                 return frames
         # What stops a run may lie in one of its last steps, and once the first bytes are sent, the reason is only told to

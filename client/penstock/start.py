@@ -53,7 +53,7 @@ class Start:
     @property
     def num_sets(self) -> int:
         """How often it was set."""
-        return int(self._cells[_SETS])
+        return int(self._numbers[_SETS])
 
     @property
     def is_taken(self) -> bool:
@@ -90,6 +90,10 @@ class Start:
 
     def _share(self) -> None:
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        self._numbers = self._cells.numpy()  # the same memory: each batch looks at it, and torch takes microseconds for that
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_cells": self._cells}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

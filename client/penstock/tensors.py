@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
 _SIDES = ("", "chosen_", "rejected_")
 _PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label_lengths")
+_LENGTHS, _TARGETS = 1, 4
+_ALL_LENGTHS = (*(f"{side}lengths" for side in _SIDES), "label_lengths")
 # Torch has no arithmetic on these.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 
@@ -47,7 +49,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     """
     arrays, made = travelled(frame), Batch()
     for lines in lines_of(arrays, lambda ids: np.arange(ids.shape[1], dtype=np.int32)):
-        ids, mask, labels = _names(lines.side)
+        ids, mask, labels = lines.names
         if ids in columns:
             made[ids] = copied(lines.ids, torch.int64, pin_memory)
         if mask in columns:
@@ -67,61 +69,93 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
             np.subtract(np.arange(len(begins), dtype=np.int32), begins, out=positions.numpy().reshape(-1))
         if "labels" in columns:  # what a document begins with does not follow from the one before it
             made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
-    others = {name: array for name, array in columns_of(arrays).items() if name in columns}
-    texts = {name: texts for name, texts in frame.texts.items() if name in columns}
-    return made | {name: as_tensor(array, pin_memory) for name, array in others.items()} | texts
+    for name, array in columns_of(arrays).items():
+        if name in columns:
+            made[name] = as_tensor(array, pin_memory)
+    for name, texts in frame.texts.items():
+        if name in columns:
+            made[name] = texts
+    return made
 
 
 def names_of(travelling: Collection[str]) -> list[str]:
     """The names of what `expand` makes of a frame with these tensors."""
-    made = [name for side in _SIDES if f"{side}input_ids" in travelling for name in _names(side)]
+    made = [name for side in _sides(tuple(travelling)) for name in side.names]
     if "document_starts" in travelling:
         made += ["cu_seqlens", "position_ids"]
     return made + [name for name in columns_of(dict.fromkeys(travelling)) if name != "document_starts"]
 
 
-def _names(side: str) -> tuple[str, str, str]:
-    return f"{side}input_ids", f"{side}attention_mask", f"{side}labels"
+class _Side(NamedTuple):
+    """What belongs to the sequences of one side: the names of its tensors, and those of the arrays that they are made of.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lines(Generic[Array]):
-    """The sequences of one side, as arrays of numpy or of torch.
-
-    ids, targets       [batch_size, width], as they travelled; `targets` are what is learned from, mostly the ids themselves
-    attended, learned  bool, of their shapes: which are no padding, and which have a label; None for all of them
+    `names` are of ids, mask and labels. The parts are in the order of _PARTS; what does not travel is "".
     """
 
-    side: str
-    ids: Array
-    attended: Array | None
-    targets: Array
-    learned: Array | None
+    names: tuple[str, str, str]
+    parts: tuple[str, ...]
+
+
+class Lines(Generic[Array]):
+    """The sequences of one side, as arrays of numpy or of torch, and the names of what is made of them: ids, mask, labels.
+
+    ids, targets  [batch_size, width], as they travelled; `targets` are what is learned from, mostly the ids themselves
+    """
+
+    def __init__(self, side: _Side, arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> None:
+        self.names = side.names
+        self._parts: list[Array | None] = [arrays.get(part) for part in side.parts]
+        self._numbers_of: Callable[[Array], Array] = numbers_of
+        self.ids: Array = arrays[side.parts[0]]
+        self.targets: Array = arrays.get(side.parts[_TARGETS], self.ids)
+
+    @cached_property
+    def attended(self) -> Array | None:
+        """Which of the ids are no padding, bool; None for all of them."""
+        lengths = self._parts[_LENGTHS]
+        return None if lengths is None else self._numbers_of(self.ids) < lengths[:, None]
+
+    @cached_property
+    def learned(self) -> Array | None:
+        """Which of the targets have a label, bool; None for all of them."""
+        _, _, prompt_lengths, loss_mask, targets, target_lengths = self._parts
+        if targets is not None and target_lengths is not None:
+            return self._numbers_of(targets) < target_lengths[:, None]
+        if loss_mask is not None:
+            marked: Array = loss_mask != 0
+            return marked
+        if prompt_lengths is not None:
+            response = self._numbers_of(self.ids) >= prompt_lengths[:, None]
+            return response if self.attended is None else response & self.attended
+        return self.attended
 
 
 def lines_of(arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> Iterator[Lines[Array]]:
     """The sequences of a batch, side by side; `numbers_of(ids)` are its columns' numbers, int32 [width]."""
-    for side in _SIDES:
-        ids, lengths, prompt_lengths, loss_mask, targets, target_lengths = (arrays.get(side + name) for name in _PARTS)
-        if ids is None:
-            continue
-        numbers = numbers_of(ids)
-        attended = None if lengths is None else numbers < lengths[:, None]
-        learned = attended
-        if prompt_lengths is not None:
-            response = numbers >= prompt_lengths[:, None]
-            learned = response if attended is None else response & attended
-        if loss_mask is not None:
-            learned = loss_mask != 0
-        if targets is not None and target_lengths is not None:
-            learned = numbers_of(targets) < target_lengths[:, None]
-        yield Lines(side=side, ids=ids, attended=attended, targets=ids if targets is None else targets, learned=learned)
+    return (Lines(side, arrays, numbers_of) for side in _sides(tuple(arrays)))
 
 
 def columns_of(arrays: Mapping[str, T]) -> dict[str, T]:
     """What is no part of the sequences of a batch, but travels beside them."""
-    parts = {side + name for side in _SIDES if f"{side}input_ids" in arrays for name in _PARTS} | {"cu_seqlens"}
-    return {name: array for name, array in arrays.items() if name not in parts}
+    return {name: arrays[name] for name in _columns(tuple(arrays))}
+
+
+@lru_cache
+def _sides(travelling: tuple[str, ...]) -> tuple[_Side, ...]:
+    return tuple(
+        _Side(
+            (f"{side}input_ids", f"{side}attention_mask", f"{side}labels"),
+            tuple(side + name if side + name in travelling else "" for name in _PARTS),
+        )
+        for side in _SIDES
+        if f"{side}input_ids" in travelling
+    )
+
+
+@lru_cache
+def _columns(travelling: tuple[str, ...]) -> tuple[str, ...]:
+    parts = {part for side in _sides(travelling) for part in side.parts} | {"cu_seqlens"}
+    return tuple(name for name in travelling if name not in parts)
 
 
 def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
@@ -130,18 +164,17 @@ def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
     How many documents there are, and whether there is padding, is found out here: a GPU that is asked makes everybody wait.
     """
     arrays = dict(frame.tensors)
-    for side in _SIDES:
-        lengths = arrays.get(f"{side}lengths")
-        if lengths is not None and (lengths == arrays[f"{side}input_ids"].shape[1]).all():
-            del arrays[f"{side}lengths"]
+    for side in _sides(tuple(arrays)):
+        lengths = side.parts[_LENGTHS]
+        if lengths and np.add.reduce(arrays[lengths]) == arrays[side.parts[0]].size:  # a few times faster than to compare
+            del arrays[lengths]
     if "document_starts" in arrays:
         starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])
         arrays["cu_seqlens"] = np.append(np.flatnonzero(starts), starts.size).astype(np.int32)
-    return arrays | {
-        name: array.astype(_WIDENED[array.dtype.name])
-        for name, array in columns_of(arrays).items()
-        if array.dtype.name in _WIDENED
-    }
+    for name, array in columns_of(arrays).items():
+        if array.dtype.name in _WIDENED:
+            arrays[name] = array.astype(_WIDENED[array.dtype.name])
+    return arrays
 
 
 def as_tensor(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
@@ -159,9 +192,8 @@ def copied(array: npt.NDArray[Any], dtype: torch.dtype, pin_memory: bool) -> tor
 def count_tokens(frame: Frame) -> int:
     """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
     arrays = frame.tensors
-    lengths = [f"{side}lengths" for side in _SIDES] + ["label_lengths"]
-    known = [arrays[name].sum() for name in lengths if name in arrays]
-    return int(sum(known)) if known else arrays["input_ids"].size  # what has no lengths has no padding
+    known = [int(np.add.reduce(arrays[name])) for name in _ALL_LENGTHS if name in arrays]
+    return sum(known) if known else arrays["input_ids"].size  # what has no lengths has no padding
 
 
 def document_mask(batch: Batch) -> torch.Tensor:

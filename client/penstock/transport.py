@@ -68,7 +68,7 @@ class Transport:
             turn = self._servers.turn(also_busy=is_last)
             for server in turn:
                 try:
-                    return self._attempt(server, path, query, decode, hurry=is_first and server != turn[-1])
+                    return self._attempt(server, path, query, decode, None, hurry=is_first and server != turn[-1])
                 except _Interrupted:
                     raise
                 except NotYet as progress:
@@ -93,9 +93,17 @@ class Transport:
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
 
-    def get_some(self, path: str, query: Mapping[str, str], decode: Callable[[memoryview], Iterable[T]]) -> list[T]:
+    def get_some(
+        self,
+        path: str,
+        query: Mapping[str, str],
+        decode: Callable[[memoryview], Iterable[T]],
+        *,
+        then: Mapping[str, str] | None = None,
+    ) -> list[T]:
         """What one attempt brings: the items that `decode` makes of the body, up to the first that is missing or damaged.
 
+        `then` is the query that will be asked next at the same path, if all goes well: the server is told at once.
         Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
         Raises ServerUnavailable: the transport was interrupted.
         """
@@ -108,7 +116,7 @@ class Transport:
 
         for server in (turn := self._servers.turn())[:1]:
             try:
-                self._attempt(server, path, query, collect, hurry=len(turn) > 1)
+                self._attempt(server, path, query, collect, then, hurry=len(turn) > 1)
             except _Interrupted:
                 raise
             except Fault as fault:
@@ -132,11 +140,18 @@ class Transport:
             self._report.end_bar()
 
     def _attempt(
-        self, server: str, path: str, query: Mapping[str, str], decode: Callable[[memoryview], T], *, hurry: bool
+        self,
+        server: str,
+        path: str,
+        query: Mapping[str, str],
+        decode: Callable[[memoryview], T],
+        then: Mapping[str, str] | None,
+        *,
+        hurry: bool,
     ) -> T:
         """Raises Fault, NotYet among them: it failed, and another may not.  Raises a PenstockError: it was refused."""
         try:
-            result = decode(self._fetch(server, path, query, _HURRY_SECONDS if hurry else _SILENCE_SECONDS))
+            result = decode(self._fetch(server, path, query, then, _HURRY_SECONDS if hurry else _SILENCE_SECONDS))
         except NotYet as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._report.progress(progress)
@@ -157,10 +172,12 @@ class Transport:
         self._report.answered(server)
         return result
 
-    def _fetch(self, server: str, path: str, query: Mapping[str, str], silence_seconds: float) -> memoryview:
+    def _fetch(
+        self, server: str, path: str, query: Mapping[str, str], then: Mapping[str, str] | None, silence_seconds: float
+    ) -> memoryview:
         try:
             with self._watch.over(server):
-                body = self._connection.fetch(server + path, query, silence_seconds=silence_seconds)
+                body = self._connection.fetch(server + path, query, then=then, silence_seconds=silence_seconds)
         except Stranger as stranger:
             if self._first_contact:
                 raise PenstockError(str(stranger)) from None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -46,7 +46,7 @@ _HEADER_DIGEST: bytes = msgpack.packb("header_digest")
 _PAD: bytes = msgpack.packb("pad")
 _BIN8_BYTES = len(msgpack.packb(b""))
 _MOST_BYTES = len(msgpack.packb(_MOST_SEQUENCES))
-_UNSEALED = ("header_digest", "pad")
+_UNSEALED = {"header_digest", "pad"}
 _DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
@@ -93,13 +93,14 @@ class Layout:
 
     def views(self, payload: memoryview) -> dict[str, npt.NDArray[Any]]:
         """The tensors as arrays that share the payload's memory; texts as they lie there, bytes of shape [nbytes]."""
-        return {t.name: _view(t, payload[t.offset : t.offset + t.nbytes]) for t in self.tensors}
+        return {t.name: _view(t, payload) for t in self.tensors}
 
 
-def _view(tensor: TensorLayout, content: memoryview) -> npt.NDArray[Any]:
+def _view(tensor: TensorLayout, payload: memoryview) -> npt.NDArray[Any]:
+    # Not np.ndarray, though it is faster: it keeps no hold on the buffer, which would then be used again while it is read.
     if tensor.dtype in TEXTS:
-        return np.frombuffer(content, np.uint8)
-    return np.frombuffer(content, _DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return np.frombuffer(payload, np.uint8, tensor.nbytes, tensor.offset)
+    return np.frombuffer(payload, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset).reshape(tensor.shape)
 
 
 def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
@@ -122,8 +123,7 @@ def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[s
         raise WireError(f"{tensor.name} holds bytes that are no UTF-8") from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Which batch a frame holds."""
 
     dataset: str
@@ -133,8 +133,7 @@ class Address:
     step: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One batch as it came over the wire; `tensors` are views of the received bytes, `texts` what columns of text hold.
 
     `substituted` sequences stand in for rows that cannot be used.
@@ -268,18 +267,20 @@ def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
             raise WireError(f"this is not a batch: {error}") from error
         if not isinstance(header, dict) or "v" not in header:
             raise WireError("this is not a batch: it does not begin with a frame's header")
-        if header.get("header_digest") != _digest_of_fields(header):
+        nbytes = unpacker.tell()
+        if header.get("header_digest") != _seal(bytes(view[start : start + nbytes]), len(header.keys() - _UNSEALED)):
             raise WireError("the header of a frame was damaged on the way")
         if header["v"] != VERSION:
             raise VersionMismatch(
                 f"the server speaks wire version {header['v']}, this client {VERSION}: install the same penstock on both"
             )
-        return header, start + unpacker.tell()
+        return header, start + nbytes
     raise WireError("the body ends inside a frame's header")
 
 
-def _digest_of_fields(header: dict[str, Any]) -> str:
-    return digest(msgpack.packb({name: value for name, value in header.items() if name not in _UNSEALED}))
+def _seal(header: bytes, num_fields: int) -> str:
+    """The digest of the fields of a packed header that come before its own digest, packed as a map."""
+    return digest(msgpack.Packer().pack_map_header(num_fields) + header[1 : header.find(_HEADER_DIGEST)])
 
 
 def _round_up(nbytes: int) -> int:

@@ -21,7 +21,7 @@ from slow import slow_readers
 
 NUM_ROWS = 480
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
-WIDE: dict[str, str | int] = {"batch_size": 8, "seq_len": 32_768}  # 524,352 bytes a batch, so seven are a chunk
+WIDE: dict[str, str | int] = {"batch_size": 8, "seq_len": 32_768}  # 524,352 bytes a batch, so 15 are a chunk
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +53,19 @@ def test_an_epoch_goes_by_more_slow_readers_than_the_server_has_threads(serve: C
 def test_beyond_the_budget_readers_are_told_to_come_back_and_memory_stays_within_it(
     serve: Callable[..., Server], data: Path
 ) -> None:
-    with serve(data, "--inflight-bytes", "50MB") as server:
+    with serve(data, "--inflight-bytes", "100MB") as server:
         server.frames(BATCHES, **WIDE)
         with Watch(server.pid) as watch, slow_readers(40, server.url, BATCHES, WIDE) as slow:
             heads = slow.wait_for_heads()
             time.sleep(1)  # the second chunks are made meanwhile
             admitted = [head for head in heads if head.startswith("HTTP/1.1 200 OK")]
-            assert len(admitted) == 50_000_000 // (2 * 7 * 524_352)
+            assert len(admitted) == 100_000_000 // (2 * 15 * 524_352)
             assert server.get(f"{BATCHES}/0", **WIDE).status_code == 200  # for a single batch there is room
             refused = server.get(BATCHES, **WIDE)
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
             assert refused.json()["type"] == "urn:penstock:problem:busy"
-            assert "the budget is 50,000,000" in refused.json()["detail"]
-        assert watch.peak - watch.first < 50_000_000 + 32 * MIB
+            assert "the budget is 100,000,000" in refused.json()["detail"]
+        assert watch.peak - watch.first < 100_000_000 + 32 * MIB
         deadline = time.monotonic() + 30  # those who left have given back what they held
         while server.get(BATCHES, **WIDE).status_code == 503:
             assert time.monotonic() < deadline

@@ -50,12 +50,12 @@ def train(batches: Iterator[Any]) -> None:
 def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, change: Callable[[], None], tmp_path: Path) -> None:
     with nothing_left():
         data = dataset(server, ledger=tmp_path / "run.ledger")
-        assert held()["penstock-prefetch"] == 0
+        assert held()["penstock-fetch"] == 0
         ahead = iter(data), iter(data), iter(dataset(server))
         for batches in ahead:
             next(batches)
         threads = held()
-        assert [threads[f"penstock-{name}"] for name in ("prefetch", "watch", "ledger")] == [3, 3, 2]
+        assert [threads[f"penstock-{name}"] for name in ("fetch", "watch", "ledger")] == [3, 3, 2]
         change()
         for _ in ahead[0]:
             break
@@ -122,7 +122,7 @@ def test_a_loop_for_which_no_thread_can_be_started_leaves_none(
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name == "penstock-prefetch":
+        if thread.name == "penstock-fetch":
             raise RuntimeError("can't start new thread")
         start(thread)
 

@@ -13,8 +13,9 @@ import torch
 
 from corpora import write_numbered
 from penstock import PenstockError, RemoteDataset, SpecError
-from penstock.item import OBJECT_BYTES
+from penstock.prefetch import OBJECT_BYTES
 from penstock.stats import Stats
+from penstock.wire import Layout
 from serving import Server
 
 NUM_ROWS, BATCH_SIZE = 120, 4
@@ -59,7 +60,8 @@ def test_what_is_fetched_ahead_is_counted_in_bytes_until_the_loop_ends(server: S
         time.sleep(0.01)
         most = max(most, data.stats().buffered_bytes)
     assert most > 0
-    assert most % (3 * 8 * BATCH_SIZE * 8 + OBJECT_BYTES) == 0  # ids, mask and labels
+    travelled = Layout.of([("input_ids", "uint16", (BATCH_SIZE, 8)), ("lengths", "int32", (BATCH_SIZE,))])
+    assert most % (travelled.nbytes + OBJECT_BYTES) == 0
     assert data.stats().buffered_bytes == 0
 
 

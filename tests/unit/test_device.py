@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 
 from penstock import PenstockError, SpecError, wire
 from penstock.device import CPU, Destination, OnDevice, check_device, find_destination, pack, unpack
-from penstock.item import OBJECT_BYTES, Item
+from penstock.item import Item
 from penstock.place import Worker
-from penstock.prefetch import Prefetch
+from penstock.prefetch import OBJECT_BYTES, Prefetch
 from penstock.tensors import Batch, expand, names_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
@@ -92,7 +91,7 @@ def test_what_waits_for_a_device_is_as_small_as_it_travelled() -> None:
     made = frame_of({"input_ids": np.ones((2, 100), np.uint16), "lengths": np.ones(2, np.int32)})
     assert Item.of(made, pack(made, pin_memory=False)).nbytes == 2 * 2 * 100 + 2 * 4 + 2 + OBJECT_BYTES
     assert Item.of(made, expand(made, pin_memory=False)).nbytes == 3 * 8 * 2 * 100 + 2 + OBJECT_BYTES
-    assert Item.of(replace(made, nbytes=9999), expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
+    assert Item.of(made._replace(nbytes=9999), expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
 
 
 def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[list[Batch], Prefetch[Item]]:

@@ -249,7 +249,7 @@ def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
     (tmp_path / "data" / "a" / "penstock.toml").write_text('columns = ["page"]')
     plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), "a", batch_size=2, seq_len=1)
     made = list(chunks(plan, 0, 0, range(30)))
-    assert max(len(chunk.steps) for chunk in made) <= 5
+    assert max(len(chunk.steps) for chunk in made) <= 9
     monkeypatch.setattr(batch_module, "MAX_BATCH_BYTES", 900_000)
     with pytest.raises(BadParameter, match="Lower batch_size, or let fewer columns travel"):
         frames(made[0], load(made[0]))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ CONTENT = bytes(range(256)) * 5000
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers /KIND, and counts connections in `server.num_connections`."""
+    """Answers /KIND, counts connections in `server.num_connections` and notes kinds in `server.asked`."""
 
     protocol_version = "HTTP/1.1"
 
@@ -30,6 +31,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         kind = self.path.split("?")[0].strip("/")
+        self.server.asked.append(kind)  # type: ignore[attr-defined]
+        if kind == "hangs-up" and self.server.asked.count(kind) == 1:  # type: ignore[attr-defined]
+            self.close_connection = True
+            return
         self.send_response(404 if kind == "missing" else 200)
         self.send_header("X-Asked", self.headers["Host"] + self.path)
         if kind == "chunked" or kind == "cut-chunked":
@@ -59,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.num_connections = 0  # type: ignore[attr-defined]
+    made.num_connections, made.asked = 0, list[str]()  # type: ignore[attr-defined]
     made.daemon_threads = True
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
@@ -127,6 +132,41 @@ def test_one_connection_serves_many_requests_and_one_that_was_closed_is_made_ane
         assert body.received == CONTENT
         assert server.num_connections == len(made) == 2  # type: ignore[attr-defined]
     assert all(known.fileno() < 0 for known in made)
+
+
+def get(client: httpx.Client, server: ThreadingHTTPServer, kind: str, then: str) -> bytes:
+    """The body, where another is asked ahead."""
+    body = body_in(bytearray())
+    client.get(url_of(server, kind), extensions={"body": body, "then": httpx.URL(url_of(server, then))})
+    return bytes(body.received)
+
+
+def test_what_is_asked_ahead_is_asked_once_over_a_second_connection(server: ThreadingHTTPServer) -> None:
+    made: list[socket.socket] = []
+    kinds = ["sized", "chunked", "sized?b", "missing", "sized?c", "sized?d"]
+    with client_of(made) as client:
+        for kind, then in pairwise(kinds):
+            assert get(client, server, kind, then) == CONTENT
+        assert server.num_connections == len(made) == 2  # type: ignore[attr-defined]
+        assert server.asked == [kind.split("?")[0] for kind in kinds]  # type: ignore[attr-defined]
+    assert all(known.fileno() < 0 for known in made)
+
+
+def test_what_was_asked_ahead_is_given_up_where_something_else_is_wanted(server: ThreadingHTTPServer) -> None:
+    with client_of() as client:
+        assert get(client, server, "sized", "silent") == CONTENT
+        assert get(client, server, "sized?b", "sized?c") == CONTENT
+        assert get(client, server, "sized?c", "sized?d") == CONTENT
+
+
+def test_what_is_asked_ahead_and_not_answered_is_asked_again(server: ThreadingHTTPServer) -> None:
+    with client_of() as client:
+        assert get(client, server, "sized", "hangs-up") == CONTENT
+        assert get(client, server, "hangs-up", "cut") == CONTENT
+        assert server.asked.count("hangs-up") == 2  # type: ignore[attr-defined]
+        with pytest.raises(httpx.RemoteProtocolError):
+            get(client, server, "cut", "sized")
+        assert get(client, server, "sized", "sized") == CONTENT
 
 
 @pytest.mark.parametrize("kind", ["cut", "cut-chunked", "silent"])

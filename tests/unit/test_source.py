@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 
@@ -26,7 +25,7 @@ def frame(step: int, **other: int | str) -> bytes:
     layout = wire.Layout.of([("input_ids", "uint16", (2, 3))])
     payload = step.to_bytes(2, "little") * (layout.nbytes // 2)
     address = wire.Address(dataset="docs", snapshot="5eed", epoch=1, rank=0, step=step)
-    address = replace(address, **other)  # type: ignore[arg-type]
+    address = address._replace(**other)  # type: ignore[arg-type]
     return wire.encode_header(address, layout, wire.digest(payload)) + payload
 
 

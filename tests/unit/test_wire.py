@@ -95,6 +95,15 @@ def test_what_is_no_frame_is_refused(body: bytes) -> None:
         list(wire.decode(body))
 
 
+def test_tensors_hold_the_memory_that_they_are_views_of() -> None:
+    body = bytearray(frame_bytes())
+    [frame] = wire.decode(body)
+    with pytest.raises(BufferError):
+        body.pop()
+    del frame
+    body.pop()
+
+
 def test_another_wire_version_is_named() -> None:
     header: dict[str, object] = {"v": 2, "something": "new"}
     header |= {"header_digest": wire.digest(msgpack.packb(header))}

@@ -10,8 +10,7 @@ from itertools import count
 from typing import Any
 
 from penstock.errors import PenstockError, SpecError
-from penstock.prefetch import Prefetch
-from penstock.runs import fetch_runs
+from penstock.runs import fetch_ahead
 from penstock.source import Resolved, Source
 from penstock.spec import IGNORED, Spec
 from penstock.transport import Transport
@@ -112,14 +111,7 @@ def frames(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch
 
 
 def _epoch(source: Source, transport: Transport, resolved: Resolved, epoch: int) -> Iterator[Frame]:
-    fetch = partial(source.frames, transport, resolved.spec, epoch)
-    ahead = Prefetch(
-        fetch_runs(fetch, range(resolved.num_steps)),
-        nbytes=lambda frame: frame.nbytes,
-        budget_bytes=_PREFETCH_BYTES,
-        interrupt=transport.interrupt,
-        name="penstock-fetch",
-    )
+    ahead = fetch_ahead(source, transport, resolved.spec, epoch, range(resolved.num_steps), _PREFETCH_BYTES)
     with closing(transport), closing(ahead):
         yield from ahead
 

@@ -15,7 +15,7 @@ from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.packing import Spans, by_value
 from penstock_server.storage.block import Block
 
-_CHUNK_BYTES = 4 << 20  # assembled at a time; beyond a few MiB only memory grows
+_CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,37 +86,56 @@ def _sides(size: _WordArray) -> tuple[_WordArray, _WordArray]:
 def _forward(cells: _WordArray, size: _WordArray, key: _WordArray) -> _WordArray:
     height, width = _sides(size)
     row, column = np.divmod(cells, width)
+    rounds = _Rounds(key, len(cells))
     for r in range(0, _ROUNDS, 2):
-        row = _shift(row, _draw(column, key, r, height), height)
-        column = _shift(column, _draw(row, key, r + 1, width), width)
+        _add(row, rounds.draw(column, r, height), height)
+        _add(column, rounds.draw(row, r + 1, width), width)
     return row * width + column
 
 
 def _backward(cells: _WordArray, size: _WordArray, key: _WordArray) -> _WordArray:
     height, width = _sides(size)
     row, column = np.divmod(cells, width)
+    rounds = _Rounds(key, len(cells))
     for r in reversed(range(0, _ROUNDS, 2)):
-        column = _shift(column, width - _draw(row, key, r + 1, width), width)
-        row = _shift(row, height - _draw(column, key, r, height), height)
+        _add(column, width - rounds.draw(row, r + 1, width), width)
+        _add(row, height - rounds.draw(column, r, height), height)
     return row * width + column
 
 
-def _shift(value: _WordArray, by: _WordArray, side: _WordArray) -> _WordArray:
-    moved = value + by
-    return np.where(moved >= side, moved - side, moved)
+def _add(value: _WordArray, by: _WordArray, side: _WordArray) -> None:
+    """Adds in place, modulo side; both are at most side."""
+    value += by
+    np.minimum(value, value - side, out=value)  # what is below side wraps to a huge number
 
 
-def _draw(value: _WordArray, key: _WordArray, turn: int, side: _WordArray) -> _WordArray:
-    """A keyed function to [0, side); side is below 2^32."""
-    turn_key = _mix(key + np.full(1, turn + 1, _Word) * _GOLDEN)
-    return ((_mix(value ^ turn_key) >> _Word(32)) * side) >> _Word(32)
+class _Rounds:
+    """The keyed functions of all rounds, for `count` elements. What they need on the way is allocated once."""
+
+    def __init__(self, key: _WordArray, count: int) -> None:
+        turns = np.arange(1, _ROUNDS + 1, dtype=_Word)[:, None] * _GOLDEN
+        self._keys = _mix(key + turns)
+        self._drawn, self._spare = np.empty((2, count), _Word)
+
+    def draw(self, value: _WordArray, turn: int, side: _WordArray) -> _WordArray:
+        """A function to [0, side), valid until the next is drawn; side is below 2^32."""
+        drawn = self._drawn
+        np.bitwise_xor(value, self._keys[turn], out=drawn)
+        _mix(drawn, drawn, self._spare)
+        drawn >>= _Word(32)
+        drawn *= side
+        drawn >>= _Word(32)
+        return drawn
 
 
-def _mix(x: _WordArray) -> _WordArray:
+def _mix(x: _WordArray, out: _WordArray | None = None, spare: _WordArray | None = None) -> _WordArray:
     """The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014); arithmetic wraps at 2^64."""
-    x = (x ^ (x >> _Word(30))) * _Word(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _Word(27))) * _Word(0x94D049BB133111EB)
-    return x ^ (x >> _Word(31))
+    out = np.bitwise_xor(x, np.right_shift(x, _Word(30), out=spare), out=out)
+    out *= _Word(0xBF58476D1CE4E5B9)
+    out ^= np.right_shift(out, _Word(27), out=spare)
+    out *= _Word(0x94D049BB133111EB)
+    out ^= np.right_shift(out, _Word(31), out=spare)
+    return out
 
 
 class EpochOrder:
