@@ -221,6 +221,13 @@ def test_a_rank_that_alone_was_killed_and_resumed_goes_on_where_it_was(ledger: P
     assert report_on(ledger).is_proven
 
 
+def test_an_epoch_is_begun_with_the_state_of_a_start_that_ended_the_one_before_it(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(start=1, step=14), [])  # began again from an older state, and was given up
+    append(ledger, begin_of(start=2, epoch=1), range(20), ends=True)
+    assert report_on(ledger).is_proven
+
+
 def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
     append(ledger, begin_of(), [])
     assert words(ledger).startswith("NOT PROVEN: no batch is recorded\n")

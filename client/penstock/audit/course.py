@@ -19,8 +19,9 @@ def reaches(ranks: Sequence[Sequence[Iteration]]) -> dict[StartKey, Place]:
     for iterations in ranks:
         own: dict[StartKey, Place] = {}
         for iteration in iterations:
-            key = iteration.start.key
-            own[key] = max(iteration.reach, own.get(key, iteration.reach))
+            key, epoch = iteration.start.key, iteration.begin.epoch
+            place = (epoch + 1, 0) if iteration.has_end else iteration.reach
+            own[key] = max(place, own.get(key, place))
         for key, place in own.items():
             found[key] = min(place, found.get(key, place))
     return found
