@@ -13,8 +13,9 @@ import json
 import resource
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from statistics import quantiles
 from urllib.parse import urlencode, urlsplit
 
 from corpus import BATCH_SIZE, SEQ_LEN
@@ -28,7 +29,7 @@ class Rank:
 
     num_batches: int = 0
     num_errors: int = 0
-    longest_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # that it waited for each
 
 
 class Load:
@@ -72,7 +73,7 @@ class Load:
             if not head.startswith(b"HTTP/1.1 200") or (turn == 0 and not _is_for(body, number)):
                 rank.num_errors += 1
             rank.num_batches += 1
-            rank.longest_seconds = max(rank.longest_seconds, time.perf_counter() - began)
+            rank.seconds.append(time.perf_counter() - began)
         writer.close()
         return rank
 
@@ -99,13 +100,15 @@ async def main() -> None:
     spec = Spec(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, world_size=asked.world_size, shuffle="global", tail="wrap")
     ranks, took = await Load(asked.address, spec, asked.seconds).run(asked.num_ranks)
     counts = [rank.num_batches for rank in ranks]
+    waits = [seconds for rank in ranks for seconds in rank.seconds]
     told = {
         "num_batches": sum(counts),
         "seconds": took,
         "batches_per_second": sum(counts) / took,
         "fewest_batches": min(counts),
         "most_batches": max(counts),
-        "longest_seconds": max(rank.longest_seconds for rank in ranks),
+        "p99_seconds": quantiles(waits, n=100)[98],
+        "longest_seconds": max(waits),
         "num_errors": sum(rank.num_errors for rank in ranks),
     }
     print(json.dumps(told))

@@ -119,6 +119,8 @@ def _workers(loader: Loader, figure: Figure) -> str:
 def _quantity(value: float, unit: str) -> str:
     if unit == "s":
         return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+    if unit == "B":
+        return f"{value / 1e6:.0f} MB"
     return f"{value / 1e6:.1f} MB/s" if unit == "B/s" else f"{_millions(value)} {unit}"
 
 

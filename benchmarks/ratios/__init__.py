@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-NAMES = ("static", "first_batch", "cold_parquet", "cold_text", "packings", "ranks")
+NAMES = ("static", "first_batch", "cold_parquet", "cold_text", "packings", "ranks", "memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

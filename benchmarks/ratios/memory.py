@@ -1,0 +1,71 @@
+"""Memory of the server that no file backs, at its most in a first epoch: of ten times as much data, and of as much.
+
+The larger dataset is the same shards under ten times as many names, each decoded and cached for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from contextlib import closing
+
+import data
+from corpus import BATCH_SIZE, SEQ_LEN
+from penstock import RemoteDataset
+from processes import anonymous_bytes
+from ratios import Ratio, Scale
+from servers import penstock
+
+_SMALL, _LARGE = 2, 20  # times the corpus
+_LOOK_SECONDS = 0.25
+
+
+def measure(scale: Scale) -> list[Ratio]:
+    small, large = (_most_bytes(scale, times) for times in (_SMALL, _LARGE))
+    corpus_bytes = 2 * SEQ_LEN * scale.num_sequences
+    return [
+        Ratio(
+            what=f"the server's anonymous memory at most, {_LARGE * corpus_bytes / 1e9:.1f} GB of ids",
+            against=f"{_SMALL * corpus_bytes / 1e9:.1f} GB of ids",
+            ours=large,
+            theirs=small,
+            unit="B",
+        )
+    ]
+
+
+def _most_bytes(scale: Scale, times: int) -> float:
+    folder, cache = scale.work / f"memory-{times}", scale.work / "memory-cache"
+    try:
+        for shard in sorted((data.corpus(scale).parquet / "tokens").glob("*.parquet")):
+            for number in range(times):
+                copy = folder / "tokens" / f"{shard.stem}-{number}.parquet"
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.unlink(missing_ok=True)
+                os.link(shard, copy)
+        with penstock(folder, cache) as server, closing(_Watch(server.pid)) as watch:
+            for _ in RemoteDataset(server.address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, columns=["input_ids"]):
+                pass
+        return watch.most_bytes
+    finally:
+        for path in (folder, cache):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class _Watch:
+    """Looks at a process now and then, from a thread."""
+
+    def __init__(self, pid: int) -> None:
+        self.most_bytes = 0
+        self._pid, self._closed = pid, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            self.most_bytes = max(self.most_bytes, anonymous_bytes(self._pid))
