@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -97,7 +98,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.rank, self.world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
         self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
-        self._prefetch_bytes = prefetch_bytes
+        self._prefetch_bytes = int(min(prefetch_bytes, sys.maxsize))
         asked = Spec(
             batch_size=batch_size,
             seq_len=seq_len,

@@ -12,10 +12,8 @@ from penstock.item import Item
 from penstock.place import Worker
 from penstock.prefetch import Prefetch
 from penstock.spec import IGNORED
-from penstock.tensors import ALL, Batch, as_tensor, columns_of, lines_of, travelled
+from penstock.tensors import ALL, CPU, Batch, as_tensor, columns_of, lines_of, travelled
 from penstock.wire import Frame
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

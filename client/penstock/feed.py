@@ -12,14 +12,14 @@ from itertools import cycle, islice
 
 import torch
 
-from penstock.device import CPU, Destination, OnDevice, pack
+from penstock.device import Destination, OnDevice, pack
 from penstock.item import Item
 from penstock.prefetch import OWN_THREADS, Prefetch
 from penstock.runs import RUN_BYTES, fetch_ahead
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats
-from penstock.tensors import expand
+from penstock.tensors import CPU, expand
 
 _MOST_ITEMS = 64  # that are handed over at a time
 
@@ -52,7 +52,7 @@ class Feed:
         self._group_bytes = min(RUN_BYTES, prefetch_bytes // 4)
         with ExitStack() as unwound:  # if no more threads may be started, or by Ctrl-C
             unwound.callback(self._transport.close)
-            budget_bytes = 4 * self._group_bytes if destination.pinned_for >= 0 else prefetch_bytes
+            budget_bytes = 2 * self._group_bytes if destination.pinned_for >= 0 else prefetch_bytes
             self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], budget_bytes)
             unwound.callback(self._frames.close)
             if destination.pinned_for >= 0:
@@ -69,15 +69,20 @@ class Feed:
         atexit.register(self._close)
 
     def __iter__(self) -> Iterator[Item]:
-        asked_at = time.perf_counter()
-        for item in self._items():
+        items = self._items()
+        while True:
+            asked_at = time.perf_counter()
+            try:
+                item = next(items, None)
+            finally:
+                given_at = time.perf_counter()
+                self._wait_seconds += given_at - asked_at
+            if item is None:
+                return
             self._num_batches += 1
             self._num_tokens += item.num_tokens
-            given_at = time.perf_counter()
-            self._wait_seconds += given_at - asked_at
             yield item
-            asked_at = time.perf_counter()
-            self._busy_seconds += asked_at - given_at
+            self._busy_seconds += time.perf_counter() - given_at
 
     def _items(self) -> Iterator[Item]:
         items = self._made()

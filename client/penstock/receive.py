@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ import httpx
 _LARGEST_BUFFER = 16 << 20
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
+_PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
 
 
 class Body:
@@ -64,7 +66,7 @@ class Buffers:
     """Memory for bodies, one after the other: fresh pages cost as much as a copy. For one thread at a time."""
 
     def __init__(self) -> None:
-        self._buffers: deque[bytearray] = deque(maxlen=_KEPT_BUFFERS)
+        self._buffers: list[bytearray] = []
 
     def allocate(self, nbytes: int) -> memoryview:
         """So much memory, which nobody else looks at. What is larger than most bodies are is not kept."""
@@ -73,8 +75,11 @@ class Buffers:
         for buffer in self._buffers:
             if nbytes <= len(buffer) and _is_free(buffer):
                 return memoryview(buffer)[:nbytes]
-        self._buffers.append(bytearray(nbytes))
-        return memoryview(self._buffers[-1])
+        made = bytearray(nbytes)
+        self._buffers = [buffer for buffer in self._buffers if nbytes <= len(buffer) or not _is_free(buffer)]
+        if len(self._buffers) < _KEPT_BUFFERS:
+            self._buffers.append(made)
+        return memoryview(made)
 
 
 def _is_free(buffer: bytearray) -> bool:
@@ -101,25 +106,18 @@ class ReceivingTransport(httpx.BaseTransport):
         # Of each server: the one whose turn it is, and perhaps the one that is asked ahead.
         self._connections: dict[tuple[str, str, int | None], deque[http.client.HTTPConnection]] = {}
         self._asked: httpx.URL | None = None  # ahead
+        self._paused_until = 0.0  # nothing is asked ahead before
         self._tls: ssl.SSLContext | None = None
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """One exchange. A kept connection that the server has closed meanwhile is made anew."""
-        is_asked = self._turn(request.url)
-        is_kept = _server(request.url) in self._connections
+        """One exchange."""
         try:
-            try:
-                response = self._ask(request, is_asked)
-            except ConnectionError:
-                if not is_kept:
-                    raise
-                self._drop(request.url)
-                response = self._ask(request, False)
+            response = self._answer(request)
             body: Body = request.extensions["body"]
             with response:  # one that ends its connection keeps the socket for itself
                 _check(response)
-                if then := request.extensions.get("then"):
-                    self._ask_ahead(request, then)
+                if response.status == http.client.OK and not response.will_close:
+                    self._ask_ahead(request)
                 body.read(response)
         except (OSError, http.client.HTTPException) as error:
             self._drop(request.url)
@@ -142,6 +140,25 @@ class ReceivingTransport(httpx.BaseTransport):
                 connection.close()
         self._connections.clear()
 
+    def _answer(self, request: httpx.Request) -> http.client.HTTPResponse:
+        """The answer, as far as its headers.
+
+        A kept connection that the server has closed meanwhile is made anew. A refusal of what was asked ahead is not heard: it
+        was said while another answer was being read, perhaps because of that one.
+        """
+        is_asked = self._turn(request.url)
+        is_kept = _server(request.url) in self._connections
+        try:
+            response = self._ask(request, is_asked)
+            if not is_asked or response.status == http.client.OK:
+                return response
+            self._pause()
+        except ConnectionError:
+            if not is_kept:
+                raise
+        self._drop(request.url)
+        return self._ask(request, False)
+
     def _turn(self, url: httpx.URL) -> bool:
         """Whether this was asked ahead: it is the turn of that connection then."""
         asked, self._asked = self._asked, None
@@ -159,17 +176,23 @@ class ReceivingTransport(httpx.BaseTransport):
             _send(connections[0], request, request.url)
         return connections[0].getresponse()
 
-    def _ask_ahead(self, request: httpx.Request, url: httpx.URL) -> None:
+    def _ask_ahead(self, request: httpx.Request) -> None:
+        url: httpx.URL | None = request.extensions.get("then")
+        if url is None or time.monotonic() < self._paused_until:
+            return
         connections = self._connections[_server(request.url)]
         try:
             if len(connections) == 1:
                 connections.append(self._connect(request))
             _send(connections[1], request, url)
-        except (httpx.TransportError, OSError):  # then it is asked when its turn comes
-            while len(connections) > 1:
-                connections.pop().close()
-        else:
             self._asked = url
+        except httpx.TransportError:
+            self._pause()  # to find out may have taken seconds, while an answer waits to be read
+        except OSError:  # a kept one, that the server has closed meanwhile
+            connections.pop().close()
+
+    def _pause(self) -> None:
+        self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
     def _connect(self, request: httpx.Request) -> http.client.HTTPConnection:
         url, seconds = request.url, request.extensions["timeout"]["connect"]

@@ -11,7 +11,6 @@ from penstock.transport import Transport
 from penstock.wire import Frame
 
 RUN_BYTES = 8 << 20  # a response of a few MiB: the cost of a request vanishes in it
-_MOST_FRAMES = 1024  # of the smallest the objects in memory are larger than what they hold
 _LEAST_RUNS = 4  # that fit into a budget: one is taken apart, one is read, one is asked for, one is there
 
 
@@ -33,7 +32,7 @@ def fetch_ahead(
 
     ahead = Prefetch(
         fetch_runs(fetch, steps, run_bytes),
-        nbytes=lambda frame: frame.nbytes + OBJECT_BYTES,
+        nbytes=_nbytes,
         budget_bytes=budget_bytes,
         interrupt=transport.interrupt,
         name=f"{OWN_THREADS}fetch",
@@ -44,7 +43,7 @@ def fetch_ahead(
 def fetch_runs(
     fetch: Callable[[range, range], Sequence[Frame]], steps: range, target_bytes: int
 ) -> Generator[Sequence[Frame], None, None]:
-    """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes`, or to a thousand frames.
+    """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes` of memory.
 
     `fetch(steps, then)` gives a frame for each of at least the first of the steps; where it gives all, `then` is what it is
     asked for next. Raises what it raises.
@@ -56,9 +55,12 @@ def fetch_runs(
         frames = fetch(steps[start:behind], steps[behind : behind + following])
         yield frames
         start += len(frames)
-        fitting = target_bytes * len(frames) // max(sum(frame.nbytes for frame in frames), 1)
-        largest = max(1, min(_MOST_FRAMES, fitting))
+        largest = max(1, target_bytes * len(frames) // sum(map(_nbytes, frames)))
         if start < min(behind, len(steps)):  # something broke: it begins small again
             run = following = min(len(frames), largest)
         else:
             run, following = following, min(2 * following, largest)
+
+
+def _nbytes(frame: Frame) -> int:
+    return frame.nbytes + OBJECT_BYTES

@@ -65,7 +65,7 @@ class Source:
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
         path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
-        if len(steps) > 1:
+        if len(steps) > 1 or then:
             ahead = _query(spec, then) if then else None
             frames = transport.get_some(path, _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
             if frames:

@@ -35,7 +35,7 @@ class Start:
     """
 
     def __init__(self, stretch: Stretch) -> None:
-        self._cells = torch.zeros(7, dtype=torch.int64)
+        self._cells = torch.zeros(7, dtype=torch.int64, device="cpu")  # whatever torch's default is
         self._share()
         self.set(stretch)
 
@@ -53,6 +53,8 @@ class Start:
     @property
     def num_sets(self) -> int:
         """How often it was set."""
+        if self._cells.data_ptr() != self._looked_at:  # torch moves it where its way of sharing is changed
+            self._look()
         return int(self._numbers[_SETS])
 
     @property
@@ -74,7 +76,7 @@ class Start:
     def move(self, stretch: Stretch) -> None:
         """Puts the start elsewhere, without a word on who takes it."""
         at = stretch.position
-        self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps])
+        self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps], device="cpu")
 
     def take(self, number: int, worker: Worker | None) -> bool:
         """Whether the stretch is this round's: nobody took it yet, or another worker of the same round did.
@@ -90,7 +92,11 @@ class Start:
 
     def _share(self) -> None:
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
-        self._numbers = self._cells.numpy()  # the same memory: each batch looks at it, and torch takes microseconds for that
+        self._look()
+
+    def _look(self) -> None:
+        # The same memory, which each batch looks at: torch takes microseconds for that.
+        self._numbers, self._looked_at = self._cells.numpy(), self._cells.data_ptr()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_cells": self._cells}

@@ -14,6 +14,7 @@ from penstock.errors import SpecError
 from penstock.spec import IGNORED
 from penstock.wire import Frame
 
+CPU = torch.device("cpu")
 Batch = dict[str, Any]  # tensors, and lists of texts or bytes
 T = TypeVar("T")
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
@@ -53,7 +54,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
         if ids in columns:
             made[ids] = copied(lines.ids, torch.int64, pin_memory)
         if mask in columns:
-            made[mask] = ones = torch.empty(lines.ids.shape, dtype=torch.int64, pin_memory=pin_memory)
+            made[mask] = ones = _empty(lines.ids.shape, torch.int64, pin_memory)
             ones.numpy()[...] = 1 if lines.attended is None else lines.attended
         if labels in columns:
             made[labels] = targets = copied(lines.targets, torch.int64, pin_memory)
@@ -64,7 +65,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
         if "cu_seqlens" in columns:
             made["cu_seqlens"] = copied(borders, torch.int32, pin_memory)
         if "position_ids" in columns:
-            made["position_ids"] = positions = torch.empty(arrays["input_ids"].shape, dtype=torch.int64, pin_memory=pin_memory)
+            made["position_ids"] = positions = _empty(arrays["input_ids"].shape, torch.int64, pin_memory)
             begins = np.repeat(borders[:-1], np.diff(borders))
             np.subtract(np.arange(len(begins), dtype=np.int32), begins, out=positions.numpy().reshape(-1))
         if "labels" in columns:  # what a document begins with does not follow from the one before it
@@ -184,9 +185,14 @@ def as_tensor(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
 
 def copied(array: npt.NDArray[Any], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
     """A copy of an array as another type, written in one go."""
-    tensor = torch.empty(array.shape, dtype=dtype, pin_memory=pin_memory)
+    tensor = _empty(array.shape, dtype, pin_memory)
     tensor.numpy()[...] = array
     return tensor
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    # Without the device it would be whichever the trainer has made torch's default.
+    return torch.empty(shape, dtype=dtype, device=CPU, pin_memory=pin_memory)
 
 
 def count_tokens(frame: Frame) -> int:

@@ -280,7 +280,7 @@ def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
 
 def _seal(header: bytes, num_fields: int) -> str:
     """The digest of the fields of a packed header that come before its own digest, packed as a map."""
-    return digest(msgpack.Packer().pack_map_header(num_fields) + header[1 : header.find(_HEADER_DIGEST)])
+    return digest(msgpack.Packer().pack_map_header(num_fields) + header[1 : header.rfind(_HEADER_DIGEST)])
 
 
 def _round_up(nbytes: int) -> int:

@@ -6,13 +6,16 @@ come back; one that was let in is never refused in its midst.
 
 from __future__ import annotations
 
+import threading
+
 from penstock_server.problems import Busy
 
 
 class InFlight:
-    """The budget of one process. Its methods, and those of its holds, are for the thread of the event loop alone."""
+    """The budget of one process, for all of its threads."""
 
     def __init__(self, budget_bytes: int) -> None:
+        self.lock = threading.Lock()
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         self.num_holds = 0  # that have taken their bytes
@@ -37,31 +40,35 @@ class InFlight:
 
 
 class Hold:
-    """What one response holds; `nbytes` is foreseen, until a chunk turns out to be larger."""
+    """What one response holds; `nbytes` is foreseen, until its first chunk is measured."""
 
     def __init__(self, in_flight: InFlight, num_chunks: int, chunk_bytes: int) -> None:
         self.nbytes = num_chunks * chunk_bytes
         self._in_flight, self._num_chunks = in_flight, num_chunks
-        self._is_taken = False
+        self._is_taken = self._is_measured = False
 
     def take(self) -> None:
         """Takes the bytes, unless they are taken. Raises Busy: there is no room for them any more."""
-        if not self._is_taken:
-            self._in_flight.check(self.nbytes)
-            self._in_flight.held_bytes += self.nbytes
-            self._in_flight.num_holds += 1
-            self._is_taken = True
+        with self._in_flight.lock:
+            if not self._is_taken:
+                self._in_flight.check(self.nbytes)
+                self._in_flight.held_bytes += self.nbytes
+                self._in_flight.num_holds += 1
+                self._is_taken = True
 
     def measured(self, chunk_bytes: int) -> None:
-        """A chunk has so many bytes. Where that is more than was foreseen, more is held, also beyond the budget."""
-        more = self._num_chunks * chunk_bytes - self.nbytes
-        if more > 0:
-            self.nbytes += more
-            self._in_flight.held_bytes += more
+        """A chunk has so many bytes. The first one's count from then on, and those of a larger one, also beyond the budget."""
+        with self._in_flight.lock:
+            more = self._num_chunks * chunk_bytes - self.nbytes
+            if more > 0 or not self._is_measured:
+                self.nbytes += more
+                self._in_flight.held_bytes += more
+            self._is_measured = True
 
     def release(self) -> None:
         """Gives back what was taken. Idempotent."""
-        if self._is_taken:
-            self._in_flight.held_bytes -= self.nbytes
-            self._in_flight.num_holds -= 1
-            self._is_taken = False
+        with self._in_flight.lock:
+            if self._is_taken:
+                self._in_flight.held_bytes -= self.nbytes
+                self._in_flight.num_holds -= 1
+                self._is_taken = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from penstock_server.batches.batch import frames, frames_nbytes
 from penstock_server.batches.gather import Chunk, chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
-from penstock_server.inflight import Hold, InFlight
+from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
 
 BatchFormat = Literal["msgpack", "json"]
@@ -58,52 +58,121 @@ class Run:
         return frames_nbytes(self.plan, self.epoch, self.rank, self.steps) if self.format == "msgpack" else None
 
 
-async def respond(request: Request, in_flight: InFlight, run: Run) -> Response:
-    """The response to a request for batches. Raises Busy, what Plan.check raises, and whatever the first chunk meets."""
-    run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag either
-    headers = {"ETag": run.etag, "Cache-Control": _cache_control(request)}
-    if _matches(request, headers["ETag"]):
+async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run]) -> Response:
+    """The response to a request for what `find` gives, which is called in a thread.
+
+    Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets.
+    """
+    # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
+    # connection breaks off; the client asks for less then, and gets the reason.
+    headers, making = await run_in_threadpool(_begin, request, in_flight, find)
+    if making is None:
         return Response(status_code=304, headers=headers)
-    nbytes = run.nbytes()
-    hold = in_flight.hold(_held_chunks(run, nbytes), min(len(run.steps), steps_per_chunk(run.plan)) * run.plan.step_nbytes)
-    bodies = _bodies(request, run, hold)
+    bodies = _bodies(request, making)
     try:
-        # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
-        # connection breaks off; the client asks for less then, and gets the reason.
         made = [await anext(bodies)]
     except BaseException:
-        hold.release()
+        making.hold.release()
         raise
-    if run.is_one_chunk:
-        nbytes = len(made[0])
+    nbytes = len(made[0]) if making.run.is_one_chunk else making.nbytes
     if nbytes is not None:
         headers["Content-Length"] = str(nbytes)
-    media_type = "application/json" if run.format == "json" else wire.MEDIA_TYPE
-    return _HeldResponse(made, bodies, hold, media_type, headers)
+    if request.method == "HEAD":
+        await bodies.aclose()
+        making.hold.release()
+        head = Response(headers=headers, media_type=_media_type(making.run))
+        if nbytes is None:
+            del head.headers["Content-Length"]  # 0, if nobody says otherwise
+        return head
+    return _HeldResponse(made, bodies, making, headers)
+
+
+class _Making:
+    """A run that is made chunk by chunk, in threads. It holds its bytes until `hold` is released.
+
+    `nbytes` is the length of the response, None where it depends on the rows. Raises Busy: there is no room for it now.
+    """
+
+    def __init__(self, run: Run, in_flight: InFlight) -> None:
+        self.run, self.nbytes = run, run.nbytes()
+        chunk_bytes = min(len(run.steps), steps_per_chunk(run.plan)) * run.plan.step_nbytes
+        self.hold = in_flight.hold(_held_chunks(run, self.nbytes), chunk_bytes)
+        self._parts = chunks(run.plan, run.epoch, run.rank, run.steps)
+        self._body: memoryview | None = None
+        try:
+            self.go_on()
+        except BaseException:
+            self.hold.release()
+            raise
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no chunk comes behind this one."""
+        return self.chunk.steps[-1] == self.run.steps[-1]
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the body of this chunk is there."""
+        return self._body is not None
+
+    def go_on(self) -> None:
+        """Turns to the next chunk, and makes it if all of its blocks are mapped, as they mostly are.
+
+        All in one turn of a thread: to wait for another takes longer than most of what there is to do.
+        """
+        self.chunk = next(self._parts)
+        blocks = self.chunk.mapped()
+        if blocks is not None:
+            self.chunk.read_ahead()
+            self.make(blocks)
+
+    def make(self, blocks: list[Block]) -> None:
+        """Makes the body of this chunk. As JSON, one batch is an object, and several are an array of them."""
+        self.hold.take()
+        if self.run.format == "msgpack":
+            self._body = memoryview(frames(self.chunk, blocks))
+        else:
+            before, after = ("", "\n") if len(self.run.steps) == 1 else ("[\n", "\n]\n")
+            before = before if self.chunk.steps[0] == self.run.steps[0] else ",\n"
+            text = before + ",\n".join(as_json(self.chunk, blocks)) + (after if self.is_last else "")
+            self._body = memoryview(text.encode())
+        self.hold.measured(len(self._body))
+
+    def take_body(self) -> memoryview:
+        """The body of this chunk, which is the caller's to keep or drop."""
+        assert self._body is not None
+        body, self._body = self._body, None
+        return body
 
 
 class _HeldResponse(StreamingResponse):
     """A response that holds its bytes until the reader has them, leaves or fails."""
 
     def __init__(
-        self,
-        made: list[memoryview],
-        rest: AsyncGenerator[memoryview, None],
-        hold: Hold,
-        media_type: str,
-        headers: dict[str, str],
+        self, made: list[memoryview], rest: AsyncGenerator[memoryview, None], making: _Making, headers: dict[str, str]
     ) -> None:
-        super().__init__(_chain(made, rest), media_type=media_type, headers=headers)
-        self._rest, self._hold = rest, hold
+        super().__init__(_chain(made, rest), media_type=_media_type(making.run), headers=headers)
+        self._rest, self._making = rest, making
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The empty message that ends a stream is sent when all before it is on its way: a response in one piece would be
         # done, and release its bytes, while they are still in memory.
         try:
             async with aclosing(self._rest):
-                await super().__call__(scope, receive, send)
+                if self._making.run.is_one_chunk:  # nobody need look whether the reader leaves: nothing more would be made
+                    await self.stream_response(send)
+                else:
+                    await super().__call__(scope, receive, send)
         finally:
-            self._hold.release()
+            self._making.hold.release()
+
+
+def _begin(request: Request, in_flight: InFlight, find: Callable[[], Run]) -> tuple[dict[str, str], _Making | None]:
+    """The headers, and what is made of the run; nothing where the client's copy is current."""
+    run = find()
+    run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag either
+    headers = {"ETag": run.etag, "Cache-Control": _cache_control(request)}
+    return headers, None if _matches(request, headers["ETag"]) else _Making(run, in_flight)
 
 
 def _held_chunks(run: Run, nbytes: int | None) -> int:
@@ -113,56 +182,35 @@ def _held_chunks(run: Run, nbytes: int | None) -> int:
     return 2 if nbytes is not None else 3  # one on its way and the next; without a length the first is copied, too
 
 
-async def _bodies(request: Request, run: Run, hold: Hold) -> AsyncGenerator[memoryview, None]:
-    """The bytes of each chunk. As JSON, one batch is an object, and several are an array of them."""
-    before, after = ("", "\n") if len(run.steps) == 1 else ("[\n", "\n]\n")
-    async with aclosing(_loaded(request, run)) as loaded:
-        async for chunk, blocks in loaded:
-            hold.take()
-            if run.format == "msgpack":
-                body = memoryview(await run_in_threadpool(frames, chunk, blocks))
-            else:
-                text = before + ",\n".join(await run_in_threadpool(as_json, chunk, blocks))
-                before = ",\n"
-                body = memoryview((text + after if chunk.steps[-1] == run.steps[-1] else text).encode())
-            hold.measured(len(body))
-            yield body
-
-
-async def _loaded(request: Request, run: Run) -> AsyncGenerator[tuple[Chunk, list[Block]], None]:
-    """The chunks with their blocks. No thread waits for blocks: threads are few, and warm requests need them."""
+async def _bodies(request: Request, making: _Making) -> AsyncGenerator[memoryview, None]:
+    """The bodies of the chunks."""
     streams = False  # from then on the response itself sees a client that leaves, and closes this generator
-    parts, is_last = chunks(run.plan, run.epoch, run.rank, run.steps), False
-    while not is_last:
-        chunk, blocks = await run_in_threadpool(_planned, parts)
-        is_last = chunk.steps[-1] == run.steps[-1]
-        if blocks is not None:  # warm, as they mostly are
-            streams = True
-            yield chunk, blocks
-            continue
-        futures = await run_in_threadpool(_requested, chunk)
-        try:
-            # Only waited for, never cancelled: a client that leaves must not take a block from others.
-            pending = {asyncio.wrap_future(future) for future in futures}
-            while pending:
-                done, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-                for future in done:
-                    future.result()  # raises what its load raised
-                if pending and not streams and await request.is_disconnected():
-                    raise ClientDisconnect
-            streams = True
-            yield chunk, [future.result() for future in futures]
-        finally:
-            chunk.forget(futures)
+    while True:
+        if not making.is_made:
+            await _load(request, making, streams)
+        streams = True
+        yield making.take_body()
+        if making.is_last:
+            return
+        await run_in_threadpool(making.go_on)
 
 
-def _planned(parts: Iterator[Chunk]) -> tuple[Chunk, list[Block] | None]:
-    """The next chunk, and its blocks if all of them are mapped."""
-    chunk = next(parts)
-    blocks = chunk.mapped()
-    if blocks is not None:
-        chunk.read_ahead()
-    return chunk, blocks
+async def _load(request: Request, making: _Making, streams: bool) -> None:
+    """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them."""
+    chunk = making.chunk
+    futures = await run_in_threadpool(_requested, chunk)
+    try:
+        # Only waited for, never cancelled: a client that leaves must not take a block from others.
+        pending = {asyncio.wrap_future(future) for future in futures}
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            for future in done:
+                future.result()  # raises what its load raised
+            if pending and not streams and await request.is_disconnected():
+                raise ClientDisconnect
+        await run_in_threadpool(making.make, [future.result() for future in futures])
+    finally:
+        chunk.forget(futures)
 
 
 def _requested(chunk: Chunk) -> list[Future[Block]]:
@@ -176,6 +224,10 @@ async def _chain(made: list[memoryview], rest: AsyncGenerator[memoryview, None])
     yield made.pop()  # and so it is not held until the last has been sent
     async for chunk in rest:
         yield chunk
+
+
+def _media_type(run: Run) -> str:
+    return "application/json" if run.format == "json" else wire.MEDIA_TYPE
 
 
 def _cache_control(request: Request) -> str:

@@ -132,14 +132,19 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
     batches = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
     batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": _SPEC_PARAMETERS}
 
+    @router.head(batches + "/{step}", include_in_schema=False)
     @router.get(batches + "/{step}", summary="One batch", responses=_BATCH_RESPONSES, **batch)
     async def one_batch(
         request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
     ) -> Response:
         """One batch. Its bytes are those of the same step in a run."""
-        plan = await run_in_threadpool(plan_of, request, dataset, "format")
-        return await respond(request, in_flight, Run(plan, epoch, rank, range(step, step + 1), format))
 
+        def find() -> Run:
+            return Run(plan_of(request, dataset, "format"), epoch, rank, range(step, step + 1), format)
+
+        return await respond(request, in_flight, find)
+
+    @router.head(batches, include_in_schema=False)
     @router.get(batches, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
     async def run_of_batches(
         request: Request,
@@ -152,12 +157,16 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         format: Format = "msgpack",
     ) -> Response:
         """A run of batches, one frame behind the other: steps start, start + stride, ... below stop."""
-        plan = await run_in_threadpool(plan_of, request, dataset, "format", "start", "stop", "stride")
-        stop = stop or plan.schedule.num_steps
-        if start >= stop:
-            raise BadParameter(f"start={start} must be below stop={stop}: a run has at least one step.")
-        plan.check(epoch, stop - 1, rank)  # before the first byte is sent
-        return await respond(request, in_flight, Run(plan, epoch, rank, range(start, stop, stride), format))
+
+        def find() -> Run:
+            plan = plan_of(request, dataset, "format", "start", "stop", "stride")
+            behind = stop or plan.schedule.num_steps
+            if start >= behind:
+                raise BadParameter(f"start={start} must be below stop={behind}: a run has at least one step.")
+            plan.check(epoch, behind - 1, rank)  # before the first byte is sent
+            return Run(plan, epoch, rank, range(start, behind, stride), format)
+
+        return await respond(request, in_flight, find)
 
     @router.get(batches + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:

@@ -90,6 +90,15 @@ def test_a_batch_that_names_its_snapshot_is_immutable_and_one_that_means_the_lat
     assert server.get(f"{BATCHES}/0").headers["Cache-Control"] == "no-cache"
 
 
+@pytest.mark.parametrize("path", ["/0?batch_size=8", "?batch_size=8&stop=5", "/0?batch_size=8&format=json"])
+def test_head_tells_what_get_would_without_the_body(server: Server, path: str) -> None:
+    head, whole = (ask(f"{server.url}{BATCHES}{path}") for ask in (httpx.head, httpx.get))
+    for answer in (head, whole):
+        del answer.headers["Date"]
+    assert (head.status_code, head.headers, head.content) == (200, whole.headers, b"")
+    assert int(head.headers["Content-Length"]) == len(whole.content) > 0
+
+
 def test_etags_follow_the_address_and_spare_the_body(server: Server) -> None:
     etag = server.get(f"{BATCHES}/0").headers["ETag"]
     same = httpx.get(f"{server.url}{BATCHES}/0?batch_size=8", headers={"If-None-Match": f'"other", W/{etag}'})

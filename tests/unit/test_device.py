@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import PenstockError, SpecError, wire
-from penstock.device import CPU, Destination, OnDevice, check_device, find_destination, pack, unpack
+from penstock.device import Destination, OnDevice, check_device, find_destination, pack, unpack
 from penstock.item import Item
 from penstock.place import Worker
 from penstock.prefetch import OBJECT_BYTES, Prefetch
-from penstock.tensors import Batch, expand, names_of
+from penstock.tensors import CPU, Batch, expand, names_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

@@ -42,13 +42,15 @@ def test_two_that_waited_for_blocks_at_a_time_do_not_both_take_the_last_room() -
     assert (in_flight.num_holds, in_flight.held_bytes) == (1, 60)
 
 
-def test_a_chunk_that_is_larger_than_foreseen_is_held_beyond_the_budget_and_given_back_once() -> None:
+def test_what_a_chunk_takes_counts_once_it_is_known_beyond_the_budget_too_and_is_given_back_once() -> None:
     in_flight = InFlight(100)
     hold = in_flight.hold(2, 40)
     for _ in range(2):
         hold.take()
     hold.measured(30)
-    assert in_flight.held_bytes == 80
+    assert in_flight.held_bytes == 60
+    hold.measured(20)
+    assert in_flight.held_bytes == 60
     hold.measured(300)
     assert in_flight.held_bytes == 600
     for _ in range(2):

@@ -35,7 +35,8 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "hangs-up" and self.server.asked.count(kind) == 1:  # type: ignore[attr-defined]
             self.close_connection = True
             return
-        self.send_response(404 if kind == "missing" else 200)
+        is_busy = kind == "busy-at-first" and self.server.asked.count(kind) == 1  # type: ignore[attr-defined]
+        self.send_response(503 if is_busy else 404 if kind == "missing" else 200)
         self.send_header("X-Asked", self.headers["Host"] + self.path)
         if kind == "chunked" or kind == "cut-chunked":
             self.send_header("Transfer-Encoding", "chunked")
@@ -143,7 +144,7 @@ def get(client: httpx.Client, server: ThreadingHTTPServer, kind: str, then: str)
 
 def test_what_is_asked_ahead_is_asked_once_over_a_second_connection(server: ThreadingHTTPServer) -> None:
     made: list[socket.socket] = []
-    kinds = ["sized", "chunked", "sized?b", "missing", "sized?c", "sized?d"]
+    kinds = ["sized", "chunked", "sized?b", "chunked?b", "sized?c", "sized?d"]
     with client_of(made) as client:
         for kind, then in pairwise(kinds):
             assert get(client, server, kind, then) == CONTENT
@@ -167,6 +168,24 @@ def test_what_is_asked_ahead_and_not_answered_is_asked_again(server: ThreadingHT
         with pytest.raises(httpx.RemoteProtocolError):
             get(client, server, "cut", "sized")
         assert get(client, server, "sized", "sized") == CONTENT
+
+
+def test_what_is_asked_ahead_and_refused_is_asked_again_and_then_no_more_is_asked_ahead(server: ThreadingHTTPServer) -> None:
+    with client_of() as client:
+        assert get(client, server, "sized", "busy-at-first") == CONTENT
+        answer = client.get(
+            url_of(server, "busy-at-first"),
+            extensions={"body": body_in(bytearray()), "then": httpx.URL(url_of(server, "chunked"))},
+        )
+        assert answer.status_code == 200
+        assert server.asked == ["sized", "busy-at-first", "busy-at-first"]  # type: ignore[attr-defined]
+
+
+def test_nothing_is_asked_ahead_behind_a_refusal(server: ThreadingHTTPServer) -> None:
+    with client_of() as client:
+        assert get(client, server, "missing", "sized") == CONTENT
+        assert get(client, server, "chunked", "missing") == CONTENT
+        assert server.asked[:2] == ["missing", "chunked"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["cut", "cut-chunked", "silent"])

@@ -1,11 +1,18 @@
+import time
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from penstock.runs import fetch_runs
+from penstock.prefetch import OBJECT_BYTES
+from penstock.runs import fetch_ahead, fetch_runs
+from penstock.source import Source
+from penstock.spec import Spec
+from penstock.transport import Transport
 from penstock.wire import Frame
 
 KIB = 1 << 10
+TARGET = 16 * (KIB + OBJECT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +29,14 @@ def frames(steps: range, then: range = range(0), *, nbytes: int = KIB) -> list[F
 
 def test_the_first_frame_comes_alone_and_runs_grow_to_a_few_bytes() -> None:
     steps = range(3, 500, 7)
-    runs = list(fetch_runs(frames, steps, 16 * KIB))
+    runs = list(fetch_runs(frames, steps, TARGET))
     assert [len(run) for run in runs] == [1, 1, 2, 4, 8, 16, 16, 16, 7]
     assert [frame for run in runs for frame in run] == frames(steps)
 
 
 def test_a_run_has_one_frame_at_least_however_large() -> None:
     large = partial(frames, nbytes=64 * KIB)
-    assert [len(run) for run in fetch_runs(large, range(4), 16 * KIB)] == [1] * 4
+    assert [len(run) for run in fetch_runs(large, range(4), TARGET)] == [1] * 4
     assert [len(run) for run in fetch_runs(frames, range(3), 0)] == [1] * 3
     assert list(fetch_runs(frames, range(0), KIB)) == []
 
@@ -41,8 +48,35 @@ def test_what_is_fetched_next_is_known_before() -> None:
         asked.append((steps, then))
         return frames(steps)
 
-    list(fetch_runs(fetch, range(3, 500, 7), 16 * KIB))
+    list(fetch_runs(fetch, range(3, 500, 7), TARGET))
     assert [then for _, then in asked] == [*(steps for steps, _ in asked[1:]), range(500, 500, 7)]
+
+
+class Asked:
+    """A source, and a transport, that notes what it was asked for, and what it was told would follow."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[range, range]] = []
+
+    def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, then: range) -> list[Frame]:
+        time.sleep(0.002)  # as any answer takes
+        self.steps.append((steps, then))
+        return frames(steps)
+
+    def interrupt(self) -> None: ...
+
+
+def test_who_has_little_in_hand_asks_for_two_runs_at_a_time_and_who_has_enough_for_one() -> None:
+    asked = Asked()
+    with closing(fetch_ahead(cast(Source, asked), cast(Transport, asked), Spec(), 0, range(10_000), 4 * TARGET)) as ahead:
+        for turn in range(2):
+            while ahead.buffered_bytes < 4 * TARGET:
+                time.sleep(0.001)
+            assert not asked.steps[-1][1]  # nobody takes anything
+            begun = len(asked.steps)
+            assert [cast(Step, next(ahead)).number for _ in range(500)] == list(range(500 * turn, 500 * turn + 500))
+            assert any(then for _, then in asked.steps[begun:])
+        assert asked.steps[0] == (range(1), range(1, 2))
 
 
 def test_a_fetch_may_give_less_than_it_was_asked_for() -> None:
@@ -52,6 +86,6 @@ def test_a_fetch_may_give_less_than_it_was_asked_for() -> None:
         asked.append(len(steps))
         return frames(steps[: 1 if len(asked) == 5 else None])
 
-    runs = list(fetch_runs(fetch, range(40), 16 * KIB))
+    runs = list(fetch_runs(fetch, range(40), TARGET))
     assert [frame for run in runs for frame in run] == frames(range(40))
     assert asked[:8] == [1, 1, 2, 4, 8, 1, 1, 2]  # and it begins small again

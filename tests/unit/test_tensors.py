@@ -24,6 +24,12 @@ def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:
     assert nbytes(batch) == 3 * 6 * 8
 
 
+def test_tensors_lie_in_host_memory_whatever_device_is_torchs_default() -> None:
+    with torch.device("meta"):
+        batch = expand(frame(input_ids=[[5, 6, 0]], lengths=[2]), pin_memory=False)
+    assert batch["labels"].tolist() == [[5, 6, -100]]
+
+
 def test_a_prompt_is_attended_to_and_has_no_label() -> None:
     batch = expand(frame(input_ids=[[5, 6, 9, 0]], lengths=[3], prompt_lengths=[2]), pin_memory=False)
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0]]

@@ -104,6 +104,11 @@ def test_tensors_hold_the_memory_that_they_are_views_of() -> None:
     body.pop()
 
 
+def test_names_may_be_those_of_a_headers_fields() -> None:
+    [frame] = wire.decode(frame_bytes({"header_digest": np.arange(3, dtype=np.uint16), "pad": np.arange(3, dtype=np.uint16)}))
+    assert list(frame.tensors) == ["header_digest", "pad"]
+
+
 def test_another_wire_version_is_named() -> None:
     header: dict[str, object] = {"v": 2, "something": "new"}
     header |= {"header_digest": wire.digest(msgpack.packb(header))}

@@ -13,16 +13,16 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from penstock import __version__, wire
-from penstock.commands.check import Check
+from penstock.commands.check import Check, size
 from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
 from penstock.commands.machine_checks import check_machine
 from penstock.commands.remote import RETRY_SECONDS, get_json, greet
 from penstock.errors import PenstockError
+from penstock.runs import RUN_BYTES
 from penstock.transport import Transport
 
 _PROBES = 15
 _SLOW_SECONDS = 0.05
-_RUN_BYTES = 4 << 20  # what the client asks for at a time
 _CLOCK_SECONDS = 5.0
 
 
@@ -102,11 +102,12 @@ def _latency(typical: float, longest: float) -> Check:
     text = f"{1000 * typical:.1f} ms (median of {_PROBES}; at most {1000 * longest:.1f} ms)"
     if typical < _SLOW_SECONDS:
         return Check("ok", "latency", text)
-    most = _RUN_BYTES / typical / 1e6
+    asked = 2 * RUN_BYTES  # a run, and the one behind it
+    most = asked / typical / 1e6
     return Check(
         "warn",
         "latency",
-        f"{text}: each request for some 4 MiB of batches waits that long, so {most:,.0f} MB/s is the most that can come",
+        f"{text}: {size(asked)} of batches are asked for at a time, so {most:,.0f} MB/s is the most that can come",
         "run a server nearer to the trainers; its cache fills from the same shards",
     )
 

@@ -9,13 +9,14 @@ from typing import Any
 from penstock.commands.check import Check, size
 from penstock.commands.remote import RETRY_SECONDS, describe_dataset
 from penstock.errors import PenstockError
+from penstock.runs import RUN_BYTES
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.transport import Transport
 
 _TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 _FULL = 0.97
-_RUN_BYTES, _PULLED_BYTES, _PULLED_SECONDS = 4 << 20, 16 << 20, 3.0
+_PULLED_BYTES, _PULLED_SECONDS = 4 * RUN_BYTES, 3.0
 _SEQ_LEN = 65_536
 _SLOW_BYTES_PER_SECOND = 10e6
 _LONG_SECONDS = 2.0
@@ -108,7 +109,7 @@ def _pull(server: str, transport: Transport, dataset: str) -> Check:
         return Check("warn", "bandwidth", f"{dataset} holds no sequence", "look at its filter, and at its shards")
     [frame] = source.frames(transport, resolved.spec, 0, range(1))
     first = time.perf_counter() - began
-    steps = range(min(resolved.num_steps, max(2, _RUN_BYTES // max(frame.nbytes, 1))))
+    steps = range(min(resolved.num_steps, max(2, RUN_BYTES // max(frame.nbytes, 1))))
     source.frames(transport, resolved.spec, 0, steps)  # decodes on the server what is cold
     before, began, elapsed = transport.num_bytes, time.perf_counter(), 0.0
     while transport.num_bytes - before < _PULLED_BYTES and elapsed < _PULLED_SECONDS:
