@@ -33,8 +33,9 @@ def main(server: str, out: Path, part: str) -> None:
             break
     (out / f"{part}-{rank}.json").write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
+    # All is done, and what is left of torch's gloo now and then hangs or aborts when it is taken apart.
+    os._exit(0)
 
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
-    os._exit(0)  # torch's gloo now and then aborts while the interpreter goes down, after all is done

