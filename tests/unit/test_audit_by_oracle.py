@@ -23,9 +23,6 @@ from penstock_server.geometry.schedule import Schedule
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Record = tuple[int, int, int, int]  # launch, epoch, step, rank
 
-# Of some thousands of random histories one has ledgers that do not tell from which of two places a start went on.
-FIXED = settings(derandomize=True)
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -172,7 +169,7 @@ def epochs(report: Report) -> Iterator[Any]:
         yield from order.epochs
 
 
-@settings(FIXED, max_examples=200)
+@settings(max_examples=200)
 @given(histories())
 def test_a_run_that_resumes_is_proven_whatever_happened_to_it(history: History) -> None:
     report = audited(history)
@@ -187,7 +184,7 @@ def test_a_run_that_resumes_is_proven_whatever_happened_to_it(history: History) 
     assert report.is_proven == bool(history.line_of)
 
 
-@settings(FIXED, max_examples=60)
+@settings(max_examples=60)
 @given(histories(), st.data())
 def test_a_batch_that_no_start_recorded_is_missing(history: History, data: st.DataObject) -> None:
     """Not one of the last that a process handed out: there it may just as well have been killed."""
@@ -205,7 +202,6 @@ def test_a_batch_that_no_start_recorded_is_missing(history: History, data: st.Da
     assert any(set(gap.ranks) & {record[3] for record in same} for gap in epoch.gaps)
 
 
-@settings(FIXED)
 @given(histories(), st.data())
 def test_a_rank_whose_ledgers_are_lost_leaves_the_run_unproven(history: History, data: st.DataObject) -> None:
     everywhere = min(spec.world_size for specs in history.specs.values() for spec in specs.values())
@@ -215,7 +211,6 @@ def test_a_rank_whose_ledgers_are_lost_leaves_the_run_unproven(history: History,
     assert not audited(history).is_proven
 
 
-@settings(FIXED)
 @given(histories(may_forget=True))
 def test_samples_that_a_start_without_a_state_trains_on_again_are_told(history: History) -> None:
     report = audited(history)
