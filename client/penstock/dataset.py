@@ -34,7 +34,7 @@ class RemoteDataset(IterableDataset[Batch]):
     servers          address of a server, "http://host:8000", or of several that hold the same data
     dataset          its name on the server
     rank, world_size which slice of the epoch; default: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
-    prefetch_bytes   host memory for batches fetched ahead, in bytes
+    prefetch_bytes   host memory for batches fetched ahead, in bytes: as they travelled, or as pinned tensors for a GPU
     columns          which tensors a batch is to have, such as ["input_ids"]; default: all
     device           "cuda" gives batches on the GPU, copied and expanded there while the step before is computed
     replay           fetch so many batches and give them again and again: what is the loop's speed if data costs nothing?

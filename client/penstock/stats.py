@@ -16,7 +16,7 @@ class Stats:
     num_damaged     those of them whose answer was damaged on the way, or not of the batches that were asked for
     wait_seconds    how long the loop waited for batches
     busy_seconds    how long it took with them, until it asked for the next
-    buffered_bytes  host memory of batches that are ready, ahead of the loop
+    buffered_bytes  host memory of batches that are ready, ahead of the loop: as they travelled, or as pinned tensors
     """
 
     num_batches: int = 0
