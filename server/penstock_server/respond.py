@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Literal
 
@@ -24,6 +25,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
+from penstock_server.threads import in_few_threads
 
 BatchFormat = Literal["msgpack", "json"]
 
@@ -58,14 +60,15 @@ class Run:
         return frames_nbytes(self.plan, self.epoch, self.rank, self.steps) if self.format == "msgpack" else None
 
 
-async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run]) -> Response:
-    """The response to a request for what `find` gives, which is called in a thread.
+async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run], *, may_wait: bool) -> Response:
+    """The response to a request for what `find` gives, which is called in a thread; `may_wait` says that it may take long.
 
     Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets.
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
-    headers, making = await run_in_threadpool(_begin, request, in_flight, find)
+    begin = partial(_begin, request, in_flight, find)
+    headers, making = await (run_in_threadpool if may_wait else in_few_threads)(begin)
     if making is None:
         return Response(status_code=304, headers=headers)
     bodies = _bodies(request, making)
@@ -192,7 +195,7 @@ async def _bodies(request: Request, making: _Making) -> AsyncGenerator[memoryvie
         yield making.take_body()
         if making.is_last:
             return
-        await run_in_threadpool(making.go_on)
+        await in_few_threads(making.go_on)
 
 
 async def _load(request: Request, making: _Making, streams: bool) -> None:
@@ -208,7 +211,7 @@ async def _load(request: Request, making: _Making, streams: bool) -> None:
                 future.result()  # raises what its load raised
             if pending and not streams and await request.is_disconnected():
                 raise ClientDisconnect
-        await run_in_threadpool(making.make, [future.result() for future in futures])
+        await in_few_threads(partial(making.make, [future.result() for future in futures]))
     finally:
         chunk.forget(futures)
 

@@ -65,9 +65,11 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
     """The routes of version 1, over one catalog; batches are held against one budget of bytes in flight."""
     router = APIRouter(prefix="/v1/datasets", responses=_PROBLEMS)
 
+    def spec_of(request: Request, *own: str) -> Spec:
+        return Spec.from_query((name, value) for name, value in request.query_params.multi_items() if name not in own)
+
     def plan_of(request: Request, dataset: str, *own: str) -> Plan:
-        pairs = [(name, value) for name, value in request.query_params.multi_items() if name not in own]
-        return catalog.plan(dataset, Spec.from_query(pairs))
+        return catalog.plan(dataset, spec_of(request, *own))
 
     def check_parameters(request: Request, *known: str) -> None:
         if unknown := [name for name in request.query_params if name not in known]:
@@ -138,11 +140,12 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
     ) -> Response:
         """One batch. Its bytes are those of the same step in a run."""
+        spec = spec_of(request, "format")
 
         def find() -> Run:
-            return Run(plan_of(request, dataset, "format"), epoch, rank, range(step, step + 1), format)
+            return Run(catalog.plan(dataset, spec), epoch, rank, range(step, step + 1), format)
 
-        return await respond(request, in_flight, find)
+        return await respond(request, in_flight, find, may_wait=catalog.may_wait(dataset, spec))
 
     @router.head(batches, include_in_schema=False)
     @router.get(batches, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
@@ -157,16 +160,17 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         format: Format = "msgpack",
     ) -> Response:
         """A run of batches, one frame behind the other: steps start, start + stride, ... below stop."""
+        spec = spec_of(request, "format", "start", "stop", "stride")
 
         def find() -> Run:
-            plan = plan_of(request, dataset, "format", "start", "stop", "stride")
+            plan = catalog.plan(dataset, spec)
             behind = stop or plan.schedule.num_steps
             if start >= behind:
                 raise BadParameter(f"start={start} must be below stop={behind}: a run has at least one step.")
             plan.check(epoch, behind - 1, rank)  # before the first byte is sent
             return Run(plan, epoch, rank, range(start, behind, stride), format)
 
-        return await respond(request, in_flight, find)
+        return await respond(request, in_flight, find, may_wait=catalog.may_wait(dataset, spec))
 
     @router.get(batches + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from penstock_server.datasets.history import History
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
 from penstock_server.problems import SnapshotGone
+from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.cache import CacheFolder
@@ -183,6 +184,45 @@ def test_who_cannot_catch_up_serves_on(open_all: Callable[[], Catalog], folder: 
     assert second.plan("d", Spec(batch_size=1)).snapshot == before
     with pytest.raises(SnapshotGone, match="is not on this server|is gone"):
         second.plan("d", Spec(batch_size=1, snapshot=after))
+
+
+def test_while_new_data_is_looked_at_only_those_wait_who_may_have_to_see_it(
+    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = open_all()
+    known = catalog.plan("d", Spec(batch_size=1)).snapshot
+    looks, may_end = threading.Event(), threading.Event()
+
+    def look(data_dir: Path) -> Survey:
+        looks.set()
+        may_end.wait(60)
+        return survey(data_dir)
+
+    monkeypatch.setattr("penstock_server.datasets.catalog.survey", look)
+    monkeypatch.setattr("penstock_server.datasets.catalog._CATCH_UP_SECONDS", 30)
+    app = create_app(catalog, InFlight(1 << 30))
+    answered: list[str] = []
+
+    def ask(snapshot: str) -> None:
+        query = {"batch_size": "1", **({"snapshot": snapshot} if snapshot else {})}
+        assert TestClient(app).get("/v1/datasets/d/epochs/0/ranks/0/batches/0", params=query).status_code == 200
+        answered.append(snapshot)
+
+    threads = [threading.Thread(target=catalog.poll)]
+    threads[0].start()
+    try:
+        assert looks.wait(60)
+        threads += [threading.Thread(target=ask, args=("",)) for _ in range(8)]
+        for thread in threads[1:]:
+            thread.start()
+        time.sleep(0.5)  # they wait by now; otherwise this would prove less
+        ask(known)
+        assert answered == [known]
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
+    assert len(answered) == 9
 
 
 def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 
 from penstock.skip import spell_skip
@@ -23,6 +24,7 @@ from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.storage.store import BlockStore
 
 _CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
+_REMEMBERED_SPECS = 256
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
@@ -176,33 +178,37 @@ class Catalog:
         Raises BadParameter: the mix leaves it out. Raises Busy: the snapshot may be among new data that is being looked at.
         Raises SnapshotGone, and what make_plan raises.
         """
-        declared = self._known.mixtures.get(name)
-        if declared and spec.mix is None:
-            spec = replace(spec, mix=str(declared.mix), mix_stop=spec.mix_stop or declared.mix_stop)
-        mix = spec.mixed()
-        names = mix.datasets if mix else (name,)
-        if name not in names and declared is None:
+        spec, names, fingerprints = self._members(name, spec)
+        if name not in names and name not in self._known.mixtures:
             raise BadParameter(f"mix={spec.mix} leaves out {name}, which the URL names. Name one of {', '.join(names)} there.")
-        fingerprints = spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
         if len(fingerprints) != len(names):
             raise SnapshotGone(
                 f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
             )
         found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
-        if spec.mix_stop and not mix:
+        if spec.mix_stop and not spec.mix:
             raise BadParameter(
                 f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is none: give a mix."
             )
         members = tuple(served.member(spec) for served in found)
-        resolved = replace(
-            spec,
-            snapshot=_JOINT.join(member.snapshot.fingerprint for member in members),
-            target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
-            skip=spell_skip(spec.skipped()),
-            mix=str(mix) if mix else None,
-            mix_stop=(spec.mix_stop or "first") if mix else None,
+        return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))
+
+    def may_wait(self, name: str, spec: Spec) -> bool:
+        """Whether `plan` may wait for a look at the folders: the spec names no snapshot, or one that is unknown here."""
+        _, names, fingerprints = self._members(name, spec)
+        known = self._known.datasets
+        return any(
+            own in known and known[own].is_behind(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=False)
         )
-        return make_plan(name, members, resolved)
+
+    def _members(self, name: str, spec: Spec) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
+        """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
+        declared = self._known.mixtures.get(name)
+        if declared and spec.mix is None:
+            spec = replace(spec, mix=str(declared.mix), mix_stop=spec.mix_stop or declared.mix_stop)
+        mix = spec.mixed()
+        names = mix.datasets if mix else (name,)
+        return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
 
     def _served(self, name: str, fingerprint: str | None) -> Served:
         dataset = self[name]
@@ -219,6 +225,20 @@ class Catalog:
                     f"snapshot {fingerprint} of {name} is not known here yet, and new data is being looked at. Ask again."
                 )
         return dataset.served(fingerprint)
+
+
+@lru_cache(maxsize=_REMEMBERED_SPECS)
+def _resolve(spec: Spec, snapshot: str) -> Spec:
+    """The spec with every parameter resolved."""
+    mix = spec.mixed()
+    return replace(
+        spec,
+        snapshot=snapshot,
+        target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
+        skip=spell_skip(spec.skipped()),
+        mix=str(mix) if mix else None,
+        mix_stop=(spec.mix_stop or "first") if mix else None,
+    )
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
