@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.geometry.order import EpochOrder, IntArray, key, permute, unpermute
+from penstock_server.geometry.order import EpochOrder, IntArray, key, permute, permute_together, unpermute
 from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
@@ -39,6 +39,17 @@ def test_the_inverse_holds_at_any_size(size: int, key: int, data: st.DataObject)
     image = permute(index, size, key)
     assert 0 <= image < size
     assert unpermute(image, size, key) == index
+
+
+@given(st.integers(1, 2**53), keys, st.data())
+def test_what_is_permuted_together_with_its_neighbours_is_the_same(size: int, key: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, size - 1))
+    near = st.integers(max(0, first - 600), min(size - 1, first + 600))
+    index = np.array([first, *data.draw(st.lists(near, max_size=200))])
+    sizes, keys = np.array([size]), np.array([key], np.uint64)
+    for _ in range(2):
+        assert permute_together(index, sizes, keys).tolist() == permute(index, size, key).tolist()
+    assert permute_together(index[:0], sizes, keys).tolist() == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), keys), min_size=1, max_size=50), st.integers(0, 10**9))
