@@ -110,6 +110,8 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
 
 def _with_stand_ins(need: Need, blocks: dict[int, Block]) -> Spans:
     """The spans with good rows in place of bad ones; the blocks that these are in are added."""
+    if not any(blocks[index].bad for index in need.blocks):
+        return need.spans
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):
         if blocks[index].bad:

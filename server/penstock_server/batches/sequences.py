@@ -16,7 +16,7 @@ import numpy.typing as npt
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.order import IntArray
-from penstock_server.geometry.packing import STREAM, by_value
+from penstock_server.geometry.packing import STREAM, begins_run, by_value
 from penstock_server.storage.block import Block, RowSpans, Turn
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -151,7 +151,7 @@ class Sequences:
             yield self.held[number].block, self._parts.sequences[mine], self._parts.rows[mine]
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
-        if not turn and all(self._is_of_rows(number, mine, feature) for number, mine in self._by_held):
+        if not turn and self._is_of_plain_rows(feature):
             return self._find_rows(feature)
         found = []
         for number, mine in self._by_held:
@@ -171,9 +171,9 @@ class Sequences:
             lengths = np.clip(longest - offsets, 0, lengths)
         return Runs(lines, held, starts, lengths, learned, offsets)
 
-    def _is_of_rows(self, number: int, mine: IntArray, feature: str) -> bool:
-        """Whether what sequences have of a block are rows without turns, or parts of such rows."""
-        return self._parts.rows[mine[0]] != STREAM and self.held[number].block.features[feature].turns is None
+    def _is_of_plain_rows(self, feature: str) -> bool:
+        """Whether the sequences are rows without turns, or parts of such rows."""
+        return STREAM not in self._parts.rows and all(held.block.features[feature].turns is None for held in self.held)
 
     def _find_rows(self, feature: str) -> Runs:
         """The runs of sequences of rows without turns, in few steps a block: of a hundred blocks a run has a few rows each."""
@@ -211,6 +211,5 @@ def _in_order(found: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray
 def _offsets(lines: IntArray, lengths: IntArray) -> IntArray:
     """Where each run begins in its line, if those of a line stand one behind the other."""
     begins = np.cumsum(lengths) - lengths
-    firsts = np.flatnonzero(np.diff(lines, prepend=-1))
-    offsets: IntArray = begins - np.repeat(begins[firsts], np.diff(firsts, append=len(lines)))
+    offsets: IntArray = begins - np.maximum.accumulate(np.where(begins_run(lines), begins, 0))
     return offsets

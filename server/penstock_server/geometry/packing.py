@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock_server.geometry.order import IntArray, find, starts_of
 
@@ -167,6 +168,13 @@ def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
     """Each value once, and where it stands; in the time of a sort, however many there are."""
     order = np.argsort(values, kind="stable")
     in_order = values[order]
-    starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1)).tolist()
+    starts = np.flatnonzero(begins_run(in_order)).tolist()
     for start, stop in pairwise([*starts, len(values)]):
         yield int(in_order[start]), order[start:stop]
+
+
+def begins_run(values: IntArray) -> npt.NDArray[np.bool_]:
+    """Whether each of a row of values is another than the one before it."""
+    is_new = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_new[1:])
+    return is_new
