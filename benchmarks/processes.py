@@ -45,7 +45,11 @@ def cpu_seconds(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is backed by no file."""
+    """Memory of a process, and of all that run below it, that is backed by no file."""
+    return sum(map(_anonymous_bytes, [pid, *_below(pid, _table())]))
+
+
+def _anonymous_bytes(pid: int) -> int:
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     [kilobytes] = re.findall(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)
     return int(kilobytes) * 1024

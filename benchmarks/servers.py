@@ -16,9 +16,9 @@ def serve_command(data_dir: Path, cache_dir: Path) -> list[str]:
     return [*_PENSTOCK, "serve", str(data_dir), "--cache-dir", str(cache_dir), "--poll-seconds", "0", "--port", "0"]
 
 
-def penstock(data_dir: Path, cache_dir: Path) -> AbstractContextManager[Server]:
+def penstock(data_dir: Path, cache_dir: Path, *flags: str) -> AbstractContextManager[Server]:
     """A server on a folder of datasets."""
-    return serving(serve_command(data_dir, cache_dir))
+    return serving([*serve_command(data_dir, cache_dir), *flags])
 
 
 def prepare(data_dir: Path, cache_dir: Path, *flags: str) -> None:

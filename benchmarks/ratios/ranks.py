@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from statistics import mean
@@ -19,7 +20,9 @@ _LOAD = Path(__file__).parents[1] / "load.py"
 
 def measure(scale: Scale) -> list[Ratio]:
     cache = data.warm_cache(scale)
-    with penstock(data.corpus(scale).parquet, cache) as server:
+    # All of the machine's cores, as one would for so many ranks; the load itself takes a tenth of them.
+    processes = os.cpu_count() or 1
+    with penstock(data.corpus(scale).parquet, cache, "--processes", str(processes)) as server:
         _load(server.address, 1, scale, 1.0)  # each block is looked at once
         before = _load(server.address, 1, scale, scale.rank_seconds / 4)
         small = anonymous_bytes(server.pid)
@@ -36,7 +39,7 @@ def measure(scale: Scale) -> list[Ratio]:
             theirs=alone * BATCH_TOKENS,
             unit="tokens/s",
             note=f"{many['num_batches']:,} batches in {many['seconds']:.0f} s, {many['num_errors']} errors; the slowest rank "
-            f"got {many['fewest_batches']}, the fastest {many['most_batches']}",
+            f"got {many['fewest_batches']}, the fastest {many['most_batches']}; {processes} server processes",
         ),
         *(
             Ratio(
