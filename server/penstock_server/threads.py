@@ -18,6 +18,7 @@ _few = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # two: copy
 
 async def in_few_threads(make: Callable[[], _T]) -> _T:
     """What `make` gives, which waits for nothing, in one of a few threads. Who is cancelled stays until it is done."""
+    made = asyncio.get_running_loop().run_in_executor(_few, make)
     with CancelScope(shield=True):
-        made = await asyncio.get_running_loop().run_in_executor(_few, make)
-    return made
+        await made
+    return made.result()
