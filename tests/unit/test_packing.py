@@ -172,7 +172,7 @@ def test_bins_that_were_stored_are_the_bins_that_were_packed(pools: list[npt.NDA
             assert packed.bins_per_pool.tolist() == [bins.num_bins for bins in made]
             for pool, bins in enumerate(made):
                 for number, (start, stop) in enumerate(pairwise(bins.starts.tolist())):
-                    documents, firsts = packed.bin(pool, number)
+                    _, documents, firsts = packed.documents(np.array([pool]), np.array([number]))
                     assert documents.tolist() == bins.rows[start:stop].tolist()
                     assert firsts.tolist() == bins.firsts[start:stop].tolist()
         for content in (path.read_bytes()[:-1], b"", bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]):

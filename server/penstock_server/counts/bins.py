@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock_server.counts.turn import turn
 from penstock_server.geometry.best_fit import Bins
-from penstock_server.geometry.order import IntArray, find, starts_of
+from penstock_server.geometry.order import IntArray, concatenated_ranges, find, starts_of
 from penstock_server.geometry.packing import Spans
 from penstock_server.sealed import read_sealed, write_sealed
 
@@ -38,11 +38,16 @@ class PackedPools:
         sizes = np.array([(num_bins, num_parts) for num_bins, num_parts, _ in found], np.int64).reshape(-1, 2).T
         return cls(sizes, np.concatenate([np.zeros(0, np.uint32), *(words for *_, words in found)]))
 
-    def bin(self, pool: int, number: int) -> tuple[IntArray, IntArray]:
-        """The documents of a bin, by their number in the pool, and the first token of each that is in the bin."""
-        starts, documents, firsts = self._of_pool(pool)
-        inside = slice(*starts[number : number + 2].tolist())
-        return documents[inside].astype(np.int64), firsts[inside].astype(np.int64)
+    def documents(self, pools: IntArray, numbers: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Of bins numbers[i] of pools[i], one behind the other: how many documents each has, and of each of these documents
+        its number in the pool and its first token that is in the bin.
+        """
+        at = self._starts[pools]
+        starts, ends = self._words[at + numbers].astype(np.int64), self._words[at + numbers + 1]
+        sizes = ends - starts
+        words = concatenated_ranges(at + self.bins_per_pool[pools] + 1 + starts, sizes)
+        firsts = words + np.repeat(self._num_parts[pools], sizes)
+        return sizes, self._words[words].astype(np.int64), self._words[firsts].astype(np.int64)
 
     def holding(self, pool: int, document: int) -> IntArray:
         """The bins of a pool that a document is in, or a part of it."""
@@ -73,11 +78,9 @@ class BestFit:
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """A span a document."""
-        bins = [self._packed.bin(pool, index) for pool, index in zip(pools.tolist(), indices.tolist(), strict=True)]
-        sizes = [len(documents) for documents, _ in bins]
-        rows = np.repeat(self._first_row[self._pool_starts[pools]], sizes) + np.concatenate([rows for rows, _ in bins])
+        sizes, documents, starts = self._packed.documents(pools, indices)
+        rows = np.repeat(self._first_row[self._pool_starts[pools]], sizes) + documents
         blocks = find(self._first_row, rows)
-        starts = np.concatenate([firsts for _, firsts in bins])
         sequences = np.repeat(np.arange(len(pools)), sizes)
         return Spans(sequences, blocks, rows - self._first_row[blocks], starts, starts + self._seq_len)
 

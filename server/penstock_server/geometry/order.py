@@ -181,7 +181,7 @@ class EpochOrder:
         self._pools = np.arange(len(sequences_per_pool))
         if self._shuffled:
             groups = permute(np.arange(len(pools_per_group)), len(pools_per_group), key(seed, epoch, "blocks"))
-            self._pools = _concatenated_ranges(starts_of(pools_per_group)[groups], pools_per_group[groups])
+            self._pools = concatenated_ranges(starts_of(pools_per_group)[groups], pools_per_group[groups])
         self._pool_starts = starts_of(sequences_per_pool[self._pools])
         self.num_sequences = int(self._pool_starts[-1])
         if shuffle == "window":
@@ -239,7 +239,7 @@ def starts_of(counts: IntArray) -> IntArray:
     return starts
 
 
-def _concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
+def concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
     """[starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ...], counts[i] numbers from each starts[i]."""
     return np.arange(counts.sum()) + np.repeat(starts - starts_of(counts)[:-1], counts)
 
