@@ -49,7 +49,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     names and types: tensors [batch_size, ...], and lists of str or bytes.
     """
     arrays, made = travelled(frame), Batch()
-    for lines in lines_of(arrays, lambda ids: np.arange(ids.shape[1], dtype=np.int32)):
+    for lines in lines_of(arrays, lambda ids: _numbers(ids.shape[1])):
         ids, mask, labels = lines.names
         if ids in columns:
             made[ids] = copied(lines.ids, torch.int64, pin_memory)
@@ -59,7 +59,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
         if labels in columns:
             made[labels] = targets = copied(lines.targets, torch.int64, pin_memory)
             if lines.learned is not None:
-                np.putmask(targets.numpy(), ~lines.learned, IGNORED)
+                np.copyto(targets.numpy(), IGNORED, where=~lines.learned)
     if "cu_seqlens" in arrays:
         borders = arrays["cu_seqlens"]
         if "cu_seqlens" in columns:
@@ -67,7 +67,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
         if "position_ids" in columns:
             made["position_ids"] = positions = _empty(arrays["input_ids"].shape, torch.int64, pin_memory)
             begins = np.repeat(borders[:-1], np.diff(borders))
-            np.subtract(np.arange(len(begins), dtype=np.int32), begins, out=positions.numpy().reshape(-1))
+            np.subtract(_numbers(len(begins)), begins, out=positions.numpy().reshape(-1))
         if "labels" in columns:  # what a document begins with does not follow from the one before it
             made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
     for name, array in columns_of(arrays).items():
@@ -171,7 +171,9 @@ def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
             del arrays[lengths]
     if "document_starts" in arrays:
         starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])
-        arrays["cu_seqlens"] = np.append(np.flatnonzero(starts), starts.size).astype(np.int32)
+        begins = np.flatnonzero(starts)
+        arrays["cu_seqlens"] = borders = np.empty(len(begins) + 1, np.int32)
+        borders[:-1], borders[-1] = begins, starts.size
     for name, array in columns_of(arrays).items():
         if array.dtype.name in _WIDENED:
             arrays[name] = array.astype(_WIDENED[array.dtype.name])
@@ -193,6 +195,14 @@ def copied(array: npt.NDArray[Any], dtype: torch.dtype, pin_memory: bool) -> tor
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
     # Without the device it would be whichever the trainer has made torch's default.
     return torch.empty(shape, dtype=dtype, device=CPU, pin_memory=pin_memory)
+
+
+@lru_cache(maxsize=8)
+def _numbers(count: int) -> npt.NDArray[np.int32]:
+    """0, 1, 2, ..., shape [count]; read-only, since all batches share it."""
+    numbers = np.arange(count, dtype=np.int32)
+    numbers.setflags(write=False)
+    return numbers
 
 
 def count_tokens(frame: Frame) -> int:
