@@ -39,8 +39,9 @@ class PackedPools:
         return cls(sizes, np.concatenate([np.zeros(0, np.uint32), *(words for *_, words in found)]))
 
     def documents(self, pools: IntArray, numbers: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Of bins numbers[i] of pools[i], one behind the other: how many documents each has, and of each of these documents
-        its number in the pool and its first token that is in the bin.
+        """Of bins numbers[i] of pools[i] how many documents each has.
+
+        And of their documents, bin by bin, the numbers in the pool, and the first token of each that is in the bin.
         """
         at = self._starts[pools]
         starts, ends = self._words[at + numbers].astype(np.int64), self._words[at + numbers + 1]
