@@ -113,12 +113,11 @@ def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> l
 def _fill(tensor: Tensor, outs: list[Array], sequences: Sequences, texts: Texts, pad_id: int) -> None:
     """Writes a tensor of every batch."""
     if tensor.kind in ("tokens", "mask"):
-        runs = sequences.runs(tensor)
-        if tensor.kind == "tokens":
-            _copy(outs, runs, sequences.tokens(tensor.feature))
-        else:
-            _mark(outs, runs)
         _pad(outs, sequences.lengths(tensor), pad_id if tensor.kind == "tokens" else 0)
+        if tensor.kind == "tokens":
+            _copy(outs, sequences.runs(tensor), sequences.tokens(tensor.feature))
+        else:
+            _mark(outs, sequences.runs(tensor))
     elif tensor.is_ragged:
         size = sequences.count // len(outs)
         for number, out in enumerate(outs):
@@ -164,11 +163,11 @@ def _targets(outs: list[Array], runs: Runs) -> tuple[IntArray, IntArray]:
 
 
 def _pad(outs: list[Array], lengths: IntArray, value: int) -> None:
-    size = len(outs[0])
-    widths = np.repeat([out.shape[1] for out in outs], size)
-    short = np.flatnonzero(lengths < widths)
-    for line, length in zip(short.tolist(), lengths[short].tolist(), strict=True):
-        outs[line // size][line % size, length:] = value
+    """Fills batches that have padding as a whole, before their lines are written: line by line takes several times as long."""
+    shortest = lengths.reshape(len(outs), -1).min(axis=1).tolist()
+    for out, length in zip(outs, shortest, strict=True):
+        if length < out.shape[1]:
+            out.fill(value)
 
 
 def _counts(tensor: Tensor, sequences: Sequences) -> Array:
