@@ -72,7 +72,18 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cache-bytes", metavar="N", help="their budget, such as 200GB (default: half of the free disk)")
 
 
+def _allocate_with_jemalloc() -> None:
+    """Has Arrow, which must not be imported yet, allocate with jemalloc, unless somebody chose another allocator.
+
+    Every block is decoded into some megabytes that are freed soon. Jemalloc hands them out again, and gives back to the system
+    what lies idle for a second; mimalloc gives all back at once, and a quarter of the time goes into fresh pages.
+    """
+    if sys.platform == "linux":  # elsewhere not every build has it
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")
+
+
 def _prepare(arguments: argparse.Namespace) -> int:
+    _allocate_with_jemalloc()
     from penstock_server.datasets.catalog import open_catalog
     from penstock_server.datasets.prepare import failure_of, prepare
     from penstock_server.serve import open_cache, warn
@@ -103,6 +114,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    _allocate_with_jemalloc()
     from penstock_server.listening import bind
 
     try:

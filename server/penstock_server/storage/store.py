@@ -133,7 +133,9 @@ class BlockStore:
                 for number in asked:
                     if future := self._take(wanted, number):
                         future.set_exception(error)
-            pa.default_memory_pool().release_unused()  # Arrow keeps what it decoded into, in every thread anew
+
+        if not self._wanted:
+            pa.default_memory_pool().release_unused()  # what was decoded into; until then it is decoded into again
 
     def _still_wanted(self, group: Sequence[str], wanted: dict[int, Future[Block]]) -> list[int]:
         with self._lock:
