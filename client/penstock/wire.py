@@ -245,7 +245,7 @@ def _fits(tensor: TensorLayout, nbytes: int) -> bool:
     sizes = (tensor.offset, *tensor.shape)
     if not isinstance(tensor.name, str) or any(type(size) is not int or not 0 <= size < 1 << 32 for size in sizes):
         return False
-    if tensor.dtype in TEXTS and tensor.shape[0] > _MOST_SEQUENCES:
+    if tensor.dtype in TEXTS and (len(tensor.shape) != 2 or tensor.shape[0] > _MOST_SEQUENCES):
         return False
     # Numpy refuses some shapes even where another size is 0.
     makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 56
