@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import VersionMismatch, WireError, wire
@@ -147,6 +147,7 @@ dtypes = st.one_of(st.sampled_from(["utf8", "binary", "bool", "uint8", "int64", 
     st.lists(st.tuples(st.just("a") | odd, dtypes, st.lists(odd, max_size=4) | sizes | odd, odd), max_size=3),
     st.lists(huge, min_size=16, max_size=16),
 )
+@example([("a", "utf8", [], 0)], [-1] * 16)
 def test_a_header_that_lies_is_refused_or_holds_what_it_says(tensors: list[Any], words: list[int]) -> None:
     body = sealed([list(tensor) for tensor in tensors], np.array(words, "<i8").tobytes())
     try:
