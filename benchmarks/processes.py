@@ -46,7 +46,11 @@ def cpu_seconds(pid: int) -> float:
 
 def anonymous_bytes(pid: int) -> int:
     """Memory of a process, and of all that run below it, that is backed by no file."""
-    return sum(map(_anonymous_bytes, [pid, *_below(pid, _table())]))
+    total = _anonymous_bytes(pid)
+    for child in _below(pid, _table()):
+        with suppress(FileNotFoundError, ProcessLookupError, ValueError):  # it ended just now
+            total += _anonymous_bytes(child)
+    return total
 
 
 def _anonymous_bytes(pid: int) -> int:

@@ -20,10 +20,9 @@ _LOAD = Path(__file__).parents[1] / "load.py"
 
 def measure(scale: Scale) -> list[Ratio]:
     cache = data.warm_cache(scale)
-    # All of the machine's cores, as one would for so many ranks; the load itself takes a tenth of them.
-    processes = os.cpu_count() or 1
+    processes = len(os.sched_getaffinity(0))  # one a core, as one would for so many ranks
     with penstock(data.corpus(scale).parquet, cache, "--processes", str(processes)) as server:
-        _load(server.address, 1, scale, 1.0)  # each block is looked at once
+        _load(server.address, 8 * processes, scale, 2.0)  # each block is looked at once, by each process
         before = _load(server.address, 1, scale, scale.rank_seconds / 4)
         small = anonymous_bytes(server.pid)
         many = _load(server.address, scale.num_ranks, scale, scale.rank_seconds)

@@ -170,6 +170,11 @@ def test_bins_that_were_stored_are_the_bins_that_were_packed(pools: list[npt.NDA
         kept = [keep_bins(path, len(pools), lambda: made), keep_bins(path, len(pools), list), PackedPools.of(made)]
         for packed in kept:
             assert packed.bins_per_pool.tolist() == [bins.num_bins for bins in made]
+            everywhere = [(pool, number) for pool, bins in enumerate(made) for number in range(bins.num_bins)]
+            together = packed.documents(*np.array(everywhere, np.int64).reshape(-1, 2).T)
+            assert together[0].tolist() == [size for bins in made for size in np.diff(bins.starts).tolist()]
+            assert together[1].tolist() == [row for bins in made for row in bins.rows.tolist()]
+            assert together[2].tolist() == [first for bins in made for first in bins.firsts.tolist()]
             for pool, bins in enumerate(made):
                 for number, (start, stop) in enumerate(pairwise(bins.starts.tolist())):
                     _, documents, firsts = packed.documents(np.array([pool]), np.array([number]))
