@@ -18,7 +18,7 @@ from penstock.skip import Ranges, parse_skip
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
 IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
-_REMEMBERED_QUERIES = 128
+_REMEMBERED_QUERIES = 32
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 
@@ -139,7 +139,7 @@ class Spec:
 
         Raises SpecError: a parameter is unknown, given twice, or its value is no value of it.
         """
-        return _of_query(tuple(pairs))
+        return _of_query(tuple((name, text) for name, text in pairs))
 
     def to_query(self) -> dict[str, str]:
         """Every parameter that is set, as a URL's query spells it."""
@@ -185,8 +185,8 @@ def _problem(parameter: Field[Any], value: object) -> str | None:
         if value not in about["options"]:
             return f"{parameter.name} must be one of {', '.join(about['options'])}, not {value!r}"
     elif "also" in about:
-        number = isinstance(value, str) and value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= 65_536
-        if value not in about["also"] and not number:
+        is_number = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 9
+        if value not in about["also"] and not (is_number and 1 <= int(str(value)) <= 65_536):
             return f"{parameter.name} must be {', '.join(about['also'])} or a whole number from 1 to 65,536, not {value!r}"
     elif not isinstance(value, str) or not value:
         return f"{parameter.name} must be a text, as: {about['doc']}; not {value!r}"

@@ -56,5 +56,7 @@ def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
 
 
 def test_a_multiple_that_does_not_divide_the_longest_response_is_refused() -> None:
+    with pytest.raises(SpecError, match="pad must be seq_len"):
+        Spec(pad="000000001" + 5_000 * "0")
     with pytest.raises(SpecError, match="pad=64 must divide target_len=100"):
         Spec(seq_len=128, task="seq2seq", target_len=100, pad="64")
