@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -25,9 +25,10 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
-from penstock_server.threads import in_few_threads
+from penstock_server.threads import in_two_threads
 
 BatchFormat = Literal["msgpack", "json"]
+_InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 _LOOK_SECONDS = 1.0  # how often a request that waits for blocks looks whether its client still does
 
@@ -61,17 +62,17 @@ class Run:
 
 
 async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run], *, may_wait: bool) -> Response:
-    """The response to a request for what `find` gives, which is called in a thread; `may_wait` says that it may take long.
+    """The response to a request for what `find` gives, which is called in a thread; `may_wait` says that it may wait there.
 
     Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets.
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
-    begin = partial(_begin, request, in_flight, find)
-    headers, making = await (run_in_threadpool if may_wait else in_few_threads)(begin)
+    in_thread = run_in_threadpool if may_wait else in_two_threads
+    headers, making = await in_thread(partial(_begin, request, in_flight, find))
     if making is None:
         return Response(status_code=304, headers=headers)
-    bodies = _bodies(request, making)
+    bodies = _bodies(request, making, in_thread)
     try:
         made = [await anext(bodies)]
     except BaseException:
@@ -125,7 +126,7 @@ class _Making:
         """
         self.chunk = next(self._parts)
         blocks = self.chunk.mapped()
-        if blocks is not None:
+        if blocks is not None and not _may_wait(blocks):
             self.chunk.read_ahead()
             self.make(blocks)
 
@@ -185,20 +186,20 @@ def _held_chunks(run: Run, nbytes: int | None) -> int:
     return 2 if nbytes is not None else 3  # one on its way and the next; without a length the first is copied, too
 
 
-async def _bodies(request: Request, making: _Making) -> AsyncGenerator[memoryview, None]:
+async def _bodies(request: Request, making: _Making, in_thread: _InThread) -> AsyncGenerator[memoryview, None]:
     """The bodies of the chunks."""
     streams = False  # from then on the response itself sees a client that leaves, and closes this generator
     while True:
         if not making.is_made:
-            await _load(request, making, streams)
+            await _load(request, making, in_thread, streams)
         streams = True
         yield making.take_body()
         if making.is_last:
             return
-        await in_few_threads(making.go_on)
+        await in_thread(making.go_on)
 
 
-async def _load(request: Request, making: _Making, streams: bool) -> None:
+async def _load(request: Request, making: _Making, in_thread: _InThread, streams: bool) -> None:
     """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them."""
     chunk = making.chunk
     futures = await run_in_threadpool(_requested, chunk)
@@ -211,9 +212,15 @@ async def _load(request: Request, making: _Making, streams: bool) -> None:
                 future.result()  # raises what its load raised
             if pending and not streams and await request.is_disconnected():
                 raise ClientDisconnect
-        await in_few_threads(partial(making.make, [future.result() for future in futures]))
+        blocks = [future.result() for future in futures]
+        await (run_in_threadpool if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
     finally:
         chunk.forget(futures)
+
+
+def _may_wait(blocks: list[Block]) -> bool:
+    """Whether to make a chunk of these may take the blocks of rows that stand in for bad ones."""
+    return any(block.bad for block in blocks)
 
 
 def _requested(chunk: Chunk) -> list[Future[Block]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,9 @@ Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below wo
 Row = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the number of rows")]
 Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the spec's num_steps")]
 Format = Annotated[BatchFormat, Query(description="msgpack for trainers; json, with text, for people")]
+
+_LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second, and on the event loop all would wait for it
+_REMEMBERED_EPOCHS = 1000
 
 _SPEC_PARAMETERS = {
     "parameters": [
@@ -80,6 +84,19 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         check_parameters(request)
 
     plain = [Depends(no_parameters)]
+    answered: set[tuple[str, Spec, int]] = set()  # the datasets, specs and epochs of which a batch was made: they are planned
+
+    async def answer(request: Request, dataset: str, epoch: int, find: Callable[[Spec], Run], *own: str) -> Response:
+        if request.query_params.get("format") == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
+            return await respond(request, in_flight, lambda: find(spec_of(request, *own)), may_wait=True)
+        spec = spec_of(request, *own)
+        planned = (dataset, spec, epoch)
+        may_wait = planned not in answered or bool(spec.group_by_length) or catalog.may_wait(dataset, spec)
+        response = await respond(request, in_flight, lambda: find(spec), may_wait=may_wait)
+        if len(answered) >= _REMEMBERED_EPOCHS:
+            answered.clear()
+        answered.add(planned)
+        return response
 
     @router.get("", summary="List the datasets", tags=["datasets"], dependencies=plain)
     def list_datasets() -> dict[str, Any]:
@@ -140,12 +157,11 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
     ) -> Response:
         """One batch. Its bytes are those of the same step in a run."""
-        spec = spec_of(request, "format")
 
-        def find() -> Run:
+        def find(spec: Spec) -> Run:
             return Run(catalog.plan(dataset, spec), epoch, rank, range(step, step + 1), format)
 
-        return await respond(request, in_flight, find, may_wait=catalog.may_wait(dataset, spec))
+        return await answer(request, dataset, epoch, find, "format")
 
     @router.head(batches, include_in_schema=False)
     @router.get(batches, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
@@ -160,9 +176,8 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         format: Format = "msgpack",
     ) -> Response:
         """A run of batches, one frame behind the other: steps start, start + stride, ... below stop."""
-        spec = spec_of(request, "format", "start", "stop", "stride")
 
-        def find() -> Run:
+        def find(spec: Spec) -> Run:
             plan = catalog.plan(dataset, spec)
             behind = stop or plan.schedule.num_steps
             if start >= behind:
@@ -170,7 +185,7 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
             plan.check(epoch, behind - 1, rank)  # before the first byte is sent
             return Run(plan, epoch, rank, range(start, behind, stride), format)
 
-        return await respond(request, in_flight, find, may_wait=catalog.may_wait(dataset, spec))
+        return await answer(request, dataset, epoch, find, "format", "start", "stop", "stride")
 
     @router.get(batches + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Threads: what makes batches runs in a few, and what waits for anything in others.
+"""Threads: batches are made in two, and what may wait for anything is done in others.
 
-With forty threads a crowd of requests takes a quarter more CPU: each of them waits for the interpreter's lock at every step.
+Most of the work of making them holds the interpreter's lock: in forty threads each step of it waits for all others, and a crowd
+of ranks takes a quarter more CPU.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import TypeVar
 from anyio import CancelScope
 
 _T = TypeVar("_T")
-_few = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # two: copying and digests release the lock
+_two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # copying and digests release the lock
 
 
-async def in_few_threads(make: Callable[[], _T]) -> _T:
-    """What `make` gives, which waits for nothing, in one of a few threads. Who is cancelled stays until it is done."""
-    made = asyncio.get_running_loop().run_in_executor(_few, make)
-    with CancelScope(shield=True):
-        await made
-    return made.result()
+async def in_two_threads(make: Callable[[], _T]) -> _T:
+    """What `make` gives, which waits for nothing. Who is cancelled stays until it is done, if it has begun."""
+    made = _two.submit(make)
+    try:
+        return await asyncio.wrap_future(made)
+    except asyncio.CancelledError:
+        if not made.cancelled():
+            with CancelScope(shield=True):
+                await asyncio.wait([asyncio.wrap_future(made)])
+        raise

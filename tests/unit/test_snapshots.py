@@ -208,6 +208,9 @@ def test_while_new_data_is_looked_at_only_those_wait_who_may_have_to_see_it(
         assert TestClient(app).get("/v1/datasets/d/epochs/0/ranks/0/batches/0", params=query).status_code == 200
         answered.append(snapshot)
 
+    ask("")
+    ask(known)  # from here on both are made in two threads, but for what waits
+    answered.clear()
     threads = [threading.Thread(target=catalog.poll)]
     threads[0].start()
     try:

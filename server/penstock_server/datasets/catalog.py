@@ -24,7 +24,7 @@ from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.storage.store import BlockStore
 
 _CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
-_REMEMBERED_SPECS = 256
+_REMEMBERED_SPECS = 32
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
@@ -178,8 +178,9 @@ class Catalog:
         Raises BadParameter: the mix leaves it out. Raises Busy: the snapshot may be among new data that is being looked at.
         Raises SnapshotGone, and what make_plan raises.
         """
+        is_mixture = name in self._known.mixtures
         spec, names, fingerprints = self._members(name, spec)
-        if name not in names and name not in self._known.mixtures:
+        if name not in names and not is_mixture:
             raise BadParameter(f"mix={spec.mix} leaves out {name}, which the URL names. Name one of {', '.join(names)} there.")
         if len(fingerprints) != len(names):
             raise SnapshotGone(

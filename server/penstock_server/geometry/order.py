@@ -1,4 +1,4 @@
-"""The order of an epoch: a pure, invertible function from positions to sequences. No I/O, no state, O(1) memory a look-up.
+"""The order of an epoch: a pure, invertible function from positions to sequences. No I/O, O(1) memory a look-up.
 
     permute / unpermute   a keyed bijection on [0, size)
     EpochOrder            position -> (pool, index in pool), for one epoch of one shuffle, and back
@@ -53,7 +53,7 @@ def permute(index: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> In
 
 
 def permute_together(index: IntArray, size: IntArray, key: _WordArray) -> IntArray:
-    """As permute. Of few indices that are close together it permutes their neighbours too, and remembers them.
+    """As permute, with a key a size. Of few indices that are close together the neighbours are permuted too, and remembered.
 
     To permute tens takes as long as to permute hundreds, and the ranks of a job ask for tens each, side by side.
     """
