@@ -86,7 +86,11 @@ class Blocks:
         Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable: its storage fails.
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
-        return [self.of_split(future.result(), split) for future in self.request(indices)]
+        indices = list(indices)
+        blocks = [future.result() for future in self.request(indices)]
+        for index, block in zip(indices, blocks, strict=True):
+            self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
+        return [self.of_split(block, split) for block in blocks]
 
     def forget(self, futures: Iterable[Future[Block]]) -> None:
         """Who asked for these no longer wants them."""
