@@ -38,7 +38,8 @@ def measure(scale: Scale) -> list[Ratio]:
             theirs=alone * BATCH_TOKENS,
             unit="tokens/s",
             note=f"{many['num_batches']:,} batches in {many['seconds']:.0f} s, {many['num_errors']} errors; the slowest rank "
-            f"got {many['fewest_batches']}, the fastest {many['most_batches']}; {processes} server processes",
+            f"got {many['fewest_batches']}, the fastest {many['most_batches']}; {processes} server processes, "
+            f"of which the one rank meets one",
         ),
         *(
             Ratio(
