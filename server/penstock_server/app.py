@@ -25,7 +25,7 @@ _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU
 
 
 def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
-    """The service over one catalog and one budget of bytes in flight. Nothing is remembered between requests."""
+    """The service over one catalog and one budget of bytes in flight. No batch depends on what was asked before."""
     app = FastAPI(title="Penstock", version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
     app.include_router(make_router(catalog, in_flight))

@@ -86,8 +86,10 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
     plain = [Depends(no_parameters)]
     answered: set[tuple[str, Spec, int]] = set()  # the datasets, specs and epochs of which a batch was made: they are planned
 
-    async def answer(request: Request, dataset: str, epoch: int, find: Callable[[Spec], Run], *own: str) -> Response:
-        if request.query_params.get("format") == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
+    async def answer(
+        request: Request, dataset: str, epoch: int, format: BatchFormat, find: Callable[[Spec], Run], *own: str
+    ) -> Response:
+        if format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
             return await respond(request, in_flight, lambda: find(spec_of(request, *own)), may_wait=True)
         spec = spec_of(request, *own)
         planned = (dataset, spec, epoch)
@@ -161,7 +163,7 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         def find(spec: Spec) -> Run:
             return Run(catalog.plan(dataset, spec), epoch, rank, range(step, step + 1), format)
 
-        return await answer(request, dataset, epoch, find, "format")
+        return await answer(request, dataset, epoch, format, find, "format")
 
     @router.head(batches, include_in_schema=False)
     @router.get(batches, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
@@ -185,7 +187,7 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
             plan.check(epoch, behind - 1, rank)  # before the first byte is sent
             return Run(plan, epoch, rank, range(start, behind, stride), format)
 
-        return await answer(request, dataset, epoch, find, "format", "start", "stop", "stride")
+        return await answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
 
     @router.get(batches + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:

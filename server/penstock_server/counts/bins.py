@@ -39,9 +39,10 @@ class PackedPools:
         return cls(sizes, np.concatenate([np.zeros(0, np.uint32), *(words for *_, words in found)]))
 
     def documents(self, pools: IntArray, numbers: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Of bins numbers[i] of pools[i] how many documents each has.
+        """What is in bins numbers[i] of pools[i], both of shape [num_bins].
 
-        And of their documents, bin by bin, the numbers in the pool, and the first token of each that is in the bin.
+        How many documents each has, [num_bins]; and of these, bin by bin, their numbers in the pool and the first token of each
+        that is in the bin, [num_documents].
         """
         at = self._starts[pools]
         starts, ends = self._words[at + numbers].astype(np.int64), self._words[at + numbers + 1]

@@ -53,9 +53,10 @@ def permute(index: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike) -> In
 
 
 def permute_together(index: IntArray, size: IntArray, key: _WordArray) -> IntArray:
-    """As permute, with a key a size. Of few indices that are close together the neighbours are permuted too, and remembered.
+    """As permute, of `index` [n]; `size` and `key` are [n] both, or [1] both.
 
-    To permute tens takes as long as to permute hundreds, and the ranks of a job ask for tens each, side by side.
+    Of few indices that are close together the neighbours are permuted, too, and remembered: to permute tens takes as long as
+    to permute hundreds, and the ranks of a job ask for tens each, side by side.
     """
     if size.size > 1 or not 0 < len(index) <= _STRETCH // 4:
         return permute(index, size, key)
