@@ -29,9 +29,10 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 	$(BIN)/python examples/demo.py
 
 # In the order of the folders, the slow ones first: by default the files of few tests come last, though they take longest, and a
-# worker is left alone with them. Bytecode is kept, or else each of some hundred processes would compile anew what it imports.
+# worker is left alone with them. Four workers, also on two cores: many tests wait for a server that does not answer.
+# Bytecode is kept, or else each of some hundred processes would compile anew what it imports.
 test: $(FRAMEWORKS)  ## the whole test suite, training frameworks included; what needs a Docker engine is skipped where there is none
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: install  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,6 +48,9 @@ class Compose:
             ["docker", "inspect", "-f", template, container], capture_output=True, text=True, check=True
         ).stdout.strip()  # fmt: skip
 
+    def json(self, path: str) -> Any:
+        return httpx.get(f"{self.url}{path}", timeout=60).json()  # what is cold takes seconds on a busy machine
+
     def wait_until_healthy(self) -> None:
         deadline = time.monotonic() + 180
         while self.inspect("server", "{{.State.Health.Status}}") != "healthy":
@@ -74,9 +78,9 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Compose]
 def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected: list[str]) -> None:
     project("up", "--detach", "--build", "server")
     project.wait_until_healthy()
-    datasets = httpx.get(f"{project.url}/v1/datasets").json()["datasets"]
+    datasets = project.json("/v1/datasets")["datasets"]
     assert [dataset["name"] for dataset in datasets] == expected
-    batch = httpx.get(f"{project.url}/v1/datasets/{expected[-1]}/epochs/0/ranks/0/batches/0?format=json").json()
+    batch = project.json(f"/v1/datasets/{expected[-1]}/epochs/0/ranks/0/batches/0?format=json")
     assert batch["sequences"][0]["text"]
     assert project("exec", "-T", "server", "id", "-u").strip() == "10001"
     writes = "touch /data/x /usr/x 2>/dev/null && echo wrote || echo refused"

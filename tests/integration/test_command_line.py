@@ -117,7 +117,7 @@ def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path
         while not process.stdout.readline().endswith("Ctrl-C stops\n"):
             assert process.poll() is None
         [url] = re.findall(r" at (http://\S+)$", first)
-        assert httpx.get(f"{url}/readyz").json()["status"] == "ready"
+        assert httpx.get(f"{url}/readyz", timeout=60).json()["status"] == "ready"
         process.send_signal(how)
         assert process.communicate(timeout=20)[1] == ""
 

@@ -177,7 +177,7 @@ def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folde
     }  # fmt: skip
     assert change["snapshot"] != first
     assert refresh(server, "nope").status_code == 404
-    assert httpx.post(f"{server.url}{NUMBERS}/refresh?now=1").status_code == 422
+    assert httpx.post(f"{server.url}{NUMBERS}/refresh?now=1", timeout=60).status_code == 422
 
 
 def test_the_snapshots_that_are_held_are_listed_newest_first(start: Callable[..., Server], folder: Path) -> None:
@@ -324,7 +324,7 @@ def test_many_refreshes_and_batches_at_once_give_whole_answers(start: Callable[.
     server = start(*POLL)
     named = server.json(NUMBERS)["snapshot"]
     batch = f"{server.url}{NUMBERS}/epochs/0/ranks/0/batches/3?batch_size=4&seq_len=8"
-    expected = httpx.get(f"{batch}&snapshot={named}").content
+    expected = httpx.get(f"{batch}&snapshot={named}", timeout=60).content
     stop = threading.Event()
 
     def change() -> None:
@@ -360,4 +360,4 @@ def test_many_refreshes_and_batches_at_once_give_whole_answers(start: Callable[.
     final = refresh(server).json()["snapshot"]
     assert server.json(NUMBERS)["snapshot"] == final
     assert final != named
-    assert httpx.get(f"{batch}&snapshot={named}").content == expected
+    assert httpx.get(f"{batch}&snapshot={named}", timeout=60).content == expected

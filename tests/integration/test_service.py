@@ -101,10 +101,10 @@ def test_head_tells_what_get_would_without_the_body(server: Server, path: str) -
 
 def test_etags_follow_the_address_and_spare_the_body(server: Server) -> None:
     etag = server.get(f"{BATCHES}/0").headers["ETag"]
-    same = httpx.get(f"{server.url}{BATCHES}/0?batch_size=8", headers={"If-None-Match": f'"other", W/{etag}'})
+    same = httpx.get(f"{server.url}{BATCHES}/0?batch_size=8", headers={"If-None-Match": f'"other", W/{etag}'}, timeout=60)
     assert (same.status_code, same.content, same.headers["ETag"]) == (304, b"", etag)
     others = [f"{BATCHES}/1", f"{BATCHES}/0?seed=1", f"{BATCHES}/0?format=json", f"{BATCHES}?stop=2"]
-    assert len({httpx.get(f"{server.url}{path}").headers["ETag"] for path in others} | {etag}) == 5
+    assert len({httpx.get(f"{server.url}{path}", timeout=60).headers["ETag"] for path in others} | {etag}) == 5
 
 
 def test_the_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
