@@ -17,7 +17,7 @@ from penstock_server.geometry.order import permute
 from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Lists, Reasons, checked_ids, raw_texts, travelling
-from penstock_server.recipes.texts import chats, joined, messages, preference, tokenized, with_turns
+from penstock_server.recipes.texts import chats, messages, preference, tokenized, with_turns
 
 REASON = "bad"  # why a row cannot be used, null where it can
 ROW = "row"  # which row of the block it is; the filter leaves some out
@@ -98,7 +98,7 @@ def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons
     if recipe.kind == "tokens":
         return {"tokens": checked_ids(fields["tokens"].array(rows), bound, recipe.bos_id, recipe.eos_id, reasons)}
     if recipe.kind == "text":
-        return {"tokens": joined([tokenized(rows, "text", recipe, reasons, opens=True, closes=True)])}
+        return {"tokens": tokenized(rows, "text", recipe, reasons, opens=True, closes=True)}
     if recipe.kind == "prompt_response":
         prompts = tokenized(rows, "prompt", recipe, reasons, opens=True)
         return {"tokens": with_turns([prompts, tokenized(rows, "response", recipe, reasons, closes=True)])}

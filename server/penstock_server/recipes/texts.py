@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from penstock_server.geometry.order import starts_of
 from penstock_server.recipes.chat import ChatError
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
@@ -26,7 +26,7 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
         return chats(answers, prompts, recipe, side, reasons)
     texts = tokenized(rows, side, recipe, reasons, opens="prompt" not in fields, closes=True)
     if "prompt" not in fields:
-        return with_turns([[text[:0] for text in texts], texts])
+        return with_turns([_every([], rows.num_rows), texts])
     return with_turns([tokenized(rows, "prompt", recipe, reasons, opens=True), texts])
 
 
@@ -86,10 +86,10 @@ def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Re
     for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, name)):
         if not len(tokens):
             reasons.add(row, f"{name} has no tokens")
-        ids.append(np.concatenate([opening, tokens, closing]))
+        ids.append(tokens)
         turns.append(np.concatenate([[len(opening) + runs[0]], runs[1:-1], [runs[-1] + len(closing)]]))
-    lists, num_turns = joined([ids]), np.fromiter(map(len, turns), np.int64, len(turns))
-    return Lists(lists.values, lists.lengths, (np.concatenate([*turns, num_turns[:0]]), num_turns))
+    lists = joined([_every(opening, len(ids)), Lists(*_end_to_end(ids)), _every(closing, len(ids))])
+    return Lists(lists.values, lists.lengths, _end_to_end(turns))
 
 
 def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -112,20 +112,28 @@ def _message(message: Any) -> dict[str, Any]:
 
 def tokenized(
     rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons, *, opens: bool = False, closes: bool = False
-) -> list[Ids]:
+) -> Lists:
     """The ids of a field of text, each opened by the recipe's BOS and closed by its EOS where asked for."""
     assert recipe.tokenizer  # text has one, or the dataset was refused
     source = dict(recipe.fields)[role]
     opening, closing = _special(recipe.bos_id if opens else None), _special(recipe.eos_id if closes else None)
-    found = recipe.tokenizer.encode(_texts(source, rows, reasons), source.text)
-    for row, ids in enumerate(found):
-        if not len(ids):
-            reasons.add(row, f"{source.text} has no tokens")
-    return [np.concatenate([opening, ids, closing]) for ids in found]
+    found = Lists(*recipe.tokenizer.encode(_texts(source, rows, reasons), source.text))
+    for row in np.flatnonzero(found.lengths == 0).tolist():
+        reasons.add(row, f"{source.text} has no tokens")
+    return joined([_every(opening, rows.num_rows), found, _every(closing, rows.num_rows)])
 
 
-def _special(token: int | None) -> Ids:
-    return np.array([] if token is None else [token], np.int64)
+def _special(token: int | None) -> list[int]:
+    return [] if token is None else [token]
+
+
+def _end_to_end(arrays: Sequence[Ids]) -> tuple[Ids, Ids]:
+    return np.concatenate([*arrays, np.zeros(0, np.int64)]), np.fromiter(map(len, arrays), np.int64, len(arrays))
+
+
+def _every(ids: list[int], num_rows: int) -> Lists:
+    """The same ids in every row."""
+    return Lists(np.tile(np.array(ids, np.int64), num_rows), np.full(num_rows, len(ids)))
 
 
 def _texts(source: Field, rows: pa.RecordBatch, reasons: Reasons) -> list[str]:
@@ -150,16 +158,22 @@ def _text(raw: bytes | None) -> tuple[str, str | None]:
         return "", f"is not valid UTF-8 at byte {error.start}"
 
 
-def joined(features: Sequence[Sequence[Ids]]) -> Lists:
+def joined(features: Sequence[Lists]) -> Lists:
     """The ids of each row's features one behind the other."""
-    ids = list(chain.from_iterable(zip(*features, strict=True)))
-    sizes = [np.fromiter(map(len, feature), np.int64, len(feature)) for feature in features]
-    lengths: Ids = np.sum(sizes, axis=0, dtype=np.int64)
-    return Lists(np.concatenate(ids) if ids else np.zeros(0, np.int64), lengths)
+    some = [feature for feature in features if len(feature.values)]
+    if len(some) == 1:
+        return some[0]
+    sizes = np.stack([feature.lengths for feature in features], axis=1)
+    starts = starts_of(sizes.reshape(-1))[:-1].reshape(sizes.shape)
+    values = np.empty(sizes.sum(), np.int64)
+    for number, feature in enumerate(features):
+        moved = starts[:, number] - starts_of(feature.lengths)[:-1]
+        values[np.arange(len(feature.values)) + np.repeat(moved, feature.lengths)] = feature.values
+    return Lists(values, sizes.sum(axis=1))
 
 
-def with_turns(turns: Sequence[Sequence[Ids]]) -> Lists:
+def with_turns(turns: Sequence[Lists]) -> Lists:
     """The ids of each row's turns one behind the other, and the lengths of the turns."""
     lists = joined(turns)
-    lengths = np.array([[len(ids) for ids in row] for row in zip(*turns, strict=True)], np.int64).reshape(-1)
-    return Lists(lists.values, lists.lengths, (lengths, np.full(len(lists.lengths), len(turns))))
+    lengths = np.stack([turn.lengths for turn in turns], axis=1)
+    return Lists(lists.values, lists.lengths, (lengths.reshape(-1), np.full(len(lengths), len(turns))))
