@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
+from penstock_server.accepting import Seat
 from penstock_server.problems import DatasetRefused
 from penstock_server.settings import Settings, SettingsError
 
@@ -37,7 +38,8 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
     """Serves until a signal says stop. The exit status, which is not 0 if no process can begin."""
     with _stop_signals() as stop:
         began, begins = _context.Pipe(duplex=False)
-        first = _Child.start(settings, listener, begins)  # alone, so that footers are read once, and faults told once
+        seats = Seat.of(settings.processes)
+        first = _Child.start(settings, listener, seats[0], begins)  # alone, so that footers are read once, and faults told once
         begins.close()
         children = [first]
         try:
@@ -48,7 +50,7 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
             except EOFError:
                 first.process.join()
                 return first.process.exitcode or 1
-            children += [_Child.start(settings, listener) for _ in range(settings.processes - 1)]
+            children += [_Child.start(settings, listener, seat) for seat in seats[1:]]
             while stop not in wait([stop, *(child.process.sentinel for child in children)]):
                 children[:] = [
                     child if child.process.is_alive() else child.replace(settings, listener, stop) for child in children
@@ -63,14 +65,15 @@ class _Child:
     """A process that serves; the one that comes after it is started `delay_seconds` after it died, if that was soon."""
 
     process: SpawnProcess
+    seat: Seat
     started_at: float
     delay_seconds: float = 0.5
 
     @staticmethod
-    def start(settings: Settings, listener: socket.socket, begins: Connection | None = None) -> _Child:
-        process = _context.Process(target=_serve, args=(settings, listener, begins), name="penstock-serve", daemon=True)
+    def start(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None = None) -> _Child:
+        process = _context.Process(target=_serve, args=(settings, listener, seat, begins), name="penstock-serve", daemon=True)
         process.start()
-        return _Child(process, time.monotonic())
+        return _Child(process, seat, time.monotonic())
 
     def replace(self, settings: Settings, listener: socket.socket, stop: socket.socket) -> _Child:
         """Another in the place of one that died."""
@@ -86,7 +89,7 @@ class _Child:
             return self
         longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else 0.5
         try:
-            return replace(_Child.start(settings, listener), delay_seconds=longer)
+            return replace(_Child.start(settings, listener, self.seat), delay_seconds=longer)
         except OSError as error:  # the others go on
             log.warning("no process could be started: %s", error.strerror)
             return replace(self, started_at=time.monotonic(), delay_seconds=longer)
@@ -121,7 +124,7 @@ def _stop_signals() -> Iterator[socket.socket]:
                 signal.signal(number, handler)
 
 
-def _serve(settings: Settings, listener: socket.socket, begins: Connection | None) -> None:
+def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None) -> None:
     """What a process does: it serves until it is told to stop, or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who watches over this one tells it to stop
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
@@ -133,7 +136,7 @@ def _serve(settings: Settings, listener: socket.socket, begins: Connection | Non
             begins.close()
 
     try:
-        run(settings, listener, greet=begins is not None, begin=begin)
+        run(settings, listener, greet=begins is not None, begin=begin, seat=seat)
     except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         sys.exit(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import socket
 import sys
 from collections.abc import Callable, Collection
@@ -13,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
+from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.describe import describe_tight_cache
@@ -25,13 +28,20 @@ from penstock_server.stalled import STALLED_SECONDS, cut_stalled
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
+log = logging.getLogger("penstock.serve")
+
 _LOCAL = ("127.0.0.1", "0.0.0.0", "::1", "::")
 
 
 def run(
-    settings: Settings, listener: socket.socket, *, greet: bool = True, begin: Callable[[int], None] = lambda _: None
+    settings: Settings,
+    listener: socket.socket,
+    *,
+    greet: bool = True,
+    begin: Callable[[int], None] = lambda _: None,
+    seat: Seat | None = None,
 ) -> None:
-    """Serves until a signal says stop, as one of so many processes as the settings say.
+    """Serves until a signal says stop, as one of so many processes as the settings say; `seat` is its place among several.
 
     `begin` is called once it can, with the budget of the cache. Raises SettingsError, DatasetRefused: it cannot.
     """
@@ -45,18 +55,19 @@ def run(
     begin(store.cache.configured_bytes)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
     with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
-        Server(app).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
+        Server(app, seat=seat).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
     store.close()
 
 
 class Server(uvicorn.Server):
-    """Uvicorn over an application; it cuts connections whose reader takes nothing."""
+    """Uvicorn over an application. It cuts connections whose reader takes nothing; with a seat it shares its socket."""
 
-    def __init__(self, app: FastAPI, *, stalled_seconds: float = STALLED_SECONDS) -> None:
+    def __init__(self, app: FastAPI, *, stalled_seconds: float = STALLED_SECONDS, seat: Seat | None = None) -> None:
         super().__init__(
             uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off")
         )
-        self._stalled_seconds = stalled_seconds
+        self._stalled_seconds, self._seat = stalled_seconds, seat
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until `should_exit`."""
@@ -65,6 +76,37 @@ class Server(uvicorn.Server):
             await super().serve(sockets)
         finally:
             cutting.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to take connections."""
+        await super().startup([] if self._seat else sockets)
+        if self._seat:
+            connections = self.server_state.connections
+            protocol = functools.partial(
+                self.config.http_protocol_class,  # type: ignore[call-arg]  # mypy takes it for a plain asyncio.Protocol
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+            self._accepting = [
+                asyncio.create_task(accept_in_turn(listener, self._seat, connections, protocol)) for listener in sockets or []
+            ]
+            for accepting in self._accepting:
+                accepting.add_done_callback(self._stopped_accepting)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more connections and ends those that there are."""
+        for accepting in self._accepting:
+            accepting.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)  # out of the loop, before what they wait for is closed
+        if self._seat:
+            self._seat.leave()
+        await super().shutdown(sockets)
+
+    def _stopped_accepting(self, accepting: asyncio.Task[None]) -> None:
+        if not accepting.cancelled():
+            log.error("no more connections are taken; this process ends", exc_info=accepting.exception())
+            self.should_exit = True
 
 
 def open_cache(settings: Settings) -> CacheFolder:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -64,6 +66,17 @@ def wait_for(what: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def num_connections(pid: int, port: int) -> int:
+    """Those to the server's port that a process has."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {line[9] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "01"}
+    held = set[str]()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed just now
+            held.add(str(file.readlink())[len("socket:[") : -1])
+    return len(inodes & held)
+
+
 def children(server: Server, number: int) -> list[int]:
     """Of so many, once they are there."""
     wait_for(lambda: len(server.children()) == number)
@@ -103,6 +116,26 @@ def test_no_process_outlives_the_one_that_was_started(serve: Callable[..., Serve
         if how == signal.SIGKILL:
             server.start()  # on the same port
             assert len(server.frames(BATCHES)) == NUM_ROWS // 8
+
+
+@linux
+def test_each_process_has_as_many_connections_as_another(serve: Callable[..., Server], data: Path) -> None:
+    with serve(data, "--processes", "2") as server, ExitStack() as stack:
+        pids = children(server, 2)
+        port = int(server.url.rpartition(":")[2])
+
+        def after_another() -> list[int]:
+            """The connections of each, once there is one more."""
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            return [num_connections(pid, port) for pid in pids]
+
+        wait_for(lambda: min(after_another()) > 0)  # the first takes all until the other has begun
+        with stopped(pids[1]):
+            wait_for(lambda: after_another()[0] >= num_connections(pids[1], port) + 20)
+        behind = abs(num_connections(pids[0], port) - num_connections(pids[1], port))
+        num_more = count(1)
+        wait_for(lambda: bool(next(num_more)) and len(set(after_another())) == 1)
+        assert next(num_more) <= 2 * behind + 8  # nearly all go to who has fewer; spread by luck the gap would stay
 
 
 @linux
