@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -25,10 +24,9 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
-from penstock_server.threads import in_two_threads
+from penstock_server.threads import InThread, in_one_of_many
 
 BatchFormat = Literal["msgpack", "json"]
-_InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 _LOOK_SECONDS = 1.0  # how often a request that waits for blocks looks whether its client still does
 
@@ -61,14 +59,13 @@ class Run:
         return frames_nbytes(self.plan, self.epoch, self.rank, self.steps) if self.format == "msgpack" else None
 
 
-async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run], *, may_wait: bool) -> Response:
-    """The response to a request for what `find` gives, which is called in a thread; `may_wait` says that it may wait there.
+async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run], in_thread: InThread) -> Response:
+    """The response to a request for what `find` gives; that, and all that is made of it, is called `in_thread`.
 
     Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets.
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
-    in_thread = run_in_threadpool if may_wait else in_two_threads
     headers, making = await in_thread(partial(_begin, request, in_flight, find))
     if making is None:
         return Response(status_code=304, headers=headers)
@@ -186,7 +183,7 @@ def _held_chunks(run: Run, nbytes: int | None) -> int:
     return 2 if nbytes is not None else 3  # one on its way and the next; without a length the first is copied, too
 
 
-async def _bodies(request: Request, making: _Making, in_thread: _InThread) -> AsyncGenerator[memoryview, None]:
+async def _bodies(request: Request, making: _Making, in_thread: InThread) -> AsyncGenerator[memoryview, None]:
     """The bodies of the chunks."""
     streams = False  # from then on the response itself sees a client that leaves, and closes this generator
     while True:
@@ -199,13 +196,16 @@ async def _bodies(request: Request, making: _Making, in_thread: _InThread) -> As
         await in_thread(making.go_on)
 
 
-async def _load(request: Request, making: _Making, in_thread: _InThread, streams: bool) -> None:
+async def _load(request: Request, making: _Making, in_thread: InThread, streams: bool) -> None:
     """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them."""
     chunk = making.chunk
-    futures = await run_in_threadpool(_requested, chunk)
+    futures = await in_thread(partial(_requested, chunk))
     try:
         # Only waited for, never cancelled: a client that leaves must not take a block from others.
-        pending = {asyncio.wrap_future(future) for future in futures}
+        there = [future for future in futures if future.done()]
+        pending = {asyncio.wrap_future(future) for future in futures if future not in there}
+        for future in there:
+            future.result()
         while pending:
             done, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
             for future in done:
@@ -213,7 +213,7 @@ async def _load(request: Request, making: _Making, in_thread: _InThread, streams
             if pending and not streams and await request.is_disconnected():
                 raise ClientDisconnect
         blocks = [future.result() for future in futures]
-        await (run_in_threadpool if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
+        await (in_one_of_many if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
     finally:
         chunk.forget(futures)
 

@@ -23,6 +23,7 @@ from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
 from penstock_server.shuffling.picture import draw_png
 from penstock_server.shuffling.report import report
+from penstock_server.threads import Epochs, in_one_of_many
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
@@ -32,7 +33,6 @@ Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below th
 Format = Annotated[BatchFormat, Query(description="msgpack for trainers; json, with text, for people")]
 
 _LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second, and on the event loop all would wait for it
-_REMEMBERED_EPOCHS = 1000
 
 _SPEC_PARAMETERS = {
     "parameters": [
@@ -84,21 +84,18 @@ def make_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         check_parameters(request)
 
     plain = [Depends(no_parameters)]
-    answered: set[tuple[str, Spec, int]] = set()  # the datasets, specs and epochs of which a batch was made: they are planned
+    epochs = Epochs()
 
     async def answer(
         request: Request, dataset: str, epoch: int, format: BatchFormat, find: Callable[[Spec], Run], *own: str
     ) -> Response:
         if format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
-            return await respond(request, in_flight, lambda: find(spec_of(request, *own)), may_wait=True)
+            return await respond(request, in_flight, lambda: find(spec_of(request, *own)), in_one_of_many)
         spec = spec_of(request, *own)
-        planned = (dataset, spec, epoch)
-        may_wait = planned not in answered or bool(spec.group_by_length) or catalog.may_wait(dataset, spec)
-        response = await respond(request, in_flight, lambda: find(spec), may_wait=may_wait)
-        if len(answered) >= _REMEMBERED_EPOCHS:
-            answered.clear()
-        answered.add(planned)
-        return response
+        # Who may have a copy may be told so without anything being planned.
+        may_wait = spec.group_by_length or "If-None-Match" in request.headers or catalog.may_wait(dataset, spec)
+        in_thread = in_one_of_many if may_wait else epochs.thread_of((dataset, spec, epoch))
+        return await respond(request, in_flight, lambda: find(spec), in_thread)
 
     @router.get("", summary="List the datasets", tags=["datasets"], dependencies=plain)
     def list_datasets() -> dict[str, Any]:

@@ -7,13 +7,18 @@ of ranks takes a quarter more CPU.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from anyio import CancelScope
+from starlette.concurrency import run_in_threadpool
 
 _T = TypeVar("_T")
+InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # gives what the function gives, which is called in a thread
+
+_REMEMBERED_EPOCHS = 1000
 _two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # copying and digests release the lock
 
 
@@ -27,3 +32,39 @@ async def in_two_threads(make: Callable[[], _T]) -> _T:
             with CancelScope(shield=True):
                 await asyncio.wait([asyncio.wrap_future(made)])
         raise
+
+
+async def in_one_of_many(make: Callable[[], _T]) -> _T:
+    """What `make` gives, which may wait."""
+    return await run_in_threadpool(make)
+
+
+class Epochs:
+    """Threads for the batches of epochs. The first request for one plans it, which may take seconds; the others wait for that.
+
+    A crowd that begins an epoch would plan it many times else, or take the threads that others need.
+    """
+
+    def __init__(self) -> None:
+        self._planned = set[Hashable]()
+        self._under_way = dict[Hashable, asyncio.Event]()
+
+    def thread_of(self, epoch: Hashable) -> InThread:
+        """Where to make what belongs to an epoch. The first of these calls that does not fail plans it."""
+        return partial(self._in_thread, epoch)
+
+    async def _in_thread(self, epoch: Hashable, make: Callable[[], _T]) -> _T:
+        while is_planned := self._under_way.get(epoch):
+            await is_planned.wait()
+        if epoch in self._planned:
+            return await in_two_threads(make)
+        is_planned = self._under_way[epoch] = asyncio.Event()
+        try:
+            made = await in_one_of_many(make)
+            if len(self._planned) >= _REMEMBERED_EPOCHS:
+                self._planned.clear()
+            self._planned.add(epoch)
+            return made
+        finally:
+            del self._under_way[epoch]
+            is_planned.set()

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,6 +56,18 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(encode, "encode", counted)
     return reads
+
+
+def encoding_waits(monkeypatch: pytest.MonkeyPatch, began: threading.Event, go_on: threading.Event) -> None:
+    """From now on whoever encodes rows says so, and waits until it may go on."""
+    read = encode.encode
+
+    def waiting(*args: object) -> pa.RecordBatch:
+        began.set()
+        assert go_on.wait(30)
+        return read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(encode, "encode", waiting)
 
 
 def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Blocks]) -> None:
@@ -334,14 +347,7 @@ def test_what_nobody_wants_any_more_is_not_made(
     open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, count_reads: list[str]
 ) -> None:
     blocks, began, go_on = open_blocks(), threading.Event(), threading.Event()
-    read = encode.encode
-
-    def waiting(*args: object) -> pa.RecordBatch:
-        began.set()
-        assert go_on.wait(30)
-        return read(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(encode, "encode", waiting)
+    encoding_waits(monkeypatch, began, go_on)
     # As many as there are threads, and more that queue up behind them.
     futures = blocks.request(range(5)) + blocks.request(range(5))
     assert began.wait(30)
@@ -355,6 +361,62 @@ def test_what_nobody_wants_any_more_is_not_made(
     assert futures[0].result(30).num_rows == 32
     assert blocks.get([4])[0].num_rows == 32  # asked for anew, it is made
     assert len(count_reads) < 5
+
+
+def test_a_crowd_that_comes_after_a_restart_has_each_stored_block_read_once(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_blocks().get(range(5))
+    names, go_on = list[str](), threading.Event()
+    read = CacheFolder.read
+
+    def waiting(cache: CacheFolder, name: str) -> pa.Buffer | None:
+        names.append(name)
+        assert go_on.wait(30)
+        return read(cache, name)
+
+    monkeypatch.setattr(CacheFolder, "read", waiting)
+    blocks = open_blocks()
+    futures = [blocks.request(range(5)) for _ in range(20)]  # none of them waits
+    go_on.set()
+    for few in futures:
+        assert [future.result(30).num_rows for future in few] == [32, 2, 32, 2, 32]
+    assert len(names) == len(set(names)) == 5
+    assert not blocks._store._wanted
+
+
+def test_a_block_that_no_thread_could_be_started_for_may_be_asked_for_again(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = open_blocks()
+    for pool in (blocks._store._mappers, blocks._store._threads):
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "submit", Mock(side_effect=RuntimeError("can't start new thread")))
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                blocks.get([0])
+    assert blocks.get([0])[0].num_rows == 32
+    assert not blocks._store._loads
+
+
+def test_what_is_stored_does_not_wait_for_what_is_being_made_of_the_same_row_group(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 1500)
+    folder = write_shards(
+        tmp_path / "big", "tokens", [[[n] * 9 for n in range(1000)]], type_=pa.list_(pa.int32()), row_group_size=1000
+    )
+    assert len(Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir))).get([0, 1])) == 2
+    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir)))
+    (cache_dir / f"{blocks._find_key(0)}.block").unlink()
+    began, go_on = threading.Event(), threading.Event()
+    encoding_waits(monkeypatch, began, go_on)
+    [first] = blocks.request([0])
+    assert began.wait(30)
+    [second] = blocks.request([1])
+    assert rows_of(second.result(30))
+    assert not first.done()
+    go_on.set()
+    assert rows_of(first.result(30))[0][0] == 0
 
 
 def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path: Path) -> None:

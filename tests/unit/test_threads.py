@@ -1,3 +1,5 @@
+"""Warm batches are made in two threads, and of a crowd one plans the epoch that it begins."""
+
 from __future__ import annotations
 
 import asyncio
@@ -6,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from penstock_server.threads import in_two_threads
+from penstock_server.threads import Epochs, in_two_threads
 
 
 def test_who_is_cancelled_stays_until_what_has_begun_is_done_and_what_has_not_is_never_made() -> None:
@@ -42,3 +44,56 @@ def test_what_fails_in_a_thread_fails_for_who_asked() -> None:
 
     with pytest.raises(ValueError, match="no such batch"):
         asyncio.run(in_two_threads(fail))
+
+
+class Requests:
+    """What requests do in threads, whose names are noted: they wait until they may plan, and `fail` fails then."""
+
+    def __init__(self) -> None:
+        self.thread_of = Epochs().thread_of
+        self.threads = list[str]()
+        self.may_plan = threading.Event()
+
+    def make(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        assert self.may_plan.wait(30)
+
+    def fail(self) -> None:
+        self.make()
+        raise ValueError("no such epoch")
+
+
+def test_a_crowd_waits_for_the_first_that_plans_an_epoch_and_others_for_nobody() -> None:
+    requests = Requests()
+
+    async def run() -> None:
+        crowd = [asyncio.create_task(requests.thread_of("epoch 0")(requests.make)) for _ in range(50)]
+        while not requests.threads:
+            await asyncio.sleep(0.001)
+        other = asyncio.create_task(requests.thread_of("epoch 1")(requests.make))
+        while len(requests.threads) < 2:
+            await asyncio.sleep(0.001)
+        requests.may_plan.set()
+        await asyncio.gather(*crowd, other)
+
+    asyncio.run(run())
+    assert len(requests.threads) == 51
+    assert not any(name.startswith("penstock-batches") for name in requests.threads[:2])
+    assert all(name.startswith("penstock-batches") for name in requests.threads[2:])
+
+
+def test_an_epoch_that_could_not_be_planned_is_planned_by_the_next_of_the_crowd() -> None:
+    requests = Requests()
+
+    async def run() -> None:
+        crowd = [asyncio.create_task(requests.thread_of("epoch 0")(requests.fail)) for _ in range(9)]
+        while not requests.threads:
+            await asyncio.sleep(0.001)
+        requests.may_plan.set()
+        assert [type(answer) for answer in await asyncio.gather(*crowd, return_exceptions=True)] == [ValueError] * 9
+        await requests.thread_of("epoch 0")(requests.make)
+        await requests.thread_of("epoch 0")(requests.make)
+
+    asyncio.run(run())
+    assert not any(name.startswith("penstock-batches") for name in requests.threads[:10])
+    assert requests.threads[10].startswith("penstock-batches")

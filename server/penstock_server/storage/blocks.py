@@ -28,7 +28,7 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.decode import hashes_of_shard, reading, rows_of_group
 from penstock_server.storage.quarantine import Quarantine
-from penstock_server.storage.store import BlockStore
+from penstock_server.storage.store import BlockStore, ready
 
 log = logging.getLogger("penstock.blocks")
 
@@ -65,17 +65,25 @@ class Blocks:
 
     def request(self, indices: Iterable[int]) -> list[Future[Block]]:
         """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
+        indices = list(indices)
         futures = []
-        for at in map(self._snapshot.block, indices):
-            futures.append(self._store.request(self._keys(at), at.number, partial(self._read, at)))
-            futures[-1].add_done_callback(partial(self.quarantine.look_at, at.index))
+        for index, block in zip(indices, self._store.mapped([self._key(index) for index in indices]), strict=True):
+            if block:
+                future = ready(block)
+            else:
+                at = self._snapshot.block(index)
+                future = self._store.request(self._keys(at), at.number, partial(self._read, at))
+            future.add_done_callback(partial(self.quarantine.look_at, index))
+            futures.append(future)
         return futures
 
     def mapped(self, indices: Iterable[int]) -> list[Block] | None:
         """The blocks at these indices, if all of them are mapped into memory already, as they mostly are."""
         indices = list(indices)
-        blocks = self._store.mapped([self._key(index) for index in indices])
-        for index, block in zip(indices, blocks or (), strict=False):
+        blocks = [block for block in self._store.mapped([self._key(index) for index in indices]) if block]
+        if len(blocks) < len(indices):
+            return None
+        for index, block in zip(indices, blocks, strict=True):
             if block.bad:  # and perhaps mapped for another snapshot
                 self.quarantine.look_in(index, block)
         return blocks

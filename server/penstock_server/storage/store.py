@@ -10,9 +10,10 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -25,6 +26,7 @@ log = logging.getLogger("penstock.store")
 
 _OPEN_BLOCKS = 1 << 12  # maps held: to map one reads it once, for its digest; but what a split takes of one is memory
 _TOUCH_SECONDS = 10.0
+_MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
 
 # Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.
@@ -37,69 +39,89 @@ class _Open:
     touched_at: float
 
 
+@dataclass(slots=True)
+class _Wanted:
+    """What is wanted of a row group, by the numbers of its blocks."""
+
+    futures: dict[int, Future[Block]] = field(default_factory=dict)
+    is_made: bool = False  # a thread decodes it
+
+
+@dataclass(slots=True)
+class _Load:
+    """Where a future belongs that is not answered yet, and how many wait for it."""
+
+    wanted: _Wanted
+    number: int
+    num_askers: int = 0
+
+
 class BlockStore:
     """The blocks of all datasets: in the cache folder, and the ones that are mapped into memory now.
 
-    However many ask for blocks of a row group, one thread decodes it for all of them. Threads decode row groups side by
+    However many ask for blocks of a row group, one thread maps or decodes it for all of them. Threads decode row groups side by
     side; pyarrow and `tokenizers` release the GIL.
     """
 
     def __init__(self, cache: CacheFolder, num_threads: int | None = None) -> None:
         self.cache = cache
         self.ahead = ReadAhead()
+        self._mappers = ThreadPoolExecutor(_MAPPERS, thread_name_prefix="penstock-map")
         self._threads = ThreadPoolExecutor(num_threads or os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._checked_at = time.monotonic()
-        self._wanted: dict[str, dict[int, Future[Block]]] = {}  # of each row group that is being decoded
-        self._askers: dict[Future[Block], int] = {}  # how many wait for each of those
+        self._wanted: dict[str, _Wanted] = {}  # of each row group of which something is
+        self._loads: dict[Future[Block], _Load] = {}  # of each of those
 
     def request(self, group: Sequence[str], number: int, decode: Decoder) -> Future[Block]:
         """The block `number` of a row group whose blocks have these keys, soon.
 
-        What is stored is mapped at once, in the caller's thread. What is not is made by `decode`, with all that is asked
+        What is stored is mapped, by threads that do nothing else. What is not is made by `decode`, with all that is asked
         for of the same row group, and its neighbours if the cache can keep them: the group is decoded from its start. The
         future raises whatever `decode` raises; the next request tries again.
         """
-        key = group[number]
-        if found := self.mapped([key]):
-            return _ready(found[0])
-        if block := self._stored(key):
-            return _ready(block)
         with self._lock:
-            wanted = self._wanted.get(group[0])
-            if wanted is None:
-                wanted = self._wanted[group[0]] = {}
-                self._threads.submit(self._make, group, wanted, decode)
-            future = wanted.setdefault(number, Future())
-            self._askers[future] = self._askers.get(future, 0) + 1
+            if found := self._open.get(group[number]):
+                return ready(found.block)
+            wanted = self._wanted.setdefault(group[0], _Wanted())
+            future = wanted.futures.get(number)
+            if future is None:
+                future = wanted.futures[number] = Future()
+                self._loads[future] = _Load(wanted, number)
+                try:
+                    self._mappers.submit(self._find, group, number, wanted, decode)
+                except RuntimeError:  # no thread can be started now
+                    del wanted.futures[number], self._loads[future]
+                    raise
+            self._loads[future].num_askers += 1
             return future
 
     def forget(self, future: Future[Block]) -> None:
         """One of those who asked no longer wants the block; a load that nobody wants any more is dropped."""
         with self._lock:
-            if future not in self._askers:  # it is being answered, and what is cancelled now could not be
+            load = self._loads.get(future)
+            if load is None:  # it is being answered, and what is cancelled now could not be
                 return
-            self._askers[future] -= 1
-            if self._askers[future] > 0:
+            load.num_askers -= 1
+            if load.num_askers > 0:
                 return
-            del self._askers[future]
-            for wanted in self._wanted.values():
-                for number in [number for number, other in wanted.items() if other is future]:
-                    del wanted[number]
+            del self._loads[future]
+            del load.wanted.futures[load.number]
         future.cancel()
 
-    def mapped(self, keys: Sequence[str]) -> list[Block] | None:
-        """The blocks of these keys, if all of them are mapped into memory now."""
-        blocks, long_ago = [], []
+    def mapped(self, keys: Sequence[str]) -> list[Block | None]:
+        """The blocks of these keys; None for those that are not mapped into memory now."""
+        blocks: list[Block | None] = []
+        long_ago = []
         now = time.monotonic()
-        with self._lock:
+        with self._lock:  # once for all: where many threads wait for a lock, to have it takes longer than what it guards
             for key in keys:
                 found = self._open.get(key)
+                blocks.append(found.block if found else None)
                 if found is None:
-                    break
+                    continue
                 self._open.move_to_end(key)
-                blocks.append(found.block)
                 if found.touched_at < now - _TOUCH_SECONDS:
                     found.touched_at = now
                     long_ago.append(key)
@@ -109,54 +131,89 @@ class BlockStore:
             if not self.cache.touch(key):
                 with self._lock:
                     self._open.pop(key, None)
-        return blocks if len(blocks) == len(keys) else None
+        return blocks
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
+        self._mappers.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, group: Sequence[str], wanted: dict[int, Future[Block]], decode: Decoder) -> None:
+    def _find(self, group: Sequence[str], number: int, wanted: _Wanted, decode: Decoder) -> None:
+        """Maps a block if it is stored, and has it made if not."""
+        with self._answering(wanted, [number]):
+            if self._missing(group, wanted, [number]):
+                with self._lock:
+                    if number in wanted.futures and not wanted.is_made:
+                        self._threads.submit(self._make, group, wanted, decode)
+                        wanted.is_made = True  # not before: if no thread can be started, nobody may rely on it
+        with self._lock:
+            self._end(group, wanted)
+
+    def _make(self, group: Sequence[str], wanted: _Wanted, decode: Decoder) -> None:
         """Makes what is wanted of a row group, also what comes to be wanted meanwhile, and leaves nothing unanswered.
 
         Holds no more than one block at a time; what the cache does not keep is handed out once.
         """
         while asked := self._still_wanted(group, wanted):
-            try:
+            with self._answering(wanted, asked):
                 # Who asked while the last of this group was being stored may have missed it.
-                found = {number: self._stored(group[number]) for number in asked}
-                for number, block in found.items():
-                    if block and (future := self._take(wanted, number)):
-                        future.set_result(block)
-                if missing := [number for number in asked if not found[number]]:
+                if missing := self._missing(group, wanted, asked):
                     self._decode_once(group, wanted, missing, decode)
-            except BaseException as error:
-                for number in asked:
-                    if future := self._take(wanted, number):
-                        future.set_exception(error)
 
         if not self._wanted:
             pa.default_memory_pool().release_unused()  # what was decoded into; until then it is decoded into again
 
-    def _still_wanted(self, group: Sequence[str], wanted: dict[int, Future[Block]]) -> list[int]:
-        with self._lock:
-            if not wanted:
-                del self._wanted[group[0]]  # from here on a request begins anew
-            return list(wanted)
+    @contextmanager
+    def _answering(self, wanted: _Wanted, asked: list[int]) -> Iterator[None]:
+        """What is raised meanwhile is the answer to all that was asked for and has none yet."""
+        try:
+            yield
+        except BaseException as error:
+            for number in asked:
+                if future := self._take(wanted, number):
+                    future.set_exception(error)
 
-    def _take(self, wanted: dict[int, Future[Block]], number: int) -> Future[Block] | None:
+    def _missing(self, group: Sequence[str], wanted: _Wanted, asked: list[int]) -> list[int]:
+        """Hands out what is stored of what was asked for and is still wanted; the rest of that."""
+        missing = []
+        for number in asked:
+            if number not in wanted.futures:
+                continue
+            block = self._stored(group[number])
+            if block is None:
+                missing.append(number)
+            elif future := self._take(wanted, number):
+                future.set_result(block)
+        return missing
+
+    def _still_wanted(self, group: Sequence[str], wanted: _Wanted) -> list[int]:
         with self._lock:
-            future = wanted.pop(number, None)
+            wanted.is_made = bool(wanted.futures)
+            self._end(group, wanted)
+            return list(wanted.futures)
+
+    def _end(self, group: Sequence[str], wanted: _Wanted) -> None:
+        """Forgets a row group of which nothing is wanted any more: from here on a request begins anew."""
+        if not wanted.futures and not wanted.is_made and self._wanted.get(group[0]) is wanted:
+            del self._wanted[group[0]]
+
+    def _take(self, wanted: _Wanted, number: int) -> Future[Block] | None:
+        with self._lock:
+            future = wanted.futures.pop(number, None)
             if future:
-                self._askers.pop(future, None)
+                self._loads.pop(future, None)
             return future
 
-    def _decode_once(self, group: Sequence[str], wanted: dict[int, Future[Block]], asked: list[int], decode: Decoder) -> None:
+    def _decode_once(self, group: Sequence[str], wanted: _Wanted, asked: list[int], decode: Decoder) -> None:
         last, keeps, served = max(asked), True, False
 
         def needed(number: int) -> bool:
             # Neighbours come along with what is wanted, never for its sake once it was forgotten.
-            keeps_neighbours = keeps and (served or bool(wanted))
-            return number in wanted or (keeps_neighbours and not self.cache.has(group[number]))
+            if number in asked and number in wanted.futures:
+                return True
+            # What is wanted since then and is stored is about to be mapped.
+            keeps_neighbours = keeps and (served or bool(wanted.futures))
+            return (number in wanted.futures or keeps_neighbours) and not self.cache.has(group[number])
 
         batches = decode(needed)
         try:
@@ -167,10 +224,10 @@ class BlockStore:
                 if future := self._take(wanted, number):
                     served = True
                     future.set_result(self._stored(group[number]) or Block.of(batch))
-                if (number >= last and not keeps) or not (served or wanted):
+                if (number >= last and not keeps) or not (served or wanted.futures):
                     return
         except Problem as problem:
-            if any(number in wanted for number in asked):
+            if any(number in wanted.futures for number in asked):
                 raise
             log.warning("what was asked for is served, but not all of its row group can be: %s", problem)
         finally:
@@ -216,7 +273,8 @@ class BlockStore:
             self._let_go()
 
 
-def _ready(block: Block) -> Future[Block]:
+def ready(block: Block) -> Future[Block]:
+    """A block that is there."""
     future: Future[Block] = Future()
     future.set_result(block)
     return future
