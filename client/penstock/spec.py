@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any
 
 from penstock.errors import SpecError
@@ -18,7 +17,6 @@ from penstock.skip import Ranges, parse_skip
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
 IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
-_REMEMBERED_QUERIES = 32
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 
@@ -139,7 +137,15 @@ class Spec:
 
         Raises SpecError: a parameter is unknown, given twice, or its value is no value of it.
         """
-        return _of_query(tuple((name, text) for name, text in pairs))
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, int | str] = {}
+        for name, text in pairs:
+            if name not in known:
+                raise SpecError(_unknown(name, known), (name,))
+            if name in values:
+                raise SpecError(f"{name} is given twice; give it once", (name,))
+            values[name] = _parse(known[name], text)
+        return cls(**values)  # type: ignore[arg-type]
 
     def to_query(self) -> dict[str, str]:
         """Every parameter that is set, as a URL's query spells it."""
@@ -156,19 +162,6 @@ def describe() -> list[Mapping[str, Any]]:
         {"name": f.name, "kind": "integer" if "low" in f.metadata else "string", "default": f.default, **f.metadata}
         for f in fields(Spec)
     ]
-
-
-@lru_cache(maxsize=_REMEMBERED_QUERIES)  # every batch of a job is asked for with the same one
-def _of_query(pairs: tuple[tuple[str, str], ...]) -> Spec:
-    known = {f.name: f for f in fields(Spec)}
-    values: dict[str, int | str] = {}
-    for name, text in pairs:
-        if name not in known:
-            raise SpecError(_unknown(name, known), (name,))
-        if name in values:
-            raise SpecError(f"{name} is given twice; give it once", (name,))
-        values[name] = _parse(known[name], text)
-    return Spec(**values)  # type: ignore[arg-type]
 
 
 def _problem(parameter: Field[Any], value: object) -> str | None:

@@ -19,16 +19,21 @@ from penstock.errors import SpecError
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter, IndexNotReady, Problem
-from penstock_server.routes import make_router
+from penstock_server.routes.batches import make_batch_router
+from penstock_server.routes.datasets import make_dataset_router
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
 
 
 def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
     """The service over one catalog and one budget of bytes in flight. No batch depends on what was asked before."""
-    app = FastAPI(title="Penstock", version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
+    tags = [{"name": name} for name in ("datasets", "batches", "rows", "probes")]  # in the order of the page
+    app = FastAPI(
+        title="Penstock", version=__version__, description=_DESCRIPTION, openapi_tags=tags, docs_url=None, redoc_url=None
+    )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
-    app.include_router(make_router(catalog, in_flight))
+    app.include_router(make_batch_router(catalog, in_flight))  # first, since routes are tried in their order
+    app.include_router(make_dataset_router(catalog))
     _add_probes(app, catalog)
     _add_documentation(app)
     _add_error_handlers(app)

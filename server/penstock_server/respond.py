@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -40,6 +39,7 @@ class Run:
     rank: int
     steps: range
     format: BatchFormat
+    names_snapshot: bool
 
     @property
     def is_one_chunk(self) -> bool:
@@ -49,10 +49,13 @@ class Run:
     @property
     def etag(self) -> str:
         """Derived from the address alone."""
-        spec = self.plan.spec.to_dict()
-        steps = (self.steps.start, self.steps.stop, self.steps.step)
-        address = [wire.VERSION, self.plan.dataset, spec, self.epoch, self.rank, *steps, self.format]
-        return f'"{blake2b(json.dumps(address).encode(), digest_size=16).hexdigest()}"'
+        address = f"{self.plan.identity} {self.epoch} {self.rank} {self.steps} {self.format}"
+        return f'"{blake2b(address.encode(), digest_size=16).hexdigest()}"'
+
+    @property
+    def cache_control(self) -> str:
+        """Without a snapshot the URL means "the latest": a cache that kept it would mix two snapshots in one epoch."""
+        return "public, max-age=31536000, immutable" if self.names_snapshot else "no-cache"
 
     def nbytes(self) -> int | None:
         """The length of the response, or None where it depends on the rows."""
@@ -91,11 +94,13 @@ async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run]
 class _Making:
     """A run that is made chunk by chunk, in threads. It holds its bytes until `hold` is released.
 
-    `nbytes` is the length of the response, None where it depends on the rows. Raises Busy: there is no room for it now.
+    `nbytes` is the length of the response, None where it depends on the rows, or is that of its only chunk.
+    Raises Busy: there is no room for it now.
     """
 
     def __init__(self, run: Run, in_flight: InFlight) -> None:
-        self.run, self.nbytes = run, run.nbytes()
+        self.run = run
+        self.nbytes = None if run.is_one_chunk else run.nbytes()
         chunk_bytes = min(len(run.steps), steps_per_chunk(run.plan)) * run.plan.step_nbytes
         self.hold = in_flight.hold(_held_chunks(run, self.nbytes), chunk_bytes)
         self._parts = chunks(run.plan, run.epoch, run.rank, run.steps)
@@ -172,7 +177,7 @@ def _begin(request: Request, in_flight: InFlight, find: Callable[[], Run]) -> tu
     """The headers, and what is made of the run; nothing where the client's copy is current."""
     run = find()
     run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag either
-    headers = {"ETag": run.etag, "Cache-Control": _cache_control(request)}
+    headers = {"ETag": run.etag, "Cache-Control": run.cache_control}
     return headers, None if _matches(request, headers["ETag"]) else _Making(run, in_flight)
 
 
@@ -238,12 +243,6 @@ async def _chain(made: list[memoryview], rest: AsyncGenerator[memoryview, None])
 
 def _media_type(run: Run) -> str:
     return "application/json" if run.format == "json" else wire.MEDIA_TYPE
-
-
-def _cache_control(request: Request) -> str:
-    # Without a snapshot the URL means "the latest": a cache that kept it would mix two snapshots in one epoch.
-    named = "snapshot" in request.query_params
-    return "public, max-age=31536000, immutable" if named else "no-cache"
 
 
 def _matches(request: Request, etag: str) -> bool:

@@ -7,6 +7,7 @@ A plain dataset is a mixture of one member.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from penstock.spec import LARGEST_COUNT, Spec
-from penstock.wire import Address, Layout
+from penstock.wire import VERSION, Address, Layout
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor, tensors_of
 from penstock_server.geometry.length_order import LARGEST_WINDOW
@@ -54,6 +55,11 @@ class Plan:
     def tensors(self) -> tuple[Tensor, ...]:
         """What a batch holds on the wire; attention masks and labels are derived from it by the client."""
         return tensors_of([member.snapshot for member in self.members], self.spec)
+
+    @cached_property
+    def identity(self) -> str:
+        """A text that no other plan has."""
+        return json.dumps([VERSION, self.dataset, self.spec.to_dict()])
 
     @property
     def has_fixed_widths(self) -> bool:

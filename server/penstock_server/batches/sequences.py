@@ -21,6 +21,8 @@ from penstock_server.storage.block import Block, RowSpans, Turn
 
 Tokens = npt.NDArray[np.integer[Any]]
 
+_FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all at once
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -178,11 +180,17 @@ class Sequences:
     def _find_rows(self, feature: str) -> Runs:
         """The runs of sequences of rows without turns, in few steps a block: of a hundred blocks a run has a few rows each."""
         sequences, held, rows, firsts, lasts = self._parts
-        starts, lengths = np.empty_like(rows), np.empty_like(rows)
-        for number, mine in self._by_held:
-            tokens, own = self.held[number].block.features[feature].tokens, rows[mine]
-            starts[mine], lengths[mine] = tokens.starts[own], tokens.lengths_of(own)
-        lengths, starts = np.minimum(lasts, lengths) - firsts, starts + firsts
+        tokens = [of.block.features[feature].tokens for of in self.held]
+        if len(rows) < _FEW_ROWS * len(tokens):
+            lists = [tokens[number] for number in held.tolist()]
+            starts = np.array([own.starts.item(row) for own, row in zip(lists, rows.tolist(), strict=True)])
+            stops = np.array([own.stops.item(row) for own, row in zip(lists, rows.tolist(), strict=True)])
+        else:
+            starts, stops = np.empty_like(rows), np.empty_like(rows)
+            for number, mine in self._by_held:
+                own = rows[mine]
+                starts[mine], stops[mine] = tokens[number].starts[own], tokens[number].stops[own]
+        lengths, starts = np.minimum(lasts, stops - starts) - firsts, starts + firsts
         some = lengths > 0
         if not some.all():
             sequences, held, starts, lengths = (column[some] for column in (sequences, held, starts, lengths))

@@ -1,0 +1,96 @@
+"""The routes of batches: one, or a run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from penstock import wire
+from penstock.spec import Spec
+from penstock_server.batches.gather import chunks, gather, load
+from penstock_server.datasets.catalog import Catalog
+from penstock_server.inflight import InFlight
+from penstock_server.problems import BadParameter
+from penstock_server.respond import BatchFormat, Run, respond
+from penstock_server.routes.parameters import BATCHES, PREFIX, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
+from penstock_server.routes.plain import PlainRoute
+from penstock_server.threads import Epochs, in_one_of_many
+
+Format = Annotated[BatchFormat, Query(description="msgpack for trainers; json, with text, for people")]
+
+_LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second, and on the event loop all would wait for it
+
+_BATCH_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {wire.MEDIA_TYPE: {}, "application/json": {}}, "description": "one or more frames"},
+    304: {"description": "the client's copy is current"},
+}
+
+
+def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
+    """The routes over one catalog; batches are held against one budget of bytes in flight."""
+    router = APIRouter(prefix=PREFIX, responses=PROBLEMS, route_class=PlainRoute)
+    epochs = Epochs()
+
+    async def answer(
+        request: Request, dataset: str, epoch: int, format: BatchFormat, find: Callable[[Spec], Run], *own: str
+    ) -> Response:
+        if format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
+            return await respond(request, in_flight, lambda: find(spec_of(request, *own)), in_one_of_many)
+        spec = spec_of(request, *own)
+        # Who may have a copy may be told so without anything being planned.
+        may_wait = spec.group_by_length or "If-None-Match" in request.headers or catalog.may_wait(dataset, spec)
+        in_thread = in_one_of_many if may_wait else epochs.thread_of((dataset, spec, epoch))
+        return await respond(request, in_flight, lambda: find(spec), in_thread)
+
+    batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": SPEC_PARAMETERS}
+
+    @router.head(BATCHES + "/{step}", include_in_schema=False)
+    @router.get(BATCHES + "/{step}", summary="One batch", responses=_BATCH_RESPONSES, **batch)
+    async def one_batch(
+        request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
+    ) -> Response:
+        """One batch. Its bytes are those of the same step in a run."""
+
+        def find(spec: Spec) -> Run:
+            return Run(catalog.plan(dataset, spec), epoch, rank, range(step, step + 1), format, spec.snapshot is not None)
+
+        return await answer(request, dataset, epoch, format, find, "format")
+
+    @router.head(BATCHES, include_in_schema=False)
+    @router.get(BATCHES, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
+    async def run_of_batches(
+        request: Request,
+        dataset: Name,
+        epoch: Epoch,
+        rank: Rank,
+        start: Annotated[int, Query(ge=0, description="the first step")] = 0,
+        stop: Annotated[int, Query(ge=0, description="the step behind the last; default, 0: all")] = 0,
+        stride: Annotated[int, Query(ge=1, description="every how manieth step, as in range()")] = 1,
+        format: Format = "msgpack",
+    ) -> Response:
+        """A run of batches, one frame behind the other: steps start, start + stride, ... below stop."""
+
+        def find(spec: Spec) -> Run:
+            plan = catalog.plan(dataset, spec)
+            behind = stop or plan.schedule.num_steps
+            if start >= behind:
+                raise BadParameter(f"start={start} must be below stop={behind}: a run has at least one step.")
+            plan.check(epoch, behind - 1, rank)  # before the first byte is sent
+            return Run(plan, epoch, rank, range(start, behind, stride), format, spec.snapshot is not None)
+
+        return await answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
+
+    @router.get(BATCHES + "/{step}/provenance", summary="Where a batch comes from", **batch)
+    def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
+        """For each sequence of a batch the rows it is made of."""
+        plan = catalog.plan(dataset, spec_of(request))
+        plan.check(epoch, step, rank)
+        [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
+        sequences = gather(chunk, load(chunk))
+        lines = [{"index": i, "sources": [asdict(s) for s in sequences.sources(i)]} for i in range(sequences.count)]
+        return {"step": step, "rank": rank, "sequences": lines}
+
+    return router

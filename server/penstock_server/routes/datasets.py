@@ -1,0 +1,118 @@
+"""The routes of datasets and of their rows."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from penstock import wire
+from penstock.spec import LARGEST_COUNT
+from penstock_server.batches.plan import Plan
+from penstock_server.datasets.catalog import Catalog
+from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
+from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
+from penstock_server.problems import BadParameter
+from penstock_server.routes.parameters import PREFIX, PROBLEMS, SPEC_PARAMETERS, Name, Row, spec_of
+from penstock_server.shuffling.picture import draw_png
+from penstock_server.shuffling.report import report
+
+
+def make_dataset_router(catalog: Catalog) -> APIRouter:
+    """The routes over one catalog."""
+    router = APIRouter(prefix=PREFIX, responses=PROBLEMS)
+
+    def plan_of(request: Request, dataset: str, *own: str) -> Plan:
+        return catalog.plan(dataset, spec_of(request, *own))
+
+    def check_parameters(request: Request, *known: str) -> None:
+        if unknown := [name for name in request.query_params if name not in known]:
+            takes = f"takes {' and '.join(known)}" if known else "takes no parameter"
+            raise BadParameter(f"{', '.join(unknown)}: this URL {takes}. Remove the rest of what follows the '?'.")
+
+    def no_parameters(request: Request) -> None:
+        check_parameters(request)
+
+    bare = [Depends(no_parameters)]
+
+    @router.get("", summary="List the datasets", tags=["datasets"], dependencies=bare)
+    def list_datasets() -> dict[str, Any]:
+        """Every dataset, and those that could not be opened, with the reason."""
+        refused = [{"name": name, "error": reason} for name, reason in catalog.refused.items()]
+        mixtures = [describe_mixture(mixture) for mixture in catalog.mixtures.values()]
+        return {"datasets": [describe_dataset(d) for d in catalog.datasets.values()], "mixtures": mixtures, "refused": refused}
+
+    @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=bare)
+    def show_dataset(dataset: Name) -> dict[str, Any]:
+        """Rows, shards, columns, recipe and snapshot; the older snapshots that are served; what keeps new data out."""
+        if mixture := catalog.mixtures.get(dataset):
+            return describe_mixture(mixture)
+        found = catalog[dataset]
+        return describe_dataset(found.latest) | describe_held(found.held)
+
+    refreshing = asyncio.Lock()  # those who wait for it need no thread
+
+    @router.post("/{dataset}/refresh", summary="Look for new data", tags=["datasets"], dependencies=bare)
+    async def refresh(dataset: Name) -> dict[str, Any]:
+        """Takes in at once what changed in the folder: shards that were added, removed or rewritten, and the recipe."""
+        async with refreshing:
+            return asdict(await run_in_threadpool(catalog.refresh, dataset))
+
+    @router.get("/{dataset}/spec", summary="Resolve a spec", tags=["datasets"], openapi_extra=SPEC_PARAMETERS)
+    def show_spec(request: Request, dataset: Name) -> Response:
+        """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
+        plan = plan_of(request, dataset)
+        plan.check_room()
+        answer = JSONResponse(describe_spec(plan))
+        # A run counts its steps by it: with a digit flipped on the way it would end early, and nobody would notice.
+        answer.headers["Content-Digest"] = wire.content_digest(bytes(answer.body))
+        return answer
+
+    @router.get(
+        "/{dataset}/shuffle-report",
+        summary="How well an order mixes",
+        tags=["datasets"],
+        responses={200: {"content": {"image/png": {}}, "description": "the measures and a verdict, or a picture of them"}},
+        openapi_extra=SPEC_PARAMETERS,
+    )
+    def shuffle_report(
+        request: Request,
+        dataset: Name,
+        epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+        format: Annotated[Literal["json", "png"], Query(description="json: numbers and sentences; png: a picture")] = "json",
+    ) -> Any:
+        """How far apart neighbours in the source are served, how evenly shards are spread, and a verdict."""
+        found = report(plan_of(request, dataset, "epoch", "format"), epoch)
+        return found.to_dict() if format == "json" else Response(draw_png(found), media_type="image/png")
+
+    @router.get("/{dataset}/rows/{row}", summary="One row", tags=["rows"], dependencies=bare)
+    def one_row(dataset: Name, row: Row) -> dict[str, Any]:
+        """A row with its tokens and its text; rows are counted over all shards in their order."""
+        return show_row(catalog[dataset].latest, row)
+
+    @router.get("/{dataset}/rows/{row}/schedule", summary="When a row is seen", tags=["rows"], openapi_extra=SPEC_PARAMETERS)
+    def schedule(
+        request: Request,
+        dataset: Name,
+        row: Row,
+        epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+    ) -> dict[str, Any]:
+        """Every (step, rank, index) at which an epoch shows a row or a part of it; of many, the first ones."""
+        return {"occurrences": find_row(plan_of(request, dataset, "epoch"), dataset, row, epoch)}
+
+    @router.get("/{dataset}/quarantine", summary="What is bad in a dataset", tags=["datasets"])
+    def quarantine(
+        request: Request,
+        dataset: Name,
+        start: Annotated[int, Query(ge=0, description="leave out so many rows")] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000, description="list so many rows at most")] = 1000,
+    ) -> dict[str, Any]:
+        """Rows that cannot be used and row groups that cannot be read, with the reasons; those that were met so far."""
+        check_parameters(request, "start", "limit")
+        return show_quarantine(catalog[dataset].latest, start, limit)
+
+    return router

@@ -1,0 +1,58 @@
+"""What routes share: their parameters, how a spec is read from a query, and what goes wrong."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any
+from urllib.parse import parse_qsl
+
+from fastapi import Path, Request
+
+from penstock.spec import LARGEST_COUNT, Spec, describe
+from penstock_server.routes.plain import query_of
+
+PREFIX = "/v1/datasets"
+BATCHES = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
+_REMEMBERED_QUERIES = 32
+
+Name = Annotated[str, Path(description="its name in the list of datasets")]
+Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
+Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below world_size")]
+Row = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the number of rows")]
+Step = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the spec's num_steps")]
+
+SPEC_PARAMETERS = {
+    "parameters": [
+        {
+            "name": p["name"],
+            "in": "query",
+            "description": p["doc"],
+            "schema": {"type": p["kind"], "default": p["default"]}
+            | ({"minimum": p["low"], "maximum": p["high"]} if "low" in p else {})
+            | ({"enum": p["options"]} if "options" in p else {}),
+        }
+        for p in describe()
+    ]
+}
+_PROBLEM_FIELDS = {"type": "string", "title": "string", "status": "integer", "detail": "string", "instance": "string"}
+_PROBLEM_SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in _PROBLEM_FIELDS.items()}}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/problem+json": {"schema": _PROBLEM_SCHEMA}}}
+    for status, text in {
+        404: "no such dataset, step or rank",
+        409: "the data changed",
+        422: "a parameter is wrong",
+        500: "data that cannot be used; the detail names the place",
+        503: "not now; try again",
+    }.items()
+}
+
+
+def spec_of(request: Request, *own: str) -> Spec:
+    """The spec that a request's query spells out, beside the route's own parameters. Raises SpecError."""
+    return _spec_of("&".join("=".join(pair) for pair in query_of(request.scope) if pair[0] not in own), own)
+
+
+@lru_cache(maxsize=_REMEMBERED_QUERIES)  # every batch of a job is asked for with the same one
+def _spec_of(query: str, own: tuple[str, ...]) -> Spec:
+    return Spec.from_query((name, value) for name, value in parse_qsl(query, keep_blank_values=True) if name not in own)

@@ -1,0 +1,82 @@
+"""A route that reads plain numbers itself: FastAPI takes half as long to check them as a batch takes to be made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Coroutine
+from inspect import iscoroutinefunction
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic.fields import FieldInfo
+from starlette.types import Scope
+
+_Bounds = dict[str, range | None]
+_MOST_DIGITS = 18  # of a plain number
+
+
+class PlainRoute(APIRoute):
+    """A route whose endpoint takes a request, the texts and whole numbers of its path, and parameters that have defaults.
+
+    Plain requests are read here. All others FastAPI reads, as it documents them, and tells what is wrong: those with a number
+    that is none or out of bounds, with an escape in a name, or with a parameter that is a text. An endpoint that is no
+    coroutine is called by FastAPI, in a thread.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        read_by_fastapi, endpoint = super().get_route_handler(), self.endpoint
+        if not iscoroutinefunction(endpoint):
+            return read_by_fastapi
+        in_path, in_query = (
+            {field.name: _bounds(field.field_info) for field in fields}
+            for fields in (self.dependant.path_params, self.dependant.query_params)
+        )
+
+        async def answer(request: Request) -> Response:
+            values = _plain(request.scope, in_path, in_query)
+            return await (read_by_fastapi(request) if values is None else endpoint(request, **values))
+
+        return answer
+
+
+def query_of(scope: Scope) -> list[tuple[str, str]]:
+    """The names and values of a request's query, as they are spelled there."""
+    query: str = scope["query_string"].decode("latin-1")
+    return [part.partition("=")[::2] for part in query.split("&") if part]
+
+
+def _bounds(parameter: FieldInfo) -> range | None:
+    """The numbers that a parameter may be; None: it is a text."""
+    if parameter.annotation is not int:
+        return None
+    least = next((bound.ge for bound in parameter.metadata if hasattr(bound, "ge")), 0)
+    most = next((bound.le for bound in parameter.metadata if hasattr(bound, "le")), sys.maxsize - 1)
+    return range(least, most + 1)
+
+
+def _plain(scope: Scope, in_path: _Bounds, in_query: _Bounds) -> dict[str, int | str] | None:
+    """The parameters of a route that a request gives, or None: it is not plain."""
+    values: dict[str, int | str] = {}
+    for name, text in scope["path_params"].items():
+        bounds = in_path[name]
+        if bounds is None:
+            values[name] = text
+        elif (number := _number(text)) in bounds:
+            values[name] = number
+        else:
+            return None
+    for name, text in query_of(scope):
+        if name in in_query:
+            bounds = in_query[name]
+            if bounds is None or (number := _number(text)) not in bounds:
+                return None
+            values[name] = number
+        elif not name.isidentifier():
+            return None
+    return values
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS else -1
