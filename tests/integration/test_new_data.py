@@ -320,6 +320,21 @@ def test_a_changed_recipe_is_another_snapshot_and_a_job_keeps_its_own(
         contents(data)
 
 
+def test_rows_keep_to_the_split_that_they_are_of_in_each_snapshot(
+    start: Callable[..., Server], folder: Path, tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    server, recipe = start(), folder / "penstock.toml"
+    recipe.write_text("validation = 0.1\n")
+    refresh(server)
+    few = dataset(server, split="validation", retry_seconds=5)
+    before = contents(few)
+    recipe.write_text("validation = 0.5\n")
+    refresh(server)
+    many = dataset(server, split="validation", retry_seconds=5)
+    assert contents(many) == contents(dataset(serve(tmp_path / "data"), split="validation"))
+    assert contents(few) == before
+
+
 def test_many_refreshes_and_batches_at_once_give_whole_answers(start: Callable[..., Server], folder: Path) -> None:
     server = start(*POLL)
     named = server.json(NUMBERS)["snapshot"]

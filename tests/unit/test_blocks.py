@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
+from penstock_server import sealed
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
@@ -20,6 +21,7 @@ from penstock_server.storage import store as store_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.splits import Splits
 from penstock_server.storage.store import BlockStore
 
 
@@ -315,6 +317,39 @@ def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_re
     path.unlink()
     assert blocks.mapped([0])
     assert blocks.mapped([0]) is None
+
+
+def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(
+    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_OPEN_BLOCKS", 2)
+    blocks = open_blocks()
+    expected = [rows_of(block) for block in blocks.get(range(4))]
+    read = Mock(side_effect=sealed.seal_of)
+    monkeypatch.setattr(sealed, "seal_of", read)
+    for _ in range(3):
+        again = blocks.mapped(range(4))
+        assert again
+        assert [rows_of(block) for block in again] == expected
+    assert read.call_count == 0
+    assert len(blocks._store._open) == 2
+    for path in cache_dir.glob("*.block"):
+        path.unlink()
+    assert blocks.mapped(range(4)) is None
+
+
+def test_a_split_of_a_block_is_that_of_its_share_and_splits_are_held_within_a_budget(
+    open_blocks: Callable[[], Blocks],
+) -> None:
+    blocks = open_blocks().get(range(4))
+    splits = Splits(budget_bytes=3 * 8_000)
+    for share in (0.1, 0.5, 0.1, 0.9):
+        for block in blocks:
+            for split in ("train", "validation"):
+                assert rows_of(splits.of(block, split, share)) == rows_of(block.of_split(split, share))
+        assert splits.of(block, "validation", share) is splits.of(block, "validation", share)
+        assert splits.of(block, "all", share) is block
+        assert 0 < splits.held_bytes <= 3 * 8_000
 
 
 def test_a_damaged_row_group_is_named_and_the_others_are_served(open_blocks: Callable[[], Blocks], data: Path) -> None:

@@ -3,13 +3,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from damage import damaged
-from penstock_server.sealed import Damaged, map_sealed, read_sealed, write_sealed
+from penstock_server import sealed
+from penstock_server.sealed import Damaged, Sound, map_sealed, read_sealed, seal_of, write_sealed
 
 OTHERWISE = "it is made again after a restart"
 
@@ -53,6 +55,33 @@ def test_a_map_outlives_its_file(tmp_path: Path) -> None:
     write_sealed(path, [b"other"], OTHERWISE)
     path.unlink()
     assert bytes(held or b"") == b"first"
+
+
+def test_what_is_known_to_be_sound_is_not_read_again_and_what_comes_in_its_place_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "some", tmp_path / "other"
+    sound, read = Sound(most=2), Mock(side_effect=seal_of)
+    monkeypatch.setattr(sealed, "seal_of", read)
+    write_sealed(path, [b"first"], OTHERWISE)
+    write_sealed(other, [b"elsewhere"], OTHERWISE)
+    assert [bytes(map_sealed(each, sound) or b"") for each in (path, other, path, other)] == [b"first", b"elsewhere"] * 2
+    assert read.call_count == 2
+    write_sealed(path, [b"third"], OTHERWISE)
+    other.rename(path.with_name("third"))
+    assert bytes(map_sealed(path, sound) or b"") == b"third"
+    assert bytes(map_sealed(path.with_name("third"), sound) or b"") == b"elsewhere"
+    assert read.call_count == 4
+
+
+def test_no_more_files_are_known_than_may_be(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(9)]
+    sound = Sound(most=4)
+    for path in paths:
+        write_sealed(path, [b"content"], OTHERWISE)
+        map_sealed(path, sound)
+    assert sum(sound.has(path, path.stat()) for path in paths) == 4
+    assert sound.has(paths[-1], paths[-1].stat())
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

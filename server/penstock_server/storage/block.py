@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -122,7 +122,6 @@ class Block:
     bad: dict[int, str]
     numbered: npt.NDArray[np.integer[Any]] | None
     splits: npt.NDArray[np.uint32]
-    _splits: dict[str, Block] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Block:
@@ -164,12 +163,8 @@ class Block:
         return bool(is_validation(self.splits[row : row + 1], share)[0])
 
     def of_split(self, split: str, share: float) -> Block:
-        """The block of the rows of one split, "train" or "validation", or itself for "all"."""
-        if split == "all":
-            return self
-        if split not in self._splits:
-            self._splits[split] = self.take(np.flatnonzero(is_validation(self.splits, share) == (split == "validation")))
-        return self._splits[split]
+        """The block of the rows of one split, "train" or "validation"."""
+        return self.take(np.flatnonzero(is_validation(self.splits, share) == (split == "validation")))
 
     def take(self, rows: IntArray) -> Block:
         """The block of some of the rows."""
@@ -184,7 +179,6 @@ class Block:
             bad={number: self.bad[row] for row, number in kept.items()},
             numbered=rows if self.numbered is None else self.numbered[rows],
             splits=self.splits[rows],
-            _splits={},
         )
 
     @cached_property

@@ -78,7 +78,7 @@ class Blocks:
         return futures
 
     def mapped(self, indices: Iterable[int]) -> list[Block] | None:
-        """The blocks at these indices, if all of them are mapped into memory already, as they mostly are."""
+        """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
         indices = list(indices)
         blocks = [block for block in self._store.mapped([self._key(index) for index in indices]) if block]
         if len(blocks) < len(indices):
@@ -107,7 +107,7 @@ class Blocks:
 
     def of_split(self, block: Block, split: str) -> Block:
         """The rows of a block that are of one split."""
-        return block.of_split(split, self._snapshot.recipe.validation)
+        return self._store.splits.of(block, split, self._snapshot.recipe.validation)
 
     @cached_property
     def estimated_bytes(self) -> int:

@@ -21,10 +21,11 @@ from penstock_server.problems import Problem
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.read_ahead import ReadAhead
+from penstock_server.storage.splits import Splits
 
 log = logging.getLogger("penstock.store")
 
-_OPEN_BLOCKS = 1 << 12  # maps held: to map one reads it once, for its digest; but what a split takes of one is memory
+_OPEN_BLOCKS = 1 << 14  # maps held, each in 5 KB of memory; the kernel allows for some 65,000
 _TOUCH_SECONDS = 10.0
 _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
@@ -66,6 +67,7 @@ class BlockStore:
     def __init__(self, cache: CacheFolder, num_threads: int | None = None) -> None:
         self.cache = cache
         self.ahead = ReadAhead()
+        self.splits = Splits()
         self._mappers = ThreadPoolExecutor(_MAPPERS, thread_name_prefix="penstock-map")
         self._threads = ThreadPoolExecutor(num_threads or os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
@@ -111,7 +113,7 @@ class BlockStore:
         future.cancel()
 
     def mapped(self, keys: Sequence[str]) -> list[Block | None]:
-        """The blocks of these keys; None for those that are not mapped into memory now."""
+        """The blocks of these keys; None for those that would have to be read, since they were never mapped here."""
         blocks: list[Block | None] = []
         long_ago = []
         now = time.monotonic()
@@ -131,7 +133,7 @@ class BlockStore:
             if not self.cache.touch(key):
                 with self._lock:
                     self._open.pop(key, None)
-        return blocks
+        return [block or self._known(key) for key, block in zip(keys, blocks, strict=True)]
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
@@ -233,10 +235,16 @@ class BlockStore:
         finally:
             batches.close()
 
+    def _known(self, key: str) -> Block | None:
+        """A block that was mapped before, and was let go for others; None: it was not, or is gone."""
+        content = self.cache.read_again(key)
+        return None if content is None else self._held(key, content)
+
     def _stored(self, key: str) -> Block | None:
         content = self.cache.read(key)
-        if content is None:
-            return None
+        return None if content is None else self._held(key, content)
+
+    def _held(self, key: str, content: pa.Buffer) -> Block:
         block = Block.of(pa.ipc.open_stream(content).read_next_batch())
         with self._lock:
             self._open[key] = _Open(block, time.monotonic())
