@@ -433,6 +433,16 @@ def test_a_block_that_no_thread_could_be_started_for_may_be_asked_for_again(
     assert not blocks._store._loads
 
 
+def test_what_goes_wrong_with_a_block_once_it_is_made_reaches_who_waits_for_it(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = open_blocks()
+    monkeypatch.setattr(blocks._store.cache, "read", Mock(side_effect=[None, None, MemoryError]))
+    [future] = blocks.request([0])
+    with pytest.raises(MemoryError):
+        future.result(timeout=20)
+
+
 def test_what_is_stored_does_not_wait_for_what_is_being_made_of_the_same_row_group(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

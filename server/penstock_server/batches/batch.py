@@ -18,10 +18,12 @@ from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.order import IntArray
 from penstock_server.problems import BadParameter
 from penstock_server.storage.block import Block
+from penstock_server.storage.pages import Waits
 
 Array = npt.NDArray[Any]
 Texts = dict[str, list[bytes]]  # of each column of text or bytes, what travels with each sequence
 
+_waits = Waits()  # of this process, whatever it serves
 _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on
 
 
@@ -139,8 +141,17 @@ def _copy(outs: list[Array], runs: Runs, tokens: list[Tokens]) -> None:
         flats, values = (_bytes_of(arrays) for arrays in (flats, values))
         starts, lengths, targets = (count * outs[0].itemsize for count in (starts, lengths, targets))
     columns = (batches, runs.held, starts, starts + lengths, targets, targets + lengths)
-    for batch, held, start, stop, at, end in zip(*(column.tolist() for column in columns), strict=True):
-        flats[batch][at:end] = values[held][start:stop]
+    lines = list(zip(*(column.tolist() for column in columns), strict=True))
+    with _waits.copying(_spans(tokens, runs)):
+        for batch, held, start, stop, at, end in lines:
+            flats[batch][at:end] = values[held][start:stop]
+
+
+def _spans(tokens: list[Tokens], runs: Runs) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each run."""
+    first = np.array([own.ctypes.data for own in tokens])[runs.held]
+    size = np.array([own.itemsize for own in tokens])[runs.held]
+    yield from zip((first + runs.starts * size).tolist(), (runs.lengths * size).tolist(), strict=True)
 
 
 def _bytes_of(arrays: list[Array]) -> list[memoryview]:

@@ -24,6 +24,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from penstock_server.sealed import SEAL_BYTES, Damaged, Sound, map_sealed, seal_of
+from penstock_server.storage.pages import expect_few
 
 log = logging.getLogger("penstock.cache")
 
@@ -73,6 +74,7 @@ class CacheFolder:
             return None
         if body is not None:
             self.touch(name)
+            expect_few(body)
         return body
 
     def read_again(self, name: str) -> pa.Buffer | None:

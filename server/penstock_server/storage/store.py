@@ -223,9 +223,11 @@ class BlockStore:
                 nbytes = self._store(group[number], batch)
                 # Neighbours are worth their tokenizing only if the whole group has room beside what else is in use.
                 keeps = keeps and 0 < 2 * nbytes * len(group) <= self.cache.budget_bytes
-                if future := self._take(wanted, number):
-                    served = True
-                    future.set_result(self._stored(group[number]) or Block.of(batch))
+                if number in wanted.futures:
+                    block = self._stored(group[number]) or Block.of(batch)  # first: what it raises is to reach who waits
+                    if future := self._take(wanted, number):
+                        served = True
+                        future.set_result(block)
                 if (number >= last and not keeps) or not (served or wanted.futures):
                     return
         except Problem as problem:

@@ -1,0 +1,58 @@
+"""Pages: what the kernel is told of mapped blocks, of which a few rows are needed at a time, from more than memory holds."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+_LIBC = ctypes.CDLL(None)  # Python can advise on maps of its own alone, and those keep a descriptor each
+_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+PAGE_BYTES = mmap.PAGESIZE
+_MANY_WAITS = 16
+_ADVISED_COPIES = 64
+
+
+def expect_few(content: pa.Buffer) -> None:
+    """Has the kernel read no more of a map than is asked for.
+
+    Else each row would bring in all that lies around it, up to megabytes, in the place of what others need.
+    """
+    if content.size:
+        _advise(content.address, content.size, mmap.MADV_RANDOM)
+
+
+class Waits:
+    """Whether who copies from maps has to wait for a disk; then it is worthwhile to say beforehand what will be copied.
+
+    The disk reads all of it at a time then, and not page by page. That takes longer than the copy where nothing is to be read.
+    """
+
+    def __init__(self) -> None:
+        self._num_advised = 0  # copies that are still to be told of
+
+    @contextmanager
+    def copying(self, spans: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """What is done within reads these (address, nbytes)."""
+        if self._num_advised:
+            self._num_advised -= 1
+            for address, nbytes in spans:
+                within = address % PAGE_BYTES
+                _advise(address - within, within + nbytes, mmap.MADV_WILLNEED)
+        before = _num_waits()
+        yield
+        if _num_waits() - before >= _MANY_WAITS:
+            self._num_advised = _ADVISED_COPIES
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)  # it may be refused: it is but advice
+
+
+def _num_waits() -> int:
+    """How often this thread has waited for a page to be read."""
+    return resource.getrusage(_WHO).ru_majflt
