@@ -141,9 +141,8 @@ def _copy(outs: list[Array], runs: Runs, tokens: list[Tokens]) -> None:
         flats, values = (_bytes_of(arrays) for arrays in (flats, values))
         starts, lengths, targets = (count * outs[0].itemsize for count in (starts, lengths, targets))
     columns = (batches, runs.held, starts, starts + lengths, targets, targets + lengths)
-    lines = list(zip(*(column.tolist() for column in columns), strict=True))
     with _waits.copying(_spans(tokens, runs)):
-        for batch, held, start, stop, at, end in lines:
+        for batch, held, start, stop, at, end in zip(*(column.tolist() for column in columns), strict=True):
             flats[batch][at:end] = values[held][start:stop]
 
 
