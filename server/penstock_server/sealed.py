@@ -39,7 +39,8 @@ def seal_of(content: bytes | memoryview | pa.Buffer) -> bytes:
 class Sound:
     """The files, at most so many, whose seals were found right: to map one of them again is not to read it again.
 
-    They are known by their inodes, so that one in another's place is looked at. For any number of threads.
+    Damage that a disk does to them later is not noticed, as it is not in a file that stays mapped. They are known by name,
+    inode and size; who removes or replaces one says so. For any number of threads.
     """
 
     def __init__(self, most: int) -> None:
@@ -56,6 +57,11 @@ class Sound:
             with suppress(KeyError):
                 self._known.pop()
         self._known.add(_identity(path, stat))
+
+    def forget(self, path: Path) -> None:
+        """The file is no longer what it was, or will not be: another may be given its inode."""
+        with suppress(OSError):
+            self._known.discard(_identity(path, path.stat()))
 
 
 def _identity(path: Path, stat: os.stat_result) -> int:

@@ -81,6 +81,18 @@ def test_a_damaged_file_is_dropped_and_its_room_is_free_again(tmp_path: Path, da
     assert CacheFolder(tmp_path, 9 * KIB).used_bytes == KIB + OVERHEAD
 
 
+def test_what_takes_the_place_of_a_file_that_was_evicted_is_looked_at(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 3000)
+    cache.write("first", memoryview(bytes(1000)))
+    assert cache.read("first")
+    assert cache.read_again("first")
+    cache.write("second", memoryview(bytes(2500)))
+    assert cache.evicted.pop() == "first"
+    (tmp_path / "first.block").write_bytes(bytes(999) + b"torn" * 2 + b"!")  # of the same size, and mostly of the same inode
+    assert cache.read_again("first") is None
+    assert cache.read("first") is None
+
+
 def test_a_file_that_is_stored_twice_counts_once(tmp_path: Path) -> None:
     one, two = (CacheFolder(tmp_path, 9 * KIB) for _ in range(2))
     one.write("a", content(1))

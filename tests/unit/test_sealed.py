@@ -74,6 +74,16 @@ def test_what_is_known_to_be_sound_is_not_read_again_and_what_comes_in_its_place
     assert read.call_count == 4
 
 
+def test_what_is_known_is_looked_at_again_once_somebody_says_that_it_changed(tmp_path: Path) -> None:
+    path, sound = tmp_path / "some", Sound(most=9)
+    write_sealed(path, [b"first"], OTHERWISE)
+    map_sealed(path, sound)
+    sound.forget(path)
+    path.write_bytes(path.read_bytes().replace(b"first", b"third"))  # in place: the inode stays
+    with pytest.raises(Damaged):
+        map_sealed(path, sound)
+
+
 def test_no_more_files_are_known_than_may_be(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(9)]
     sound = Sound(most=4)

@@ -70,7 +70,7 @@ class CacheFolder:
             body = map_sealed(self._path(name), self._sound)
         except Damaged as damage:
             log.warning("%s", damage)
-            self._drop(self._path(name))
+            self.drop(name)
             return None
         if body is not None:
             self.touch(name)
@@ -119,6 +119,7 @@ class CacheFolder:
             with self._locked() as used:
                 used.bytes -= _size(path)  # another process stored the same meanwhile
                 temporary.replace(path)
+            self._sound.forget(path)
             return True
         except OSError as error:
             if temporary:
@@ -156,7 +157,10 @@ class CacheFolder:
             used.bytes -= _size(temporary)
             temporary.unlink()
 
-    def _drop(self, path: Path) -> None:
+    def drop(self, name: str) -> None:
+        """Removes a file, if it can be."""
+        path = self._path(name)
+        self._sound.forget(path)
         with suppress(OSError), self._locked() as used:
             size = _size(path)
             path.unlink(missing_ok=True)
@@ -179,6 +183,7 @@ class CacheFolder:
             if used.bytes <= target_bytes:
                 return
             used.bytes -= entry.stat().st_size
+            self._sound.forget(Path(entry.path))
             Path(entry.path).unlink(missing_ok=True)
             self.evicted.append(entry.name.removesuffix(_SUFFIX))
 

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from penstock_server.storage.block import Block
 
-_BUDGET_BYTES = 128 << 20
+_BUDGET_BYTES = 256 << 20
 _LEAST_BYTES = 4096  # of Python's objects
+
+_Key = tuple[int, str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    block: weakref.ref[Block]  # and with it goes this, or a file that was evicted would stay mapped
+    split: Block
+    nbytes: int
 
 
 class Splits:
-    """The splits of blocks that were looked at last. For any number of threads."""
+    """The splits of blocks that were looked at last, for as long as anybody has the blocks. For any number of threads."""
 
     def __init__(self, budget_bytes: int = _BUDGET_BYTES) -> None:
         self._budget_bytes, self.held_bytes = budget_bytes, 0
-        self._lock = threading.Lock()
-        # By the block's id, and with the block, so that nobody else is given that id.
-        self._held: OrderedDict[tuple[int, str, float], tuple[Block, Block]] = OrderedDict()
+        self._lock = threading.RLock()  # a block may go while this thread has it
+        self._held = OrderedDict[_Key, _Held]()
 
     def of(self, block: Block, split: str, share: float) -> Block:
         """The block of the rows of one split, "train" or "validation", or itself for "all"; see Block.of_split."""
@@ -26,22 +36,27 @@ class Splits:
             return block
         key = (id(block), split, share)
         with self._lock:
-            if key in self._held:
+            found = self._held.get(key)
+            if found and found.block() is block:
                 self._held.move_to_end(key)
-                return self._held[key][1]
+                return found.split
         made = block.of_split(split, share)
         with self._lock:
-            if key not in self._held:
-                self._held[key] = block, made
-                self.held_bytes += _nbytes(made)
+            self._drop(key)
+            self._held[key] = _Held(weakref.ref(block, lambda _: self._drop(key)), made, _nbytes(made))
+            self.held_bytes += self._held[key].nbytes
             while self.held_bytes > self._budget_bytes and len(self._held) > 1:
-                _, (_, oldest) = self._held.popitem(last=False)
-                self.held_bytes -= _nbytes(oldest)
+                self._drop(next(iter(self._held)))
         return made
+
+    def _drop(self, key: _Key) -> None:
+        with self._lock:
+            if held := self._held.pop(key, None):
+                self.held_bytes -= held.nbytes
 
 
 def _nbytes(split: Block) -> int:
     """About the memory that a split of a block takes: all but its tokens, which it shares."""
     lists = sum(1 + (feature.turns is not None) for feature in split.features.values())
     columns = sum(int(column.nbytes) for column in split.columns.values())
-    return _LEAST_BYTES + 8 * split.num_rows * (2 * lists + 2) + columns
+    return _LEAST_BYTES + 8 * split.num_rows * (2 * lists + 4) + columns

@@ -25,7 +25,7 @@ from penstock_server.storage.splits import Splits
 
 log = logging.getLogger("penstock.store")
 
-_OPEN_BLOCKS = 1 << 14  # maps held, each in 5 KB of memory; the kernel allows for some 65,000
+_OPEN_BLOCKS = 1 << 13  # maps held, each in 5 KB of memory, and more where rows are bad
 _TOUCH_SECONDS = 10.0
 _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
@@ -239,15 +239,20 @@ class BlockStore:
 
     def _known(self, key: str) -> Block | None:
         """A block that was mapped before, and was let go for others; None: it was not, or is gone."""
-        content = self.cache.read_again(key)
-        return None if content is None else self._held(key, content)
+        return self._held(key, self.cache.read_again(key))
 
     def _stored(self, key: str) -> Block | None:
-        content = self.cache.read(key)
-        return None if content is None else self._held(key, content)
+        return self._held(key, self.cache.read(key))
 
-    def _held(self, key: str, content: pa.Buffer) -> Block:
-        block = Block.of(pa.ipc.open_stream(content).read_next_batch())
+    def _held(self, key: str, content: pa.Buffer | None) -> Block | None:
+        if content is None:
+            return None
+        try:
+            block = Block.of(pa.ipc.open_stream(content).read_next_batch())
+        except (pa.ArrowException, KeyError, StopIteration) as error:
+            log.warning("the cached block %s is damaged and will be made again: %s", key, error)
+            self.cache.drop(key)
+            return None
         with self._lock:
             self._open[key] = _Open(block, time.monotonic())
             while len(self._open) > _OPEN_BLOCKS:
