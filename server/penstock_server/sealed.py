@@ -1,7 +1,7 @@
 """Sealed files: whole or absent whatever crashes. What cannot be stored, or was damaged, is made again.
 
 A file is written under a temporary name and renamed, and ends with the xxh3-64 of the bytes before it. That is checked before
-any of them is parsed: a flipped bit in a length would have a parser read elsewhere.
+any of them is parsed: a flipped bit in a length would have a parser read elsewhere. Who maps a file again may remember that.
 """
 
 from __future__ import annotations

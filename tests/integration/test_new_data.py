@@ -326,11 +326,11 @@ def test_rows_keep_to_the_split_that_they_are_of_in_each_snapshot(
     server, recipe = start(), folder / "penstock.toml"
     recipe.write_text("validation = 0.1\n")
     refresh(server)
-    few = dataset(server, split="validation", retry_seconds=5)
+    few = dataset(server, split="validation", retry_seconds=30)
     before = contents(few)
     recipe.write_text("validation = 0.5\n")
     refresh(server)
-    many = dataset(server, split="validation", retry_seconds=5)
+    many = dataset(server, split="validation", retry_seconds=30)
     assert contents(many) == contents(dataset(serve(tmp_path / "data"), split="validation"))
     assert contents(few) == before
 

@@ -15,12 +15,13 @@ from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
-from penstock_server.routes.parameters import BATCHES, PREFIX, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
+from penstock_server.routes.parameters import PREFIX, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
 from penstock_server.routes.plain import PlainRoute
 from penstock_server.threads import Epochs, in_one_of_many
 
 Format = Annotated[BatchFormat, Query(description="msgpack for trainers; json, with text, for people")]
 
+_BATCHES = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
 _LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second, and on the event loop all would wait for it
 
 _BATCH_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -47,8 +48,8 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
 
     batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": SPEC_PARAMETERS}
 
-    @router.head(BATCHES + "/{step}", include_in_schema=False)
-    @router.get(BATCHES + "/{step}", summary="One batch", responses=_BATCH_RESPONSES, **batch)
+    @router.head(_BATCHES + "/{step}", include_in_schema=False)
+    @router.get(_BATCHES + "/{step}", summary="One batch", responses=_BATCH_RESPONSES, **batch)
     async def one_batch(
         request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
     ) -> Response:
@@ -59,8 +60,8 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
 
         return await answer(request, dataset, epoch, format, find, "format")
 
-    @router.head(BATCHES, include_in_schema=False)
-    @router.get(BATCHES, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
+    @router.head(_BATCHES, include_in_schema=False)
+    @router.get(_BATCHES, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
     async def run_of_batches(
         request: Request,
         dataset: Name,
@@ -83,7 +84,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
 
         return await answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
 
-    @router.get(BATCHES + "/{step}/provenance", summary="Where a batch comes from", **batch)
+    @router.get(_BATCHES + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
         """For each sequence of a batch the rows it is made of."""
         plan = catalog.plan(dataset, spec_of(request))

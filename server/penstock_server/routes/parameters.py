@@ -12,7 +12,6 @@ from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.routes.plain import query_of
 
 PREFIX = "/v1/datasets"
-BATCHES = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
 _REMEMBERED_QUERIES = 32
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
