@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 from urllib.request import getproxies
 
@@ -17,6 +19,7 @@ from penstock.errors import WireError
 from penstock.receive import Body, Buffers, ReceivingTransport
 from penstock.wire import content_digest
 
+_spare: deque[Buffers] = deque(maxlen=1)  # of this process; fresh memory for each epoch costs a short one a tenth of its CPU
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
 
 
@@ -31,7 +34,8 @@ class Connection:
         self.interrupted = threading.Event()  # from then on nothing can be fetched
         self._sockets: tuple[socket.socket, ...] = ()
         self._hung_up: str | None = None
-        self._buffers = Buffers()
+        self._buffers = _take_spare()
+        self._is_fetching = False
         # A proxy is httpx's to find and to speak to, and then its own transport receives.
         receiving = None if getproxies() else ReceivingTransport(self._remember)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
@@ -48,16 +52,18 @@ class Connection:
         Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
         """
-        self._hung_up = None
+        self._hung_up, self._is_fetching = None, True
         timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
         receiving = Body(self._buffers.allocate, self._hear)
-        extensions = {"body": receiving, "trace": self._trace, "then": then and httpx.URL(url, params=dict(then))}
+        extensions = {"body": receiving, "trace": self._trace, "then": then and _with_query(url, tuple(then.items()))}
         try:
-            response = self._client.get(url, params=dict(query), timeout=timeout, extensions=extensions)
+            response = self._client.get(_with_query(url, tuple(query.items())), timeout=timeout, extensions=extensions)
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
-            raise Fault(reason, received=receiving.received if receiving.status == 200 else memoryview(b"")) from error
-        status, body = response.status_code, receiving.received or memoryview(response.content)
+            raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error
+        finally:
+            self._is_fetching = False
+        status, body = response.status_code, receiving.take() or memoryview(response.content)
         declared = response.headers.get("Content-Digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
             raise WireError(f"the answer of {url} was damaged on the way: its digest is not the one that was sent with it")
@@ -86,6 +92,10 @@ class Connection:
 
     def close(self) -> None:
         """Closes what is open. No other thread may be fetching."""
+        # One that did not end in time still may, and so the order matters: what it has taken is not given away.
+        buffers, self._buffers = self._buffers, Buffers()
+        if not self._is_fetching:
+            _spare.append(buffers)
         self._client.close()
         if self._aside:
             self._aside.close()
@@ -108,3 +118,14 @@ class Connection:
             # would take the encryption away from under that thread.
             with suppress(OSError):
                 socket.socket.shutdown(known, socket.SHUT_RDWR)
+
+
+def _take_spare() -> Buffers:
+    with suppress(IndexError):
+        return _spare.pop()
+    return Buffers()
+
+
+@lru_cache(maxsize=8)  # what is asked ahead is asked for, and httpx takes long to check a long URL
+def _with_query(url: str, query: tuple[tuple[str, str], ...]) -> httpx.URL:
+    return httpx.URL(url, params=dict(query))

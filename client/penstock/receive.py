@@ -37,6 +37,11 @@ class Body:
         """What has come so far; the whole body, once the response is there."""
         return self._memory[: self._num_bytes]
 
+    def take(self) -> memoryview:
+        """What has come, and forgets it: httpx's request refers to this until garbage is collected, which keeps its memory."""
+        received, self._memory, self._num_bytes = self.received, memoryview(b""), 0
+        return received
+
     def read(self, response: http.client.HTTPResponse) -> None:
         """Reads to the end. Raises IncompleteRead: the connection closed before it."""
         self.status = response.status

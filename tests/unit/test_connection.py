@@ -1,0 +1,53 @@
+"""Memory for bodies goes from one connection to the next, unless a thread may still write to it."""
+
+import threading
+from contextlib import closing, suppress
+
+from answering import pages
+from penstock.answers import Fault
+from penstock.connection import Connection
+
+BODY = bytes(range(256)) * 100
+
+
+def fetch(connection: Connection, server: str) -> memoryview:
+    return connection.fetch(f"{server}/path", {"step": "1"}, silence_seconds=60.0)
+
+
+def test_what_one_epoch_received_into_the_next_one_does_too() -> None:
+    with pages(lambda _: (200, BODY)) as server:
+        with closing(Connection()) as first:
+            body = fetch(first, server)
+            assert body == BODY
+            where = body.obj
+        with closing(Connection()) as second, closing(Connection()) as beside:
+            assert fetch(second, server).obj is not where  # the body is still looked at
+            del body
+            assert fetch(second, server).obj is where
+            assert fetch(beside, server).obj is not where
+
+
+def test_memory_is_not_given_away_while_a_thread_fetches() -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def answer(_: str) -> tuple[int, bytes]:
+        asked.set()
+        answered.wait(60)
+        return 200, BODY
+
+    def wait_for_it() -> None:
+        with suppress(Fault):
+            fetch(left, server)
+
+    with pages(answer) as server:
+        left = Connection()
+        memory = left._buffers
+        thread = threading.Thread(target=wait_for_it)
+        thread.start()
+        assert asked.wait(60)
+        left.close()
+        with closing(Connection()) as following:
+            assert following._buffers is not memory
+        answered.set()
+        thread.join(60)
+        assert not thread.is_alive()
