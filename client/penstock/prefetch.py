@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Generic, TypeVar
 
 from penstock.errors import PenstockError
@@ -60,11 +60,13 @@ class Prefetch(Generic[T]):
                 f"that fetches and its connections are there. Begin an iteration of its own in each process."
             )
         while True:
-            with suppress(IndexError):  # also if another thread closes it just now
+            try:
                 item = self._hand.popleft()
+            except IndexError:  # also if another thread closes it just now
+                self._hand.extend(self._take())
+            else:
                 self._taken_bytes += self._nbytes(item)
                 return item
-            self._hand.extend(self._take())
 
     @property
     def has_next(self) -> bool:

@@ -79,7 +79,7 @@ class Source:
         def decode(body: memoryview) -> Iterator[wire.Frame]:
             """Raises WireError behind the last frame that is sound and was asked for."""
             assert spec.snapshot  # resolved by the server
-            frames = wire.decode(body)
+            frames = wire.decode(body, steps)
             for step in steps:
                 frame = next(frames, None)
                 asked = wire.Address(dataset=self.dataset, snapshot=spec.snapshot, epoch=epoch, rank=self._rank, step=step)

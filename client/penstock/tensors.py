@@ -71,9 +71,9 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
             np.subtract(_numbers(len(begins)), begins, out=positions.reshape(-1))
         if "labels" in columns:  # what a document begins with does not follow from the one before it
             made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
-    for name, array in columns_of(arrays).items():
+    for name in _columns(tuple(arrays)):
         if name in columns:
-            made[name] = as_tensor(array, pin_memory)
+            made[name] = as_tensor(arrays[name], pin_memory)
     for name, texts in frame.texts.items():
         if name in columns:
             made[name] = texts
@@ -101,26 +101,31 @@ class _Side(NamedTuple):
 class Lines(Generic[Array]):
     """The sequences of one side, as arrays of numpy or of torch, and the names of what is made of them: ids, mask, labels.
 
-    ids, targets  [batch_size, width], as they travelled; `targets` are what is learned from, mostly the ids themselves
+    ids, targets  [batch_size, width], as they travelled; the targets are mostly the ids themselves
     """
 
     def __init__(self, side: _Side, arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> None:
         self.names = side.names
-        self._parts: list[Array | None] = [arrays.get(part) for part in side.parts]
+        self._parts = side.parts
+        self._arrays: Mapping[str, Array] = arrays
         self._numbers_of: Callable[[Array], Array] = numbers_of
         self.ids: Array = arrays[side.parts[0]]
-        self.targets: Array = arrays.get(side.parts[_TARGETS], self.ids)
+
+    @property
+    def targets(self) -> Array:
+        """What is learned from."""
+        return self._arrays.get(self._parts[_TARGETS], self.ids)
 
     @cached_property
     def attended(self) -> Array | None:
         """Which of the ids are no padding, bool; None for all of them."""
-        lengths = self._parts[_LENGTHS]
+        lengths = self._arrays.get(self._parts[_LENGTHS])
         return None if lengths is None else self._numbers_of(self.ids) < lengths[:, None]
 
     @cached_property
     def learned(self) -> Array | None:
         """Which of the targets have a label, bool; None for all of them."""
-        _, _, prompt_lengths, loss_mask, targets, target_lengths = self._parts
+        _, _, prompt_lengths, loss_mask, targets, target_lengths = map(self._arrays.get, self._parts)
         if targets is not None and target_lengths is not None:
             return self._numbers_of(targets) < target_lengths[:, None]
         if loss_mask is not None:
@@ -175,9 +180,9 @@ def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
         begins = np.flatnonzero(starts)
         arrays["cu_seqlens"] = borders = np.empty(len(begins) + 1, np.int32)
         borders[:-1], borders[-1] = begins, starts.size
-    for name, array in columns_of(arrays).items():
-        if array.dtype.name in _WIDENED:
-            arrays[name] = array.astype(_WIDENED[array.dtype.name])
+    for name in _columns(tuple(arrays)):
+        if arrays[name].dtype.name in _WIDENED:
+            arrays[name] = arrays[name].astype(_WIDENED[arrays[name].dtype.name])
     return arrays
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import struct
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -38,13 +38,19 @@ MEDIA_TYPE = "application/vnd.msgpack"
 
 _BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
 TEXTS = ("utf8", "binary")
-_NO_DIGEST = "0" * 16
+_DIGEST_BYTES = 16
+_NO_DIGEST = "0" * _DIGEST_BYTES
+_STR_OF_16 = b"\xb0"  # msgpack's mark of a text of that length
 _MOST_SEQUENCES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
 _MOST_DIMENSIONS = 32
+_MAP_OF_TEN: bytes = msgpack.Packer().pack_map_header(10)
 _MAP_OF_TWELVE: bytes = msgpack.Packer().pack_map_header(12)
+_DIGEST: bytes = msgpack.packb("digest") + _STR_OF_16
 _HEADER_DIGEST: bytes = msgpack.packb("header_digest")
 _PAD: bytes = msgpack.packb("pad")
+_ZERO: bytes = msgpack.packb(0)
 _BIN8_BYTES = len(msgpack.packb(b""))
+_FILLERS: list[bytes] = [msgpack.packb(bytes(count)) for count in range(ALIGNMENT + 8)]
 _MOST_BYTES = len(msgpack.packb(_MOST_SEQUENCES))
 _UNSEALED = {"header_digest", "pad"}
 _DTYPES = {
@@ -157,49 +163,102 @@ def content_digest(body: bytes | memoryview) -> str:
     return f"sha-256=:{b64encode(sha256(body).digest()).decode()}:"
 
 
-def encode_header(address: Address, layout: Layout, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
-    """All of a frame but its payload's bytes: header and the payload's length. Its size depends on address and layout alone."""
-    fields: bytes = msgpack.packb(
-        {
-            "v": VERSION,
-            "dataset": address.dataset,
-            "snapshot": address.snapshot,
-            "epoch": address.epoch,
-            "rank": address.rank,
-            "step": address.step,
-            "digest": payload_digest,
-            "nbytes": layout.nbytes,
-            "tensors": [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors],
-            "substituted": substituted,
-        }
-    )
-    # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
-    head: bytes = _MAP_OF_TWELVE + fields[1:] + _HEADER_DIGEST + msgpack.packb(digest(fields)) + _PAD
-    bare = len(head) + _BIN8_BYTES + _BIN32.size
-    longest = bare - len(msgpack.packb(substituted)) + _MOST_BYTES
-    head += msgpack.packb(bytes(_round_up(longest) - bare))
-    return head + _BIN32.pack(0xC6, layout.nbytes)
+def encode_head(address: Address, layout: Layout, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
+    """The head of a frame; see Heads."""
+    return Heads(address, layout).head(address.step, payload_digest, substituted)
 
 
-def decode(body: bytes | bytearray | memoryview) -> Iterator[Frame]:
-    """The frames of a body, in order; their tensors share the body's memory.
+class Heads:
+    """The heads of the frames of one epoch of a rank that have one layout: all of them but their payloads' bytes."""
+
+    def __init__(self, address: Address, layout: Layout) -> None:
+        self._address, self._layout = address, layout
+        self._before = _packed(
+            v=VERSION, dataset=address.dataset, snapshot=address.snapshot, epoch=address.epoch, rank=address.rank
+        ) + msgpack.packb("step")
+        tensors = [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors]
+        self._behind = _packed(nbytes=layout.nbytes, tensors=tensors) + msgpack.packb("substituted")
+        self._mark = _BIN32.pack(0xC6, layout.nbytes)
+
+    def head(self, step: int, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
+        """A header and the payload's length. What is in digest or `substituted` makes it no longer or shorter."""
+        return self._head(msgpack.packb(step), payload_digest.encode(), msgpack.packb(substituted))
+
+    def _head(self, step: bytes, payload_digest: bytes, number: bytes) -> bytes:
+        fields = b"".join((self._before, step, _DIGEST, payload_digest, self._behind, number))
+        # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
+        sealed = b"".join((fields, _HEADER_DIGEST, _STR_OF_16, digest(_MAP_OF_TEN + fields).encode(), _PAD))
+        bare = len(_MAP_OF_TWELVE) + len(sealed) + _BIN8_BYTES + _BIN32.size
+        longest = bare - len(number) + _MOST_BYTES
+        return b"".join((_MAP_OF_TWELVE, sealed, _FILLERS[_round_up(longest) - bare], self._mark))
+
+    def recognise(self, view: memoryview, start: int, step: int) -> tuple[_Header, int] | None:
+        """The header at `start` and where its payload begins, if it is that of this step, and nothing stands in for bad rows.
+
+        To write what it must be and compare takes a third of the time of reading it.
+        """
+        packed: bytes = msgpack.packb(step)
+        at = start + len(_MAP_OF_TWELVE) + len(self._before) + len(packed) + len(_DIGEST)
+        payload_digest = bytes(view[at : at + _DIGEST_BYTES])
+        head = self._head(packed, payload_digest, _ZERO)
+        if bytes(view[start : start + len(head)]) != head:
+            return None
+        dataset, snapshot, epoch, rank, _ = self._address
+        address = Address(dataset, snapshot, epoch, rank, step)
+        return _Header(address, str(payload_digest, "latin-1"), self._layout, 0), start + len(head)
+
+
+class _Header(NamedTuple):
+    """What the header of a frame tells."""
+
+    address: Address
+    digest: str
+    layout: Layout
+    substituted: int
+
+
+def _packed(**fields: object) -> bytes:
+    return b"".join(msgpack.packb(item) for field in fields.items() for item in field)
+
+
+def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> Iterator[Frame]:
+    """The frames of a body, in order; their tensors share the body's memory. If they are of these `steps`, it takes less time.
 
     Raises WireError: the bytes are not frames, a frame is cut short, or a digest does not match.
     Raises VersionMismatch: the frames are of another version.
     """
     view = memoryview(body).cast("B")
+    likely = iter(steps)
+    heads: Heads | None = None
     start = 0
     while start < len(view):
-        frame, start = _decode_frame(view, start)
-        yield frame
+        step = next(likely, None)
+        known = heads.recognise(view, start, step) if heads and step is not None else None
+        header, at = known or _read_header(view, start)
+        if not known and step is not None:
+            heads = Heads(header.address, header.layout)
+        start = at + header.layout.nbytes
+        yield _frame(header, view[at:start])
 
 
-def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
+def _frame(header: _Header, payload: memoryview) -> Frame:
+    address, expected, layout, substituted = header
+    if len(payload) < layout.nbytes:
+        raise WireError(f"the body ends inside the batch of step {address.step}: {len(payload)} of {layout.nbytes} bytes came")
+    actual = digest(payload)
+    if actual != expected:
+        raise WireError(f"the batch of step {address.step} was damaged on the way: digest {actual}, not {expected}")
+    views = layout.views(payload)
+    texts = {t.name: unpack_texts(t, views.pop(t.name)) for t in layout.tensors if t.dtype in TEXTS}
+    return Frame(address, actual, layout.nbytes, views, texts, substituted)
+
+
+def _read_header(view: memoryview, start: int) -> tuple[_Header, int]:
+    """The header at `start`, and where its payload begins."""
     header, at = _decode_header(view, start)
     if len(view) - at < _BIN32.size:
         raise WireError(f"the body ends inside a frame, {len(view) - start} bytes after the frame's start")
     mark, nbytes = _BIN32.unpack_from(view, at)
-    at += _BIN32.size
     try:
         address = Address(
             dataset=header["dataset"],
@@ -215,18 +274,7 @@ def _decode_frame(view: memoryview, start: int) -> tuple[Frame, int]:
         raise WireError(f"the header of a frame lacks or garbles a field: {error!r}") from error
     if not fits:
         raise WireError(_MISFIT)
-    payload = view[at : at + nbytes]
-    if len(payload) < nbytes:
-        raise WireError(f"the body ends inside the batch of step {address.step}: {len(payload)} of {nbytes} bytes came")
-    actual = digest(payload)
-    if actual != expected:
-        raise WireError(f"the batch of step {address.step} was damaged on the way: digest {actual}, not {expected}")
-    views = layout.views(payload)
-    texts = {t.name: unpack_texts(t, views.pop(t.name)) for t in layout.tensors if t.dtype in TEXTS}
-    frame = Frame(
-        address=address, digest=actual, nbytes=nbytes, tensors=views, texts=texts, substituted=header.get("substituted", 0)
-    )
-    return frame, at + nbytes
+    return _Header(address, expected, layout, header.get("substituted", 0)), at + _BIN32.size
 
 
 @lru_cache(maxsize=256)  # the frames of a run mostly have one

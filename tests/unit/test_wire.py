@@ -21,13 +21,13 @@ TENSORS: Arrays = {
 }
 
 
-def frame_bytes(tensors: Arrays = TENSORS, step: int = 3) -> bytes:
+def frame_bytes(tensors: Arrays = TENSORS, step: int = 3, substituted: int = 0) -> bytes:
     layout = Layout.of([(name, str(array.dtype), array.shape) for name, array in tensors.items()])
     payload = bytearray(layout.nbytes)
     for name, view in layout.views(memoryview(payload)).items():
         view[...] = tensors[name]
     address = Address(dataset="tiny", snapshot="00112233aabbccdd", epoch=1, rank=0, step=step)
-    return wire.encode_header(address, layout, wire.digest(memoryview(payload))) + bytes(payload)
+    return wire.encode_head(address, layout, wire.digest(memoryview(payload)), substituted) + bytes(payload)
 
 
 def test_a_frame_comes_back_as_it_was_sent() -> None:
@@ -61,29 +61,47 @@ def test_payloads_and_tensors_lie_on_64_byte_boundaries_of_the_body(steps: list[
 def test_the_length_of_a_header_does_not_depend_on_the_digest() -> None:
     address = Address(dataset="d", snapshot="s", epoch=0, rank=0, step=70_000)
     layout = Layout.of([("input_ids", "uint16", (1, 1))])
-    assert len(wire.encode_header(address, layout)) == len(wire.encode_header(address, layout, "f" * 16))
+    assert len(wire.encode_head(address, layout)) == len(wire.encode_head(address, layout, "f" * 16))
 
 
-def test_no_flipped_bit_goes_unnoticed() -> None:
-    sound = frame_bytes()
-    [expected] = wire.decode(sound)
+STEPS = st.integers(0, 300)
+FRAMES = st.lists(st.tuples(STEPS, st.integers(1, 40), st.sampled_from([0, 0, 1, 200])), min_size=1, max_size=6)
+
+
+@given(FRAMES, st.lists(STEPS, max_size=7))
+def test_frames_are_the_same_whatever_steps_are_expected(sent: list[tuple[int, int, int]], others: list[int]) -> None:
+    body = b"".join(frame_bytes({"ids": np.arange(width, dtype=np.uint16)}, step, bad) for step, width, bad in sent)
+    frames = list(wire.decode(body))
+    assert [(frame.address.step, frame.tensors["ids"].size, frame.substituted) for frame in frames] == sent
+    for steps in ([step for step, _, _ in sent], others):
+        again = list(wire.decode(body, steps))
+        assert all(_same(*pair) and pair[0].digest == pair[1].digest for pair in zip(again, frames, strict=True))
+        assert [frame.substituted for frame in again] == [frame.substituted for frame in frames]
+
+
+@pytest.mark.parametrize("steps", [(), (1, 2)])
+def test_no_flipped_bit_goes_unnoticed(steps: tuple[int, ...]) -> None:
+    sound = frame_bytes(step=1) + frame_bytes(step=2)
+    expected = list(wire.decode(sound))
     for bit in range(len(sound) * 8):
         flipped = bytearray(sound)
         flipped[bit // 8] ^= 1 << bit % 8
         try:
-            [frame] = wire.decode(flipped)
+            frames = list(wire.decode(flipped, steps))
         except WireError:
             continue
-        assert _same(frame, expected), f"bit {bit} changed the batch"  # filler may change, the batch may not
+        # Filler may change, the batch may not.
+        assert all(_same(*pair) for pair in zip(frames, expected, strict=True)), f"bit {bit} changed a batch"
 
 
-def test_a_body_cut_at_any_byte_is_refused() -> None:
+@pytest.mark.parametrize("steps", [(), (1, 2)])
+def test_a_body_cut_at_any_byte_is_refused(steps: tuple[int, ...]) -> None:
     body = frame_bytes(step=1) + frame_bytes(step=2)
     border = len(frame_bytes())
     for length in range(1, len(body)):
         if length != border:
             with pytest.raises(WireError):
-                list(wire.decode(body[:length]))
+                list(wire.decode(body[:length], steps))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +147,7 @@ def test_tensors_do_not_overlap() -> None:
 
 def sealed(tensors: list[Any], payload: bytes = bytes(128)) -> bytes:
     """A frame whose digests are right, whatever its header says of the tensors."""
-    empty = wire.encode_header(Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0), Layout((), len(payload)))
+    empty = wire.encode_head(Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0), Layout((), len(payload)))
     header = msgpack.unpackb(empty[:-5]) | {"digest": wire.digest(payload), "tensors": tensors}
     fields = {name: value for name, value in header.items() if name not in ("header_digest", "pad")}
     header["header_digest"] = wire.digest(msgpack.packb(fields))
@@ -178,5 +196,5 @@ def test_texts_come_back_as_they_were_sent() -> None:
     for name, view in layout.views(memoryview(payload)).items():
         wire.pack_texts(raw[name], view)
     address = Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0)
-    [frame] = wire.decode(wire.encode_header(address, layout, wire.digest(memoryview(payload))) + payload)
+    [frame] = wire.decode(wire.encode_head(address, layout, wire.digest(memoryview(payload))) + payload)
     assert frame.texts == texts

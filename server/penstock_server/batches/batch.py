@@ -41,7 +41,7 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
         _fill(tensor, [view[tensor.name] for view in views], sequences, texts, plan.pad_id)
     num_substituted = sequences.substituted.reshape(len(addresses), -1).sum(axis=1).tolist()
     for address, layout, (head, payload), number in zip(addresses, layouts, payloads, num_substituted, strict=True):
-        head[:] = wire.encode_header(address, layout, wire.digest(payload), number)
+        head[:] = wire.encode_head(address, layout, wire.digest(payload), number)
     return body
 
 
@@ -54,7 +54,7 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     for low, high in pairwise(_STEP_WIDTHS):
         alike = steps[bisect_left(steps, low) : bisect_left(steps, high)]
         if alike:
-            head = wire.encode_header(plan.address(epoch, rank, alike[0]), layout)
+            head = wire.encode_head(plan.address(epoch, rank, alike[0]), layout)
             total += len(alike) * (len(head) + layout.nbytes)
     return total
 
@@ -66,7 +66,7 @@ def _heads(addresses: list[wire.Address], layouts: list[wire.Layout]) -> list[in
     for address, layout in zip(addresses, layouts, strict=True):
         alike = (id(layout), bisect_right(_STEP_WIDTHS, address.step))
         if alike not in known:
-            known[alike] = len(wire.encode_header(address, layout))
+            known[alike] = len(wire.encode_head(address, layout))
         heads.append(known[alike])
     return heads
 
