@@ -86,7 +86,8 @@ class Progress:
 
     def count(self, round_: Round, num_batches: int) -> None:
         """So many batches of the iteration are consumed. Once another began, or the start is set, that one's word holds."""
-        if round_.number == self._num_rounds and round_.num_sets == self._start.num_sets:
+        # Whether the start is set is looked at when somebody asks for the position: of each batch it would take microseconds.
+        if round_.number == self._num_rounds and round_.num_sets == self._counted[0]:
             # All workers add their number to it when they start: what they share is the turn.
             self._counted = (round_.num_sets, round_.stretch.position, num_batches * round_.steps.step)
 
