@@ -37,17 +37,16 @@ class Connection:
         self._buffers = _take_spare()
         self._is_fetching = False
         # A proxy is httpx's to find and to speak to, and then its own transport receives.
-        receiving = None if getproxies() else ReceivingTransport(self._remember)
+        self._receives = not getproxies()
+        receiving = ReceivingTransport(self._remember) if self._receives else None
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
         self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=receiving)
         self._aside: httpx.Client | None = None  # for another thread
 
-    def fetch(
-        self, url: str, query: Mapping[str, str], *, then: Mapping[str, str] | None = None, silence_seconds: float
-    ) -> memoryview:
+    def fetch(self, server: str, target: str, *, then: str | None = None, silence_seconds: float) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
 
-        `then` is the query that is likely to be fetched next from the same URL: it is sent ahead.
+        `target` is path and query; `then` that which is likely to be fetched next of the same server: it is sent ahead.
 
         Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
@@ -55,21 +54,28 @@ class Connection:
         self._hung_up, self._is_fetching = None, True
         timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
         receiving = Body(self._buffers.allocate, self._hear)
-        extensions = {"body": receiving, "trace": self._trace, "then": then and _with_query(url, tuple(then.items()))}
+        extensions: dict[str, Any]
+        if self._receives:
+            url = _url(server)
+            path = url.raw_path.decode().rstrip("/")  # a server may be one of several behind an address
+            extensions = {"body": receiving, "target": path + target, "then": then and path + then}
+        else:
+            url, extensions = httpx.URL(server + target), {"trace": self._trace}
         try:
-            response = self._client.get(_with_query(url, tuple(query.items())), timeout=timeout, extensions=extensions)
+            response = self._client.get(url, timeout=timeout, extensions=extensions)
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
             raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error
         finally:
             self._is_fetching = False
+        named = server + target.partition("?")[0]
         status, body = response.status_code, receiving.take() or memoryview(response.content)
         declared = response.headers.get("Content-Digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
-            raise WireError(f"the answer of {url} was damaged on the way: its digest is not the one that was sent with it")
+            raise WireError(f"the answer of {named} was damaged on the way: its digest is not the one that was sent with it")
         if status == 200:
             return body
-        raise failure_of(url, status, response.headers.get("Retry-After", ""), bytes(body))
+        raise failure_of(named, status, response.headers.get("Retry-After", ""), bytes(body))
 
     def is_alive(self, server: str, seconds: float) -> bool:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
@@ -126,6 +132,4 @@ def _take_spare() -> Buffers:
     return Buffers()
 
 
-@lru_cache(maxsize=8)  # what is asked ahead is asked for, and httpx takes long to check a long URL
-def _with_query(url: str, query: tuple[tuple[str, str], ...]) -> httpx.URL:
-    return httpx.URL(url, params=dict(query))
+_url = lru_cache(maxsize=8)(httpx.URL)  # of few servers, and it takes long to check one

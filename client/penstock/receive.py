@@ -18,6 +18,7 @@ import httpx
 _LARGEST_BUFFER = 16 << 20
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
+_Server = tuple[str, str, int | None]  # scheme, host, port
 _PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
 
 
@@ -100,17 +101,18 @@ def _is_free(buffer: bytearray) -> bool:
 class ReceivingTransport(httpx.BaseTransport):
     """HTTP/1.1 over connections that are kept open between requests; for one thread at a time.
 
-    Every request has a Body as its extension "body"; the response itself is empty. The extension "then" is the URL that is
-    likely to be requested next, of the same server, or None: it is asked ahead over a second connection, so that the server
-    makes the one answer while the other is received. If something else is requested next, that answer is given up.
+    Every request has a Body as its extension "body"; the response itself is empty. The extension "target" is asked for instead
+    of the URL's own path and query: for long ones httpx takes longer than for all else. The extension "then" is the target
+    that is likely to be asked for next, of the same server, or None: it is asked ahead over a second connection, so that the
+    server makes the one answer while the other is received. If something else is requested next, that answer is given up.
     `on_connect` is given each new socket. Raises what httpx's own transport raises.
     """
 
     def __init__(self, on_connect: Callable[[socket.socket], None]) -> None:
         self._on_connect = on_connect
         # Of each server: the one whose turn it is, and perhaps the one that is asked ahead.
-        self._connections: dict[tuple[str, str, int | None], deque[http.client.HTTPConnection]] = {}
-        self._asked: httpx.URL | None = None  # ahead
+        self._connections: dict[_Server, deque[http.client.HTTPConnection]] = {}
+        self._asked: tuple[_Server, str] | None = None  # ahead: of whom, and its target
         self._paused_until = 0.0  # nothing is asked ahead before
         self._tls: ssl.SSLContext | None = None
 
@@ -125,15 +127,15 @@ class ReceivingTransport(httpx.BaseTransport):
                     self._ask_ahead(request)
                 body.read(response)
         except (OSError, http.client.HTTPException) as error:
-            self._drop(request.url)
+            self._drop(_server(request))
             # What is no HTTP stands in the error, and is nothing for a log.
             reason = "what came is no HTTP" if type(error) is http.client.BadStatusLine else str(error)
             raise _as_httpx(error)(reason or type(error).__name__, request=request) from error
         except BaseException:
-            self._drop(request.url)  # what it would still send belongs to no request
+            self._drop(_server(request))  # what it would still send belongs to no request
             raise
         if response.will_close:
-            self._drop(request.url)
+            self._drop(_server(request))
         # As bytes: httpx takes text for ASCII, and a damaged header may be of any characters.
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
         return httpx.Response(response.status, headers=headers)
@@ -151,8 +153,8 @@ class ReceivingTransport(httpx.BaseTransport):
         A kept connection that the server has closed meanwhile is made anew. A refusal of what was asked ahead is not heard: it
         was said while another answer was being read, perhaps because of that one.
         """
-        is_asked = self._turn(request.url)
-        is_kept = _server(request.url) in self._connections
+        is_asked = self._turn(request)
+        is_kept = _server(request) in self._connections
         try:
             response = self._ask(request, is_asked)
             if not is_asked or response.status == http.client.OK:
@@ -161,36 +163,38 @@ class ReceivingTransport(httpx.BaseTransport):
         except ConnectionError:
             if not is_kept:
                 raise
-        self._drop(request.url)
+        self._drop(_server(request))
         return self._ask(request, False)
 
-    def _turn(self, url: httpx.URL) -> bool:
+    def _turn(self, request: httpx.Request) -> bool:
         """Whether this was asked ahead: it is the turn of that connection then."""
-        asked, self._asked = self._asked, None
-        if asked == url:
-            self._connections[_server(url)].rotate()
+        server, asked, self._asked = _server(request), self._asked, None
+        is_asked = asked == (server, _target(request))
+        if is_asked:
+            self._connections[server].rotate()
         elif asked:
-            self._drop(asked)
-        return asked == url
+            self._drop(asked[0])
+        return is_asked
 
     def _ask(self, request: httpx.Request, is_asked: bool) -> http.client.HTTPResponse:
-        connections = self._connections.get(_server(request.url)) or deque((self._connect(request),))
-        self._connections[_server(request.url)] = connections
+        server = _server(request)
+        connections = self._connections.get(server) or deque((self._connect(request),))
+        self._connections[server] = connections
         connections[0].sock.settimeout(request.extensions["timeout"]["read"])
         if not is_asked:
-            _send(connections[0], request, request.url)
+            _send(connections[0], request, _target(request))
         return connections[0].getresponse()
 
     def _ask_ahead(self, request: httpx.Request) -> None:
-        url: httpx.URL | None = request.extensions.get("then")
-        if url is None or time.monotonic() < self._paused_until:
+        target: str | None = request.extensions.get("then")
+        if target is None or time.monotonic() < self._paused_until:
             return
-        connections = self._connections[_server(request.url)]
+        connections = self._connections[_server(request)]
         try:
             if len(connections) == 1:
                 connections.append(self._connect(request))
-            _send(connections[1], request, url)
-            self._asked = url
+            _send(connections[1], request, target)
+            self._asked = (_server(request), target)
         except httpx.TransportError:
             self._pause()  # to find out may have taken seconds, while an answer waits to be read
         except OSError:  # a kept one, that the server has closed meanwhile
@@ -214,20 +218,26 @@ class ReceivingTransport(httpx.BaseTransport):
         self._on_connect(made.sock)
         return made
 
-    def _drop(self, url: httpx.URL) -> None:
+    def _drop(self, server: _Server) -> None:
         self._asked = None
-        for connection in self._connections.pop(_server(url), ()):
+        for connection in self._connections.pop(server, ()):
             connection.close()
 
 
-def _send(connection: http.client.HTTPConnection, request: httpx.Request, url: httpx.URL) -> None:
-    connection.putrequest(request.method, url.raw_path.decode(), skip_host=True, skip_accept_encoding=True)
+def _send(connection: http.client.HTTPConnection, request: httpx.Request, target: str) -> None:
+    connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
     for name, value in request.headers.items():
         connection.putheader(name, value)
     connection.endheaders()
 
 
-def _server(url: httpx.URL) -> tuple[str, str, int | None]:
+def _target(request: httpx.Request) -> str:
+    target: str = request.extensions.get("target") or request.url.raw_path.decode()
+    return target
+
+
+def _server(request: httpx.Request) -> _Server:
+    url = request.url
     return url.scheme, url.host, url.port
 
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from urllib.parse import quote
+from functools import lru_cache
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -55,7 +56,7 @@ class Source:
         rank = self._rank if spec.snapshot else 0
         transport = Transport(self._servers, retry_seconds=self._retry_seconds, rank=rank, first_contact=True)
         with closing(transport):
-            return transport.get(f"{self._path}/spec", spec.to_query(), _decode_resolved)
+            return transport.get(f"{self._path}/spec?{_query_of(spec)}", _decode_resolved)
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
         """The batches of at least the first of the steps, in order; the spec names its snapshot.
@@ -66,14 +67,14 @@ class Source:
         """
         path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
         if len(steps) > 1 or then:
-            ahead = _query(spec, then) if then else None
-            frames = transport.get_some(path, _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
+            ahead = path + _query(spec, then) if then else None
+            frames = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
             if frames:
                 return frames
         # What stops a run may lie in one of its last steps, and once the first bytes are sent, the reason is only told to
         # who asks for that step alone. Step by step all that is before it is delivered, and its reason is heard.
         decode = self._decoder(spec, epoch, steps[:1])
-        return transport.get(path, _query(spec, steps[:1]), lambda body: list(decode(body)))
+        return transport.get(path + _query(spec, steps[:1]), lambda body: list(decode(body)))
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
         def decode(body: memoryview) -> Iterator[wire.Frame]:
@@ -93,9 +94,14 @@ class Source:
         return decode
 
 
-def _query(spec: Spec, steps: range) -> dict[str, str]:
+def _query(spec: Spec, steps: range) -> str:
     # A slice of a strided range may end past the epoch's last step.
-    return {"start": str(steps[0]), "stop": str(steps[-1] + 1), "stride": str(steps.step), **spec.to_query()}
+    return f"?start={steps[0]}&stop={steps[-1] + 1}&stride={steps.step}&{_query_of(spec)}"
+
+
+@lru_cache(maxsize=8)  # of an epoch all are alike
+def _query_of(spec: Spec) -> str:
+    return urlencode(spec.to_query())
 
 
 def _decode_resolved(body: memoryview) -> Resolved:

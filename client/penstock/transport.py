@@ -52,8 +52,8 @@ class Transport:
         self._connection = Connection()
         self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)))
 
-    def get(self, path: str, query: Mapping[str, str], decode: Callable[[memoryview], T]) -> T:
-        """What `decode` makes of the body at `path`. A WireError of `decode` counts as a failed attempt.
+    def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
+        """What `decode` makes of the body at `target`, path and query. A WireError of `decode` counts as a failed attempt.
 
         Raises ServerUnavailable: no attempt succeeded, and no server said "not yet" or "busy", within retry_seconds, or the
         transport was interrupted.
@@ -68,7 +68,7 @@ class Transport:
             turn = self._servers.turn(also_busy=is_last)
             for server in turn:
                 try:
-                    return self._attempt(server, path, query, decode, None, hurry=is_first and server != turn[-1])
+                    return self._attempt(server, target, decode, None, hurry=is_first and server != turn[-1])
                 except _Interrupted:
                     raise
                 except NotYet as progress:
@@ -93,17 +93,10 @@ class Transport:
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
 
-    def get_some(
-        self,
-        path: str,
-        query: Mapping[str, str],
-        decode: Callable[[memoryview], Iterable[T]],
-        *,
-        then: Mapping[str, str] | None = None,
-    ) -> list[T]:
+    def get_some(self, target: str, decode: Callable[[memoryview], Iterable[T]], *, then: str | None = None) -> list[T]:
         """What one attempt brings: the items that `decode` makes of the body, up to the first that is missing or damaged.
 
-        `then` is the query that will be asked next at the same path, if all goes well: the server is told at once.
+        `then` is the target that will be asked for next, if all goes well: the server is told at once.
         Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
         Raises ServerUnavailable: the transport was interrupted.
         """
@@ -116,7 +109,7 @@ class Transport:
 
         for server in (turn := self._servers.turn())[:1]:
             try:
-                self._attempt(server, path, query, collect, then, hurry=len(turn) > 1)
+                self._attempt(server, target, collect, then, hurry=len(turn) > 1)
             except _Interrupted:
                 raise
             except Fault as fault:
@@ -142,16 +135,15 @@ class Transport:
     def _attempt(
         self,
         server: str,
-        path: str,
-        query: Mapping[str, str],
+        target: str,
         decode: Callable[[memoryview], T],
-        then: Mapping[str, str] | None,
+        then: str | None,
         *,
         hurry: bool,
     ) -> T:
         """Raises Fault, NotYet among them: it failed, and another may not.  Raises a PenstockError: it was refused."""
         try:
-            result = decode(self._fetch(server, path, query, then, _HURRY_SECONDS if hurry else _SILENCE_SECONDS))
+            result = decode(self._fetch(server, target, then, _HURRY_SECONDS if hurry else _SILENCE_SECONDS))
         except NotYet as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._report.progress(progress)
@@ -172,12 +164,10 @@ class Transport:
         self._report.answered(server)
         return result
 
-    def _fetch(
-        self, server: str, path: str, query: Mapping[str, str], then: Mapping[str, str] | None, silence_seconds: float
-    ) -> memoryview:
+    def _fetch(self, server: str, target: str, then: str | None, silence_seconds: float) -> memoryview:
         try:
             with self._watch.over(server):
-                body = self._connection.fetch(server + path, query, then=then, silence_seconds=silence_seconds)
+                body = self._connection.fetch(server, target, then=then, silence_seconds=silence_seconds)
         except Stranger as stranger:
             if self._first_contact:
                 raise PenstockError(str(stranger)) from None

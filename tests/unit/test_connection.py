@@ -11,7 +11,7 @@ BODY = bytes(range(256)) * 100
 
 
 def fetch(connection: Connection, server: str) -> memoryview:
-    return connection.fetch(f"{server}/path", {"step": "1"}, silence_seconds=60.0)
+    return connection.fetch(server, "/path?step=1", silence_seconds=60.0)
 
 
 def test_what_one_epoch_received_into_the_next_one_does_too() -> None:
@@ -51,3 +51,12 @@ def test_memory_is_not_given_away_while_a_thread_fetches() -> None:
         answered.set()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_a_server_may_be_one_of_several_behind_an_address() -> None:
+    with pages(lambda path: (200, path.encode())) as server, closing(Connection()) as connection:
+        for behind in ("", "/first", "/second%20"):
+            body = connection.fetch(server + behind, "/path?step=1", then="/next?step=2", silence_seconds=60.0)
+            assert bytes(body).decode() == f"{behind}/path"
+            body = connection.fetch(server + behind, "/next?step=2", silence_seconds=60.0)
+            assert bytes(body).decode() == f"{behind}/next"

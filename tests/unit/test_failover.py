@@ -43,7 +43,7 @@ def named(name: bytes) -> Answer:
 
 def get(*servers: str, retry_seconds: float = 20.0, rank: int = 0) -> tuple[bytes, int]:
     with closing(Transport(servers, retry_seconds=retry_seconds, rank=rank)) as transport:
-        return transport.get("/path", {}, bytes), transport.num_retries
+        return transport.get("/path", bytes), transport.num_retries
 
 
 def test_ranks_begin_at_servers_of_their_own() -> None:
@@ -85,7 +85,7 @@ def test_a_server_that_answers_is_asked_again_and_the_one_that_failed_is_not() -
         server(b"", response(b"bad")) as bad,
         closing(Transport([bad, good], retry_seconds=9)) as transport,
     ):
-        assert [transport.get("/", {}, bytes) for _ in range(5)] == [b"good"] * 5
+        assert [transport.get("/", bytes) for _ in range(5)] == [b"good"] * 5
         assert transport.num_retries == 1
 
 
@@ -95,8 +95,8 @@ def test_retry_after_holds_for_the_server_that_said_so_and_for_the_next_request_
         server(b"", response(b"here")) as flaky,
         closing(Transport([busy, flaky], retry_seconds=9)) as transport,
     ):
-        assert transport.get_some("/", {}, iter) == []
-        assert transport.get("/", {}, bytes) == b"here"
+        assert transport.get_some("/", iter) == []
+        assert transport.get("/", bytes) == b"here"
 
 
 def test_it_comes_home_once_home_lives_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,15 +107,15 @@ def test_it_comes_home_once_home_lives_again(monkeypatch: pytest.MonkeyPatch, ca
         pages(named(b"away")) as away,
         closing(Transport([home, away], retry_seconds=9)) as transport,
     ):
-        assert [transport.get("/", {}, bytes) for _ in range(3)] == [b"away"] * 3
+        assert [transport.get("/", bytes) for _ in range(3)] == [b"away"] * 3
         assert transport.num_retries == 1  # whether home lives is asked aside
         answers["/healthz"] = (200, b"")
-        assert transport.get("/", {}, bytes) == b"away"
+        assert transport.get("/", bytes) == b"away"
         assert transport.num_retries == 2  # it lives, but fails
         answers["/"] = (200, b"home")
-        assert [transport.get("/", {}, bytes) for _ in range(2)] == [b"home"] * 2
+        assert [transport.get("/", bytes) for _ in range(2)] == [b"home"] * 2
         answers["/"] = (200, b"home again")
-        assert transport.get_some("/", {}, lambda body: [body]) == [b"home again"]
+        assert transport.get_some("/", lambda body: [body]) == [b"home again"]
     assert f"{home} lives again" in caplog.text
 
 
@@ -154,7 +154,7 @@ def test_what_is_counted_on_one_server_may_be_ready_on_another() -> None:
         server(response(b"here"), response(b"more")) as warm,
         closing(Transport([cold, warm], retry_seconds=9)) as transport,
     ):
-        assert [transport.get("/", {}, bytes) for _ in range(2)] == [b"here", b"more"]
+        assert [transport.get("/", bytes) for _ in range(2)] == [b"here", b"more"]
         assert transport.num_retries == 0
 
 
@@ -168,8 +168,8 @@ def test_each_stage_of_an_outage_is_one_line(caplog: pytest.LogCaptureFixture) -
         server(*[b""] * 6, response(b"here"), response(b"more")) as flaky,
         closing(Transport([AWAY, flaky], retry_seconds=20)) as transport,
     ):
-        assert transport.get("/", {}, bytes) == b"here"
-        assert transport.get("/", {}, bytes) == b"more"
+        assert transport.get("/", bytes) == b"here"
+        assert transport.get("/", bytes) == b"more"
     lines = [record.message for record in caplog.records if record.name == "penstock"]
     assert [line.replace(flaky, "FLAKY").replace(AWAY, "AWAY") for line in lines] == [
         "penstock: AWAY: [Errno 111] Connection refused; failing over to FLAKY",
@@ -182,7 +182,7 @@ def test_each_stage_of_an_outage_is_one_line(caplog: pytest.LogCaptureFixture) -
 def test_a_line_that_damages_every_other_answer_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with server(*[b"", response(b"here")] * 50) as flaky, closing(Transport([flaky], retry_seconds=20)) as transport:
         for _ in range(50):
-            assert transport.get("/", {}, bytes) == b"here"
+            assert transport.get("/", bytes) == b"here"
         assert transport.num_retries == 50
     assert len([record for record in caplog.records if record.name == "penstock"]) <= 4
 
@@ -202,12 +202,12 @@ def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: py
 
     with pages(home) as first, pages(named(b"away")) as second:
         transport = Transport([first, second], retry_seconds=600)
-        assert [transport.get("/", {}, bytes) for _ in range(2)] == [b"home", b"away"]
+        assert [transport.get("/", bytes) for _ in range(2)] == [b"home", b"away"]
         caught: list[BaseException] = []
 
         def run() -> None:
             try:
-                transport.get("/", {}, bytes)
+                transport.get("/", bytes)
             except PenstockError as error:
                 caught.append(error)
 
@@ -223,12 +223,12 @@ def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: py
 
 def test_a_fork_that_closes_its_copy_leaves_the_connection_to_its_parent() -> None:
     with pages(named(b"here")) as url, closing(Transport([url], retry_seconds=9)) as transport:
-        assert transport.get("/", {}, bytes) == b"here"
+        assert transport.get("/", bytes) == b"here"
         child = os.fork()
         if child == 0:
             transport.interrupt()
             transport.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert transport.get("/", {}, bytes) == b"here"
+        assert transport.get("/", bytes) == b"here"
         assert transport.num_retries == 0

@@ -96,5 +96,5 @@ def test_an_answer_that_tells_its_digest_is_held_to_it() -> None:
     assert digest == "Content-Digest: sha-256=:RK/0qy18MlBSVnWgjwz6lZEWjP/lF5HF9bvEF8FabDg=:"
     answers = [response(body.upper(), "200 OK", digest), response(body, "200 OK", digest)]
     with server(*answers) as url, closing(Source(url, "docs", rank=0, retry_seconds=9).connect()) as transport:
-        assert transport.get("/", {}, bytes) == body
+        assert transport.get("/", bytes) == body
         assert transport.num_damaged == 1

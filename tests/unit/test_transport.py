@@ -30,7 +30,7 @@ from penstock.transport import Transport
 
 def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
     with closing(Transport(servers, retry_seconds=retry_seconds)) as transport:
-        return transport.get("/path", {}, bytes), transport.num_retries
+        return transport.get("/path", bytes), transport.num_retries
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_a_body_that_does_not_decode_is_fetched_again() -> None:
         return bytes(body)
 
     with server(response(b"damaged"), response(b"sound")) as url, closing(Transport([url], retry_seconds=9)) as transport:
-        assert transport.get("/", {}, decode) == b"sound"
+        assert transport.get("/", decode) == b"sound"
 
 
 def test_a_server_that_is_away_gives_way_to_the_next() -> None:
@@ -100,7 +100,7 @@ def test_a_stranger_on_the_port_is_named_when_a_run_begins() -> None:
         closing(Transport([url], retry_seconds=600, first_contact=True)) as transport,
         pytest.raises(PenstockError, match="answered 404: .* Is there a penstock server at this address"),
     ):
-        transport.get("/", {}, bytes)
+        transport.get("/", bytes)
 
 
 @pytest.mark.parametrize("status", ["404 Not Found", "302 Found", "204 Nothing", "200 OK"])
@@ -112,7 +112,7 @@ def test_a_run_that_is_under_way_rides_out_a_load_balancer_whose_servers_are_awa
 
     page = response(b"" if status.startswith("204") else b"<html>", status)
     with server(page, page, response(b"here")) as url, closing(Transport([url], retry_seconds=20)) as transport:
-        assert transport.get("/", {}, decode) == b"here"
+        assert transport.get("/", decode) == b"here"
         assert (transport.num_retries, transport.num_damaged) == (2, 2 if status.startswith("200") else 0)
 
 
@@ -135,7 +135,7 @@ def test_an_interrupt_ends_a_get_at_once(state: str) -> None:
 
         def run() -> None:
             try:
-                transport.get("/", {}, bytes)
+                transport.get("/", bytes)
             except PenstockError as error:
                 caught.append(error)
 
@@ -175,9 +175,9 @@ def test_of_a_busy_and_a_free_server_the_free_one_is_asked_for_the_rest_at_once(
         server(response(b"one"), response(b"more")) as free,
         closing(Transport([busy, free], retry_seconds=9)) as transport,
     ):
-        assert transport.get_some("/", {}, bytes) == []
-        assert transport.get("/", {}, bytes) == b"one"
-        assert bytes(transport.get_some("/", {}, bytes)) == b"more"
+        assert transport.get_some("/", bytes) == []
+        assert transport.get("/", bytes) == b"one"
+        assert bytes(transport.get_some("/", bytes)) == b"more"
         assert transport.num_retries == 1
 
 
@@ -191,7 +191,7 @@ def test_one_attempt_brings_what_is_sound_before_a_fault() -> None:
     cut = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
     answers = [b"", cut + b"123", cut + b"12x4", response(b"12x4"), response(b"1234"), problem("bad-row", 500)]
     with server(*answers) as url, closing(Transport([url], retry_seconds=9)) as transport:
-        assert [transport.get_some("/", {}, decode) for _ in answers] == [[], [1, 2, 3], [1, 2], [1, 2], [1, 2, 3, 4], []]
+        assert [transport.get_some("/", decode) for _ in answers] == [[], [1, 2, 3], [1, 2], [1, 2], [1, 2, 3, 4], []]
         assert (transport.num_retries, transport.num_damaged) == (4, 1)
 
 

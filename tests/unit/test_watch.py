@@ -43,7 +43,7 @@ def slowly() -> bytes:
 
 def get(*servers: str, retry_seconds: float = 60.0) -> tuple[bytes, int]:
     with closing(Transport(servers, retry_seconds=retry_seconds)) as transport:
-        return transport.get("/path", {}, bytes), transport.num_retries
+        return transport.get("/path", bytes), transport.num_retries
 
 
 @pytest.mark.usefixtures("curt")
@@ -61,7 +61,7 @@ def test_one_that_stops_in_the_middle_of_an_answer_gives_way_too_and_what_came_i
 
     cut = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"
     with server(cut, hold=over) as hanging, closing(Transport([hanging], retry_seconds=60)) as transport:
-        assert transport.get_some("/", {}, stop) == [b"a", b"b", b"c"]
+        assert transport.get_some("/", stop) == [b"a", b"b", b"c"]
         over.set()
 
 
@@ -128,7 +128,7 @@ def test_closing_ends_the_watch_also_while_it_asks() -> None:
 
         def run() -> None:
             with pytest.raises(ServerUnavailable, match="interrupted"):
-                transport.get("/", {}, bytes)
+                transport.get("/", bytes)
 
         thread = threading.Thread(target=run)
         thread.start()

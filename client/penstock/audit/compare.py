@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from penstock.audit.reading import read_ledger
 from penstock.audit.report import Report
@@ -69,7 +69,7 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
         path = f"/v1/datasets/{quote(begin.dataset, safe='')}/epochs/{gap.epoch}/ranks/{rank}/batches/{step}/provenance"
         with closing(source.connect()) as transport:
             name = f"epoch {gap.epoch}, step {step:,} of start {gap.stretch.started.number + 1}, rank {rank}"
-            yield name, transport.get(path, begin.spec.to_query(), lambda body: json.loads(bytes(body)))
+            yield name, transport.get(f"{path}?{urlencode(begin.spec.to_query())}", lambda body: json.loads(bytes(body)))
 
 
 def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -49,7 +49,7 @@ def connected(server: str) -> Iterator[Transport]:
 
 def get_json(transport: Transport, path: str, query: Mapping[str, str] | None = None) -> Any:
     """The JSON at a path. Raises the PenstockError that says why there is none."""
-    return transport.get(path, query or {}, _decode)
+    return transport.get(f"{path}?{urlencode(query)}" if query else path, _decode)
 
 
 def describe_dataset(transport: Transport, dataset: str) -> Any:
