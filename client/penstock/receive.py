@@ -141,11 +141,9 @@ class ReceivingTransport(httpx.BaseTransport):
         return httpx.Response(response.status, headers=headers)
 
     def close(self) -> None:
-        """Closes the connections."""
-        for connections in self._connections.values():
-            for connection in connections:
-                connection.close()
-        self._connections.clear()
+        """Closes the connections. If a thread that did not end in time still uses them, it fails, and not this."""
+        for server in tuple(self._connections):
+            self._drop(server)
 
     def _answer(self, request: httpx.Request) -> http.client.HTTPResponse:
         """The answer, as far as its headers.
@@ -220,7 +218,7 @@ class ReceivingTransport(httpx.BaseTransport):
 
     def _drop(self, server: _Server) -> None:
         self._asked = None
-        for connection in self._connections.pop(server, ()):
+        for connection in tuple(self._connections.pop(server, ())):
             connection.close()
 
 
