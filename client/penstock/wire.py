@@ -45,6 +45,8 @@ _MOST_SEQUENCES = 1 << 17  # more than a batch has, and more bytes in a header t
 _MOST_DIMENSIONS = 32
 _MAP_OF_TEN: bytes = msgpack.Packer().pack_map_header(10)
 _MAP_OF_TWELVE: bytes = msgpack.Packer().pack_map_header(12)
+_STEP: bytes = msgpack.packb("step")
+_SUBSTITUTED: bytes = msgpack.packb("substituted")
 _DIGEST: bytes = msgpack.packb("digest") + _STR_OF_16
 _HEADER_DIGEST: bytes = msgpack.packb("header_digest")
 _PAD: bytes = msgpack.packb("pad")
@@ -107,6 +109,15 @@ def _view(tensor: TensorLayout, payload: memoryview) -> npt.NDArray[Any]:
     if tensor.dtype in TEXTS:
         return np.frombuffer(payload, np.uint8, tensor.nbytes, tensor.offset)
     return np.frombuffer(payload, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset).reshape(tensor.shape)
+
+
+def strided(tensor: TensorLayout, body: bytearray, begin: int, stride: int, count: int) -> npt.NDArray[Any]:
+    """A tensor of `count` frames, shape [count, *shape], that begins at byte `begin` of a body and each time `stride` later."""
+    shape, dtype = tensor.shape, _DTYPES.get(tensor.dtype)
+    if dtype is None:  # texts lie there as bytes
+        shape, dtype = (tensor.nbytes,), np.dtype(np.uint8)
+    inner = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+    return np.ndarray((count, *shape), dtype, body, begin, (stride, *inner))
 
 
 def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
@@ -173,11 +184,10 @@ class Heads:
 
     def __init__(self, address: Address, layout: Layout) -> None:
         self._address, self._layout = address, layout
-        self._before = _packed(
-            v=VERSION, dataset=address.dataset, snapshot=address.snapshot, epoch=address.epoch, rank=address.rank
-        ) + msgpack.packb("step")
+        dataset, snapshot, epoch, rank, _ = address
+        self._before = _packed(v=VERSION, dataset=dataset, snapshot=snapshot, epoch=epoch, rank=rank) + _STEP
         tensors = [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors]
-        self._behind = _packed(nbytes=layout.nbytes, tensors=tensors) + msgpack.packb("substituted")
+        self._behind = _packed(nbytes=layout.nbytes, tensors=tensors) + _SUBSTITUTED
         self._mark = _BIN32.pack(0xC6, layout.nbytes)
 
     def head(self, step: int, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
@@ -218,7 +228,8 @@ class _Header(NamedTuple):
 
 
 def _packed(**fields: object) -> bytes:
-    return b"".join(msgpack.packb(item) for field in fields.items() for item in field)
+    packed: bytes = msgpack.packb(fields)
+    return packed[len(_MAP_OF_TEN) :]
 
 
 def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> Iterator[Frame]:

@@ -11,7 +11,8 @@ import pyarrow as pa
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock_server.batches.batch import _fill
+from penstock.wire import Layout, strided
+from penstock_server.batches.batch import Out, Outs, _fill
 from penstock_server.batches.sequences import Held, Parts, Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import STREAM
@@ -117,10 +118,17 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
     sequences = Sequences(len(expected), held, columns, np.zeros(len(expected), np.bool_))
 
     def made(tensor: Tensor, width: int, dtype: str) -> Any:
-        shape = (batch_size, width) if width else (batch_size,)
-        outs = [np.full(shape, 7, dtype) for _ in range(num_batches)]
-        _fill(tensor, outs, sequences, {}, PAD)
-        return np.concatenate(outs).tolist()
+        layout = Layout.of(
+            [("other", "uint8", (random.randint(1, 99),)), ("it", dtype, (batch_size, width)[: 2 if width else 1])]
+        )
+        # In two or three parts, and of one of them the frames stand farther apart.
+        cuts = sorted({0, random.randint(0, num_batches - 1), random.randint(0, num_batches - 1)})
+        outs, body = [], bytearray(b"\7" * num_batches * 2 * layout.nbytes)
+        for number, (first, last) in enumerate(pairwise([*cuts, num_batches])):
+            begin = 2 * first * layout.nbytes + layout.tensors[1].offset
+            outs.append(Out(begin, strided(layout.tensors[1], body, begin, (1 + (number == 1)) * layout.nbytes, last - first)))
+        _fill(tensor, Outs(body, outs), sequences, {}, PAD)
+        return np.concatenate([out.array for out in outs]).reshape(-1, *layout.tensors[1].shape[1:]).tolist()
 
     def padded(line: list[int], width: int, value: int) -> list[int]:
         return line + [value] * (width - len(line))

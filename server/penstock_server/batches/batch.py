@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import chain, groupby, islice, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,17 +31,14 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
     """The frames of a chunk, one behind the other, from the blocks it needs. Raises BadRow: see usable_rows."""
     plan, sequences = chunk.plan, gather(chunk, blocks)
     texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
-    addresses = [plan.address(chunk.epoch, chunk.rank, step) for step in chunk.steps]
-    layouts = _layouts(plan, sequences, texts)
-    heads = _heads(addresses, layouts)
-    body = bytearray(sum(heads) + sum(layout.nbytes for layout in layouts))
-    payloads = list(_payloads(memoryview(body), heads, layouts))
-    views = [layout.views(payload) for layout, (_, payload) in zip(layouts, payloads, strict=True)]
-    for tensor in plan.tensors:
-        _fill(tensor, [view[tensor.name] for view in views], sequences, texts, plan.pad_id)
-    num_substituted = sequences.substituted.reshape(len(addresses), -1).sum(axis=1).tolist()
-    for address, layout, (head, payload), number in zip(addresses, layouts, payloads, num_substituted, strict=True):
-        head[:] = wire.encode_head(address, layout, wire.digest(payload), number)
+    alike = list(_alike(chunk, _layouts(plan, sequences, texts)))
+    body = bytearray(alike[-1].stop)
+    for number, tensor in enumerate(plan.tensors):
+        _fill(tensor, Outs(body, [some.out(body, number) for some in alike]), sequences, texts, plan.pad_id)
+    numbers = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
+    for some in alike:
+        for step, (head, payload) in zip(some.steps, some.cut(memoryview(body)), strict=True):
+            head[:] = some.heads.head(step, wire.digest(payload), next(numbers))
     return body
 
 
@@ -59,24 +56,47 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     return total
 
 
-def _heads(addresses: list[wire.Address], layouts: list[wire.Layout]) -> list[int]:
-    """The length of each header; most of a chunk's are alike."""
-    known: dict[tuple[int, int], int] = {}
-    heads = []
-    for address, layout in zip(addresses, layouts, strict=True):
-        alike = (id(layout), bisect_right(_STEP_WIDTHS, address.step))
-        if alike not in known:
-            known[alike] = len(wire.encode_head(address, layout))
-        heads.append(known[alike])
-    return heads
+class _Alike(NamedTuple):
+    """Frames of a body, one behind the other from byte `start` on, that are of one layout and whose heads have one length."""
+
+    start: int
+    steps: range
+    heads: wire.Heads
+    layout: wire.Layout
+    head_nbytes: int
+
+    @property
+    def frame_nbytes(self) -> int:
+        """The bytes of each."""
+        return self.head_nbytes + self.layout.nbytes
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last."""
+        return self.start + len(self.steps) * self.frame_nbytes
+
+    def out(self, body: bytearray, number: int) -> Out:
+        """The tensor of that number in the layout, in all of them."""
+        tensor = self.layout.tensors[number]
+        begin = self.start + self.head_nbytes + tensor.offset
+        return Out(begin, wire.strided(tensor, body, begin, self.frame_nbytes, len(self.steps)))
+
+    def cut(self, body: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
+        """Head and payload of each."""
+        for start in range(self.start, self.stop, self.frame_nbytes):
+            yield body[start : start + self.head_nbytes], body[start + self.head_nbytes : start + self.frame_nbytes]
 
 
-def _payloads(body: memoryview, heads: list[int], layouts: list[wire.Layout]) -> Iterator[tuple[memoryview, memoryview]]:
-    """Header and payload of each frame in a body."""
-    end = 0
-    for head, layout in zip(heads, layouts, strict=True):
-        start, end = end, end + head + layout.nbytes
-        yield body[start : start + head], body[start + head : end]
+def _alike(chunk: Chunk, layouts: list[wire.Layout]) -> Iterator[_Alike]:
+    """All frames of a chunk, in the order of their steps; mostly they are alike."""
+    widths = [bisect_right(_STEP_WIDTHS, step) for step in chunk.steps]
+    start = first = 0
+    for (layout, _), some in groupby(zip(layouts, widths, strict=True)):
+        steps = chunk.steps[first : first + sum(1 for _ in some)]
+        heads = wire.Heads(chunk.plan.address(chunk.epoch, chunk.rank, steps[0]), layout)
+        found = _Alike(start, steps, heads, layout, len(heads.head(steps[0])))
+        yield found
+        start, first = found.stop, first + len(steps)
 
 
 def _layouts(plan: Plan, sequences: Sequences, texts: Texts) -> list[wire.Layout]:
@@ -112,7 +132,47 @@ def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> l
     return of_batches
 
 
-def _fill(tensor: Tensor, outs: list[Array], sequences: Sequences, texts: Texts, pad_id: int) -> None:
+class Out(NamedTuple):
+    """A tensor in frames that are alike: its array, shape [frames, batch_size, ...], which begins at that byte of the body."""
+
+    begin: int
+    array: Array
+
+
+class Outs:
+    """One tensor in all frames of a body."""
+
+    def __init__(self, body: bytearray, outs: list[Out]) -> None:
+        self.body, self._outs = body, outs
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays that it consists of."""
+        return [out.array for out in self._outs]
+
+    def parts(self, values: Array) -> Iterator[tuple[Array, Array]]:
+        """To each of the arrays its own of the values, one a sequence."""
+        first = 0
+        for array in self.arrays:
+            last = first + array.shape[0] * array.shape[1]
+            yield array, values[first:last]
+            first = last
+
+    def begins(self, lines: IntArray, offsets: IntArray) -> IntArray:
+        """The bytes of the body at which elements of lines begin: `offsets[i]` of line `lines[i]` of all, which ascend."""
+        found, first_line = [], 0
+        for begin, array in self._outs:
+            num_frames, size = array.shape[:2]
+            here = slice(None)
+            if len(self._outs) > 1:
+                here = slice(*np.searchsorted(lines, [first_line, first_line + num_frames * size]).tolist())
+            frames, own = np.divmod(lines[here] - first_line, size)
+            found.append(begin + frames * array.strides[0] + own * array.strides[1] + offsets[here] * array.itemsize)
+            first_line += num_frames * size
+        return np.concatenate(found)
+
+
+def _fill(tensor: Tensor, outs: Outs, sequences: Sequences, texts: Texts, pad_id: int) -> None:
     """Writes a tensor of every batch."""
     if tensor.kind in ("tokens", "mask"):
         _pad(outs, sequences.lengths(tensor), pad_id if tensor.kind == "tokens" else 0)
@@ -121,29 +181,31 @@ def _fill(tensor: Tensor, outs: list[Array], sequences: Sequences, texts: Texts,
         else:
             _mark(outs, sequences.runs(tensor))
     elif tensor.is_ragged:
-        size = sequences.count // len(outs)
-        for number, out in enumerate(outs):
-            wire.pack_texts(texts[tensor.name][number * size : (number + 1) * size], out)
+        rest = iter(texts[tensor.name])
+        size = sequences.count // sum(map(len, outs.arrays))
+        for out in chain.from_iterable(outs.arrays):
+            wire.pack_texts(list(islice(rest, size)), out)
     else:
         of_kind = {"count": _counts, "starts": _starts, "column": _numbers}
-        values = of_kind[tensor.kind](tensor, sequences)
-        for out, own in zip(outs, values.reshape(len(outs), len(values) // len(outs), *values.shape[1:]), strict=True):
-            out[:] = own
+        for array, own in outs.parts(of_kind[tensor.kind](tensor, sequences)):
+            array[...] = own.reshape(array.shape)
 
 
-def _copy(outs: list[Array], runs: Runs, tokens: list[Tokens]) -> None:
-    flats: list[Any] = [out.reshape(-1) for out in outs]
-    values: list[Any] = list(tokens)
-    batches, targets = _targets(outs, runs)
+def _copy(outs: Outs, runs: Runs, tokens: list[Tokens]) -> None:
+    out, begins = outs.arrays[0], outs.begins(runs.lines, runs.offsets)
     starts, lengths = runs.starts, runs.lengths
-    if all(own.dtype == outs[0].dtype for own in tokens):
+    target: Any = memoryview(outs.body)
+    values: list[Any]
+    if all(own.dtype == out.dtype for own in tokens):
         # Lines are short, so what counts is what a slice costs: one of bytes takes half of the time of an array's.
-        flats, values = (_bytes_of(arrays) for arrays in (flats, values))
-        starts, lengths, targets = (count * outs[0].itemsize for count in (starts, lengths, targets))
-    columns = (batches, runs.held, starts, starts + lengths, targets, targets + lengths)
+        values = [own.view(np.uint8).data for own in tokens]
+        starts, lengths = starts * out.itemsize, lengths * out.itemsize
+    else:
+        target, values, begins = np.frombuffer(outs.body, out.dtype), list(tokens), begins // out.itemsize
+    columns = (runs.held, starts, starts + lengths, begins, begins + lengths)
     with _waits.copying(_spans(tokens, runs)):
-        for batch, held, start, stop, at, end in zip(*(column.tolist() for column in columns), strict=True):
-            flats[batch][at:end] = values[held][start:stop]
+        for held, start, stop, at, end in zip(*(column.tolist() for column in columns), strict=True):
+            target[at:end] = values[held][start:stop]
 
 
 def _spans(tokens: list[Tokens], runs: Runs) -> Iterator[tuple[int, int]]:
@@ -153,31 +215,18 @@ def _spans(tokens: list[Tokens], runs: Runs) -> Iterator[tuple[int, int]]:
     yield from zip((first + runs.starts * size).tolist(), (runs.lengths * size).tolist(), strict=True)
 
 
-def _bytes_of(arrays: list[Array]) -> list[memoryview]:
-    return [array.view(np.uint8).data for array in arrays]
+def _mark(outs: Outs, runs: Runs) -> None:
+    target, begins = np.frombuffer(outs.body, np.uint8), outs.begins(runs.lines, runs.offsets)
+    columns = (runs.learned, begins, begins + runs.lengths)
+    for learned, at, end in zip(*(column.tolist() for column in columns), strict=True):
+        target[at:end] = learned
 
 
-def _mark(outs: list[Array], runs: Runs) -> None:
-    flats = [out.reshape(-1) for out in outs]
-    batches, targets = _targets(outs, runs)
-    columns = (batches, runs.learned, targets, targets + runs.lengths)
-    for batch, learned, at, end in zip(*(column.tolist() for column in columns), strict=True):
-        flats[batch][at:end] = learned
-
-
-def _targets(outs: list[Array], runs: Runs) -> tuple[IntArray, IntArray]:
-    """The batch of each run, and where in all of its lines, one behind the other, the run goes."""
-    batches, lines = np.divmod(runs.lines, len(outs[0]))
-    widths = np.array([out.shape[1] for out in outs])
-    return batches, lines * widths[batches] + runs.offsets
-
-
-def _pad(outs: list[Array], lengths: IntArray, value: int) -> None:
+def _pad(outs: Outs, lengths: IntArray, value: int) -> None:
     """Fills batches that have padding as a whole, before their lines are written: line by line takes several times as long."""
-    shortest = lengths.reshape(len(outs), -1).min(axis=1).tolist()
-    for out, length in zip(outs, shortest, strict=True):
-        if length < out.shape[1]:
-            out.fill(value)
+    for array, own in outs.parts(lengths):
+        if own.min() < array.shape[2]:
+            array[own.reshape(len(array), -1).min(axis=1) < array.shape[2]] = value
 
 
 def _counts(tensor: Tensor, sequences: Sequences) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """How ranks slice an epoch: sample n = (step * world_size + rank) * batch_size + index of those behind `offset`.
 
@@ -27,7 +28,7 @@ class Schedule:
     tail: str
     skipped: Ranges = ()
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
         left = self._num_kept - before(self.skipped, self.offset)
@@ -81,7 +82,7 @@ class Schedule:
             found.append((step, *divmod(within, self.batch_size)))
         return found
 
-    @property
+    @cached_property
     def _num_kept(self) -> int:
         return before(self.skipped, self.num_positions)
 
