@@ -19,7 +19,7 @@ from penstock.errors import WireError
 from penstock.receive import Body, Buffers, ReceivingTransport
 from penstock.wire import content_digest
 
-_spare: deque[Buffers] = deque(maxlen=1)  # of this process; fresh memory for each epoch costs a short one a tenth of its CPU
+_spare: deque[Buffers] = deque(maxlen=1)  # of this process, from one connection to the next
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
 
 
@@ -51,24 +51,23 @@ class Connection:
         Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
         """
-        self._hung_up, self._is_fetching = None, True
+        self._hung_up = None
+        named = server + target.partition("?")[0]
         timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
-        receiving = Body(self._buffers.allocate, self._hear)
-        extensions: dict[str, Any]
-        if self._receives:
-            url = _url(server)
-            path = url.raw_path.decode().rstrip("/")  # a server may be one of several behind an address
-            extensions = {"body": receiving, "target": path + target, "then": then and path + then}
-        else:
-            url, extensions = httpx.URL(server + target), {"trace": self._trace}
         try:
-            response = self._client.get(url, timeout=timeout, extensions=extensions)
+            self._is_fetching = True
+            receiving = Body(self._buffers.allocate, self._hear)
+            extensions: dict[str, Any] = {"trace": self._trace}
+            if self._receives:
+                extensions = {"body": receiving, "target": _encoded(server, target), "then": then and _encoded(server, then)}
+            response = self._client.get(
+                _url(named if self._receives else server + target), timeout=timeout, extensions=extensions
+            )
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
             raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error
         finally:
             self._is_fetching = False
-        named = server + target.partition("?")[0]
         status, body = response.status_code, receiving.take() or memoryview(response.content)
         declared = response.headers.get("Content-Digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
@@ -97,10 +96,11 @@ class Connection:
         self._shut_down()
 
     def close(self) -> None:
-        """Closes what is open. No other thread may be fetching."""
-        # One that did not end in time still may, and so the order matters: what it has taken is not given away.
+        """Closes what is open. A thread that should have ended, and still fetches, fails."""
+        # The order matters: what it has taken is not given away.
         buffers, self._buffers = self._buffers, Buffers()
         if not self._is_fetching:
+            buffers.trim()
             _spare.append(buffers)
         self._client.close()
         if self._aside:
@@ -132,4 +132,10 @@ def _take_spare() -> Buffers:
     return Buffers()
 
 
-_url = lru_cache(maxsize=8)(httpx.URL)  # of few servers, and it takes long to check one
+_url = lru_cache(maxsize=8)(httpx.URL)  # those of an epoch differ in their queries, and it takes long to check one
+
+
+def _encoded(server: str, target: str) -> str:
+    """Path and query as they are sent; the address of a server may have a path, too."""
+    path, mark, query = target.partition("?")
+    return _url(server + path).raw_path.decode() + mark + query

@@ -63,10 +63,11 @@ class Prefetch(Generic[T]):
             try:
                 item = self._hand.popleft()
             except IndexError:  # also if another thread closes it just now
-                self._hand.extend(self._take())
+                pass
             else:
                 self._taken_bytes += self._nbytes(item)
                 return item
+            self._hand.extend(self._take())  # not in the handler: what it raises has nothing to do with that error
 
     @property
     def has_next(self) -> bool:

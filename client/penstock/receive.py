@@ -16,6 +16,7 @@ from collections.abc import Callable
 import httpx
 
 _LARGEST_BUFFER = 16 << 20
+_SPARE_BYTES = 32 << 20  # for who comes next: a loop that waits for data goes through three runs in turn
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 _Server = tuple[str, str, int | None]  # scheme, host, port
@@ -86,6 +87,16 @@ class Buffers:
         if len(self._buffers) < _KEPT_BUFFERS:
             self._buffers.append(made)
         return memoryview(made)
+
+    def trim(self) -> None:
+        """Lets go of what the next one would rarely need."""
+        total = 0
+        kept = []
+        for buffer in self._buffers:
+            total += len(buffer)
+            if total <= _SPARE_BYTES:
+                kept.append(buffer)
+        self._buffers = kept
 
 
 def _is_free(buffer: bytearray) -> bool:

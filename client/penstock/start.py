@@ -36,7 +36,7 @@ class Start:
 
     def __init__(self, stretch: Stretch) -> None:
         self._cells = torch.zeros(7, dtype=torch.int64, device="cpu")  # whatever torch's default is
-        self._share()
+        self._cells.share_memory_()  # type: ignore[no-untyped-call]
         self.set(stretch)
 
     @property
@@ -53,9 +53,7 @@ class Start:
     @property
     def num_sets(self) -> int:
         """How often it was set."""
-        if self._cells.data_ptr() != self._looked_at:  # torch moves it where its way of sharing is changed
-            self._look()
-        return int(self._numbers[_SETS])
+        return int(self._cells[_SETS])
 
     @property
     def is_taken(self) -> bool:
@@ -90,17 +88,6 @@ class Start:
             self._cells[_CLAIM] = claim
         return int(self._cells[_CLAIM]) == claim
 
-    def _share(self) -> None:
-        self._cells.share_memory_()  # type: ignore[no-untyped-call]
-        self._look()
-
-    def _look(self) -> None:
-        # The same memory, which each batch looks at: torch takes microseconds for that.
-        self._numbers, self._looked_at = self._cells.numpy(), self._cells.data_ptr()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_cells": self._cells}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._share()  # a copy would otherwise tell its own workers nothing
+        self._cells.share_memory_()  # type: ignore[no-untyped-call]  # a copy would otherwise tell its own workers nothing

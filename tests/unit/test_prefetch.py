@@ -62,8 +62,9 @@ def test_a_failure_arrives_after_what_was_made_before_it() -> None:
     ahead = prefetch(groups(), 64 * KIB)
     assert [next(ahead) for _ in range(7)] == [item(number) for number in range(7)]
     for _ in range(2):
-        with pytest.raises(ValueError, match="cursed"):
+        with pytest.raises(ValueError, match="cursed") as raised:
             next(ahead)
+        assert raised.value.__context__ is None  # nothing that happened in here stands before it in a log
 
 
 def test_closing_interrupts_what_the_thread_is_in_and_leaves_no_thread() -> None:

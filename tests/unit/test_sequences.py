@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.wire import Layout, strided
-from penstock_server.batches.batch import Out, Outs, _fill
+from penstock_server.batches.batch import _fill
+from penstock_server.batches.body import Out, Outs
 from penstock_server.batches.sequences import Held, Parts, Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import STREAM

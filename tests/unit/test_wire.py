@@ -1,6 +1,7 @@
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import msgpack
 import numpy as np
@@ -10,6 +11,7 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import penstock.wire.frame
 from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
 
@@ -79,9 +81,18 @@ def test_frames_are_the_same_whatever_steps_are_expected(sent: list[tuple[int, i
         assert [frame.substituted for frame in again] == [frame.substituted for frame in frames]
 
 
-@pytest.mark.parametrize("steps", [(), (1, 2)])
+def test_frames_of_one_layout_are_recognised_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mock(wraps=penstock.wire.frame._read_header)
+    monkeypatch.setattr(penstock.wire.frame, "_read_header", read)
+    steps = range(120, 300, 4)
+    body = b"".join(frame_bytes(step=step) for step in steps)
+    assert [frame.address.step for frame in wire.decode(body, steps)] == list(steps)
+    assert read.call_count == 2
+
+
+@pytest.mark.parametrize("steps", [(), (1, 2, 3)])
 def test_no_flipped_bit_goes_unnoticed(steps: tuple[int, ...]) -> None:
-    sound = frame_bytes(step=1) + frame_bytes(step=2)
+    sound = frame_bytes(step=1) + frame_bytes(step=2) + frame_bytes(step=3)
     expected = list(wire.decode(sound))
     for bit in range(len(sound) * 8):
         flipped = bytearray(sound)
@@ -94,12 +105,12 @@ def test_no_flipped_bit_goes_unnoticed(steps: tuple[int, ...]) -> None:
         assert all(_same(*pair) for pair in zip(frames, expected, strict=True)), f"bit {bit} changed a batch"
 
 
-@pytest.mark.parametrize("steps", [(), (1, 2)])
+@pytest.mark.parametrize("steps", [(), (1, 2, 3)])
 def test_a_body_cut_at_any_byte_is_refused(steps: tuple[int, ...]) -> None:
-    body = frame_bytes(step=1) + frame_bytes(step=2)
-    border = len(frame_bytes())
+    body = frame_bytes(step=1) + frame_bytes(step=2) + frame_bytes(step=3)
+    size = len(frame_bytes())
     for length in range(1, len(body)):
-        if length != border:
+        if length % size:
             with pytest.raises(WireError):
                 list(wire.decode(body[:length], steps))
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby, islice, pairwise
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock import wire
+from penstock_server.batches.body import Outs, alike_frames, of_one_width
 from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
 from penstock_server.batches.sequences import Runs, Sequences, Tokens
@@ -24,21 +24,20 @@ Array = npt.NDArray[Any]
 Texts = dict[str, list[bytes]]  # of each column of text or bytes, what travels with each sequence
 
 _waits = Waits()  # of this process, whatever it serves
-_STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells a step longer from each of these on
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
     """The frames of a chunk, one behind the other, from the blocks it needs. Raises BadRow: see usable_rows."""
     plan, sequences = chunk.plan, gather(chunk, blocks)
     texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
-    alike = list(_alike(chunk, _layouts(plan, sequences, texts)))
+    alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank, 0), chunk.steps, _layouts(plan, sequences, texts)))
     body = bytearray(alike[-1].stop)
     for number, tensor in enumerate(plan.tensors):
         _fill(tensor, Outs(body, [some.out(body, number) for some in alike]), sequences, texts, plan.pad_id)
-    numbers = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
+    num_substituted = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for some in alike:
         for step, (head, payload) in zip(some.steps, some.cut(memoryview(body)), strict=True):
-            head[:] = some.heads.head(step, wire.digest(payload), next(numbers))
+            head[:] = some.heads.head(step, wire.digest(payload), next(num_substituted))
     return body
 
 
@@ -47,56 +46,8 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     if not plan.has_fixed_shapes:
         return None
     layout = plan.largest_layout
-    total = 0
-    for low, high in pairwise(_STEP_WIDTHS):
-        alike = steps[bisect_left(steps, low) : bisect_left(steps, high)]
-        if alike:
-            head = wire.encode_head(plan.address(epoch, rank, alike[0]), layout)
-            total += len(alike) * (len(head) + layout.nbytes)
-    return total
-
-
-class _Alike(NamedTuple):
-    """Frames of a body, one behind the other from byte `start` on, that are of one layout and whose heads have one length."""
-
-    start: int
-    steps: range
-    heads: wire.Heads
-    layout: wire.Layout
-    head_nbytes: int
-
-    @property
-    def frame_nbytes(self) -> int:
-        """The bytes of each."""
-        return self.head_nbytes + self.layout.nbytes
-
-    @property
-    def stop(self) -> int:
-        """The byte behind the last."""
-        return self.start + len(self.steps) * self.frame_nbytes
-
-    def out(self, body: bytearray, number: int) -> Out:
-        """The tensor of that number in the layout, in all of them."""
-        tensor = self.layout.tensors[number]
-        begin = self.start + self.head_nbytes + tensor.offset
-        return Out(begin, wire.strided(tensor, body, begin, self.frame_nbytes, len(self.steps)))
-
-    def cut(self, body: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-        """Head and payload of each."""
-        for start in range(self.start, self.stop, self.frame_nbytes):
-            yield body[start : start + self.head_nbytes], body[start + self.head_nbytes : start + self.frame_nbytes]
-
-
-def _alike(chunk: Chunk, layouts: list[wire.Layout]) -> Iterator[_Alike]:
-    """All frames of a chunk, in the order of their steps; mostly they are alike."""
-    widths = [bisect_right(_STEP_WIDTHS, step) for step in chunk.steps]
-    start = first = 0
-    for (layout, _), some in groupby(zip(layouts, widths, strict=True)):
-        steps = chunk.steps[first : first + sum(1 for _ in some)]
-        heads = wire.Heads(chunk.plan.address(chunk.epoch, chunk.rank, steps[0]), layout)
-        found = _Alike(start, steps, heads, layout, len(heads.head(steps[0])))
-        yield found
-        start, first = found.stop, first + len(steps)
+    heads = wire.Heads(plan.address(epoch, rank, 0), layout)
+    return sum(len(some) * (len(heads.head(some[0])) + layout.nbytes) for some in of_one_width(steps))
 
 
 def _layouts(plan: Plan, sequences: Sequences, texts: Texts) -> list[wire.Layout]:
@@ -130,46 +81,6 @@ def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> l
         widths = -(-longest // multiple) * multiple
     of_batches: list[int] = widths.tolist()
     return of_batches
-
-
-class Out(NamedTuple):
-    """A tensor in frames that are alike: its array, shape [frames, batch_size, ...], which begins at that byte of the body."""
-
-    begin: int
-    array: Array
-
-
-class Outs:
-    """One tensor in all frames of a body."""
-
-    def __init__(self, body: bytearray, outs: list[Out]) -> None:
-        self.body, self._outs = body, outs
-
-    @property
-    def arrays(self) -> list[Array]:
-        """The arrays that it consists of."""
-        return [out.array for out in self._outs]
-
-    def parts(self, values: Array) -> Iterator[tuple[Array, Array]]:
-        """To each of the arrays its own of the values, one a sequence."""
-        first = 0
-        for array in self.arrays:
-            last = first + array.shape[0] * array.shape[1]
-            yield array, values[first:last]
-            first = last
-
-    def begins(self, lines: IntArray, offsets: IntArray) -> IntArray:
-        """The bytes of the body at which elements of lines begin: `offsets[i]` of line `lines[i]` of all, which ascend."""
-        found, first_line = [], 0
-        for begin, array in self._outs:
-            num_frames, size = array.shape[:2]
-            here = slice(None)
-            if len(self._outs) > 1:
-                here = slice(*np.searchsorted(lines, [first_line, first_line + num_frames * size]).tolist())
-            frames, own = np.divmod(lines[here] - first_line, size)
-            found.append(begin + frames * array.strides[0] + own * array.strides[1] + offsets[here] * array.itemsize)
-            first_line += num_frames * size
-        return np.concatenate(found)
 
 
 def _fill(tensor: Tensor, outs: Outs, sequences: Sequences, texts: Texts, pad_id: int) -> None:

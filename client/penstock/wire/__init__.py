@@ -1,0 +1,42 @@
+"""The wire format: a batch as two msgpack objects, a header map and one `bin` with the tensors' raw bytes.
+
+    body    = frame frame frame ...
+    frame   = header payload                 each frame a multiple of 64 bytes long
+    header  = {v, dataset, snapshot, epoch, rank, step, digest, nbytes, tensors: [[name, dtype, shape, offset], ...],
+               substituted, header_digest, pad}
+    payload = bin                            starts on a 64-byte boundary of the body, as does each tensor in it
+
+A tensor of dtype utf8 or binary holds texts or bytes, shape [count, nbytes]: count + 1 int64 offsets, then nbytes bytes; text i
+is bytes [offsets[i], offsets[i + 1]). `substituted` sequences stand in for rows that cannot be used.
+
+`digest` is the xxh3-64 of the payload, `header_digest` that of the header's fields before it, packed as a map; both as 16
+hex digits. `pad` is filler that puts the payload on its boundary. All numbers in tensors are little-endian.
+
+layout   where the tensors lie in a payload
+head     the header and the payload's length, written or compared
+frame    what a body holds, read and checked
+digests  of payloads, headers and other bodies
+"""
+
+from penstock.wire.digests import content_digest, digest
+from penstock.wire.frame import Frame, decode
+from penstock.wire.head import VERSION, Address, Heads, encode_head
+from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
+
+MEDIA_TYPE = "application/vnd.msgpack"
+
+__all__ = [
+    "MEDIA_TYPE",
+    "VERSION",
+    "Address",
+    "Frame",
+    "Heads",
+    "Layout",
+    "TensorLayout",
+    "content_digest",
+    "decode",
+    "digest",
+    "encode_head",
+    "pack_texts",
+    "strided",
+]

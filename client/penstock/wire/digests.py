@@ -1,0 +1,18 @@
+"""Digests: what tells a body that is damaged."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from hashlib import sha256
+
+import xxhash
+
+
+def digest(content: bytes | memoryview) -> str:
+    """xxh3-64, as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def content_digest(body: bytes | memoryview) -> str:
+    """The field Content-Digest (RFC 9530) of a body that is no frame and carries no digest of its own."""
+    return f"sha-256=:{b64encode(sha256(body).digest()).decode()}:"
