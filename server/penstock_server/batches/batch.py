@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ def _fill(tensor: Tensor, outs: Outs, sequences: Sequences, texts: Texts, pad_id
     elif tensor.is_ragged:
         rest = iter(texts[tensor.name])
         size = sequences.count // sum(map(len, outs.arrays))
-        for out in chain.from_iterable(outs.arrays):
+        for out in outs.frames():
             wire.pack_texts(list(islice(rest, size)), out)
     else:
         of_kind = {"count": _counts, "starts": _starts, "column": _numbers}
@@ -135,9 +135,10 @@ def _mark(outs: Outs, runs: Runs) -> None:
 
 def _pad(outs: Outs, lengths: IntArray, value: int) -> None:
     """Fills batches that have padding as a whole, before their lines are written: line by line takes several times as long."""
-    for array, own in outs.parts(lengths):
-        if own.min() < array.shape[2]:
-            array[own.reshape(len(array), -1).min(axis=1) < array.shape[2]] = value
+    shortest = lengths.reshape(-1, outs.arrays[0].shape[1]).min(axis=1).tolist()
+    for out, length in zip(outs.frames(), shortest, strict=True):
+        if length < out.shape[1]:
+            out.fill(value)
 
 
 def _counts(tensor: Tensor, sequences: Sequences) -> Array:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock import wire
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.order import IntArray, find, starts_of
 
 Array = npt.NDArray[Any]
 
@@ -91,6 +91,10 @@ class Outs:
         """The arrays that it consists of."""
         return [out.array for out in self._outs]
 
+    def frames(self) -> Iterator[Array]:
+        """What it is in each frame."""
+        return chain.from_iterable(self.arrays)
+
     def parts(self, values: Array) -> Iterator[tuple[Array, Array]]:
         """To each of the arrays its own of the values, one a sequence; not of texts."""
         first = 0
@@ -100,14 +104,16 @@ class Outs:
             first = last
 
     def begins(self, lines: IntArray, offsets: IntArray) -> IntArray:
-        """The bytes of the body at which elements of lines begin: `offsets[i]` of line `lines[i]` of all, which ascend."""
-        found, first_line = [], 0
-        for begin, array in self._outs:
-            num_frames, size = array.shape[:2]
-            here = slice(None)
-            if len(self._outs) > 1:
-                here = slice(*np.searchsorted(lines, [first_line, first_line + num_frames * size]).tolist())
-            frames, own = np.divmod(lines[here] - first_line, size)
-            found.append(begin + frames * array.strides[0] + own * array.strides[1] + offsets[here] * array.itemsize)
-            first_line += num_frames * size
-        return np.concatenate(found)
+        """The bytes of the body at which elements of lines begin: `offsets[i]` of line `lines[i]` of all."""
+        size, itemsize = self.arrays[0].shape[1], self.arrays[0].itemsize
+        [begin, array], *others = self._outs
+        first_line: int | IntArray = 0
+        frame, line = array.strides[:2]
+        if others:
+            first_lines = starts_of(np.array([len(array) * size for array in self.arrays]))
+            which = find(first_lines, lines)
+            first_line = first_lines[which]
+            begin, frame, line = np.array([(out.begin, *out.array.strides[:2]) for out in self._outs]).T[:, which]
+        frames, own = np.divmod(lines - first_line, size)
+        begins: IntArray = begin + frames * frame + own * line + offsets * itemsize
+        return begins
