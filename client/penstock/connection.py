@@ -57,12 +57,11 @@ class Connection:
         try:
             self._is_fetching = True
             receiving = Body(self._buffers.allocate, self._hear)
-            extensions: dict[str, Any] = {"trace": self._trace}
+            url, extensions = server + target, dict[str, Any](trace=self._trace)
             if self._receives:
+                url = named
                 extensions = {"body": receiving, "target": _encoded(server, target), "then": then and _encoded(server, then)}
-            response = self._client.get(
-                _url(named if self._receives else server + target), timeout=timeout, extensions=extensions
-            )
+            response = self._client.get(_url(url), timeout=timeout, extensions=extensions)
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
             raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error

@@ -44,7 +44,7 @@ def test_frame() -> None:
     views["input_ids"][:] = [[1, 2, 3, 50256, 0], [65535, 7, 50256, 0, 0]]
     views["lengths"][:] = [4, 3]
     address = Address(dataset="wiki", snapshot="0123456789abcdef", epoch=2, rank=1, step=300)
-    frame = wire.encode_head(address, layout, wire.digest(payload)) + bytes(payload)
+    frame = wire.Heads(address, layout).head(address.step, wire.digest(payload)) + bytes(payload)
     golden = (HERE / "frame.msgpack").read_bytes()
     assert frame == golden
     [decoded] = wire.decode(golden)

@@ -26,7 +26,7 @@ def frame(step: int, **other: int | str) -> bytes:
     payload = step.to_bytes(2, "little") * (layout.nbytes // 2)
     address = wire.Address(dataset="docs", snapshot="5eed", epoch=1, rank=0, step=step)
     address = address._replace(**other)  # type: ignore[arg-type]
-    return wire.encode_head(address, layout, wire.digest(payload)) + payload
+    return wire.Heads(address, layout).head(address.step, wire.digest(payload)) + payload
 
 
 def run(steps: Sequence[int]) -> bytes:

@@ -29,7 +29,7 @@ def frame_bytes(tensors: Arrays = TENSORS, step: int = 3, substituted: int = 0) 
     for name, view in layout.views(memoryview(payload)).items():
         view[...] = tensors[name]
     address = Address(dataset="tiny", snapshot="00112233aabbccdd", epoch=1, rank=0, step=step)
-    return wire.encode_head(address, layout, wire.digest(memoryview(payload)), substituted) + bytes(payload)
+    return wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload)), substituted) + bytes(payload)
 
 
 def test_a_frame_comes_back_as_it_was_sent() -> None:
@@ -63,7 +63,7 @@ def test_payloads_and_tensors_lie_on_64_byte_boundaries_of_the_body(steps: list[
 def test_the_length_of_a_header_does_not_depend_on_the_digest() -> None:
     address = Address(dataset="d", snapshot="s", epoch=0, rank=0, step=70_000)
     layout = Layout.of([("input_ids", "uint16", (1, 1))])
-    assert len(wire.encode_head(address, layout)) == len(wire.encode_head(address, layout, "f" * 16))
+    assert len(wire.Heads(address, layout).head(address.step)) == len(wire.Heads(address, layout).head(address.step, "f" * 16))
 
 
 STEPS = st.integers(0, 300)
@@ -158,7 +158,7 @@ def test_tensors_do_not_overlap() -> None:
 
 def sealed(tensors: list[Any], payload: bytes = bytes(128)) -> bytes:
     """A frame whose digests are right, whatever its header says of the tensors."""
-    empty = wire.encode_head(Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0), Layout((), len(payload)))
+    empty = wire.Heads(Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0), Layout((), len(payload))).head(0)
     header = msgpack.unpackb(empty[:-5]) | {"digest": wire.digest(payload), "tensors": tensors}
     fields = {name: value for name, value in header.items() if name not in ("header_digest", "pad")}
     header["header_digest"] = wire.digest(msgpack.packb(fields))
@@ -207,5 +207,5 @@ def test_texts_come_back_as_they_were_sent() -> None:
     for name, view in layout.views(memoryview(payload)).items():
         wire.pack_texts(raw[name], view)
     address = Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0)
-    [frame] = wire.decode(wire.encode_head(address, layout, wire.digest(memoryview(payload))) + payload)
+    [frame] = wire.decode(wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload))) + payload)
     assert frame.texts == texts

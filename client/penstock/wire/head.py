@@ -21,6 +21,7 @@ _MAP_OF_TWELVE: bytes = msgpack.Packer().pack_map_header(12)
 _STEP: bytes = msgpack.packb("step")
 _SUBSTITUTED: bytes = msgpack.packb("substituted")
 _DIGEST: bytes = msgpack.packb("digest") + _STR_OF_16
+_SEAL: bytes = HEADER_DIGEST + _STR_OF_16
 _PAD: bytes = msgpack.packb("pad")
 _ZERO: bytes = msgpack.packb(0)
 _BIN8_BYTES = len(msgpack.packb(b""))
@@ -68,7 +69,7 @@ class Heads:
     def _head(self, step: bytes, payload_digest: bytes, number: bytes) -> bytes:
         fields = b"".join((self._before, step, _DIGEST, payload_digest, self._behind, number))
         # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
-        sealed = b"".join((fields, HEADER_DIGEST, _STR_OF_16, digest(_MAP_OF_TEN + fields).encode(), _PAD))
+        sealed = b"".join((fields, _SEAL, digest(_MAP_OF_TEN + fields).encode(), _PAD))
         bare = len(_MAP_OF_TWELVE) + len(sealed) + _BIN8_BYTES + BIN32.size
         longest = bare - len(number) + _MOST_BYTES
         return b"".join((_MAP_OF_TWELVE, sealed, _FILLERS[round_up(longest) - bare], self._mark))
@@ -87,11 +88,6 @@ class Heads:
         dataset, snapshot, epoch, rank, _ = self._address
         address = Address(dataset, snapshot, epoch, rank, step)
         return Header(address, str(payload_digest, "latin-1"), self._layout, 0), start + len(head)
-
-
-def encode_head(address: Address, layout: Layout, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
-    """The head of a frame; see Heads."""
-    return Heads(address, layout).head(address.step, payload_digest, substituted)
 
 
 def _packed(**fields: object) -> bytes:

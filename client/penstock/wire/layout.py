@@ -79,8 +79,10 @@ def strided(tensor: TensorLayout, body: bytearray, begin: int, stride: int, coun
     if dtype is None:  # texts lie there as bytes
         shape, dtype = (tensor.nbytes,), np.dtype(np.uint8)
     # np.ndarray keeps no hold on the memory, see _view: a body that is being written is not used for another.
-    inner = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
-    return np.ndarray((count, *shape), dtype, body, begin, (stride, *inner))
+    strides = [dtype.itemsize]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return np.ndarray((count, *shape), dtype, body, begin, (stride, *strides[: len(shape)]))
 
 
 def pack_texts(texts: Sequence[bytes], out: npt.NDArray[np.uint8]) -> None:
