@@ -11,9 +11,10 @@ import pyarrow as pa
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.wire import Layout, strided
-from penstock_server.batches.batch import _fill
-from penstock_server.batches.body import Out, Outs
+from penstock.wire import Layout
+from penstock_server.batches.batch import _add, _write
+from penstock_server.batches.body import Place, Places
+from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.sequences import Held, Parts, Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import STREAM
@@ -124,18 +125,31 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
         )
         # In two or three parts, and of one of them the frames stand farther apart.
         cuts = sorted({0, random.randint(0, num_batches - 1), random.randint(0, num_batches - 1)})
-        outs, body = [], bytearray(b"\7" * num_batches * 2 * layout.nbytes)
+        parts = []
         for number, (first, last) in enumerate(pairwise([*cuts, num_batches])):
             begin = 2 * first * layout.nbytes + layout.tensors[1].offset
-            outs.append(Out(begin, strided(layout.tensors[1], body, begin, (1 + (number == 1)) * layout.nbytes, last - first)))
-        _fill(tensor, Outs(body, outs), sequences, {}, PAD)
-        return np.concatenate([out.array for out in outs]).reshape(-1, *layout.tensors[1].shape[1:]).tolist()
+            parts.append(Place(begin, (1 + (number == 1)) * layout.nbytes, last - first, layout.tensors[1]))
+        places, nbytes = Places(parts), num_batches * 2 * layout.nbytes
+        if tensor.kind in ("tokens", "mask"):
+            pieces = Pieces()
+            _add(tensor, places, sequences, PAD, pieces)
+            body = pieces.join(nbytes)
+        else:
+            body = bytearray(nbytes)
+            _write(tensor, places, body, sequences, {})
+        written = np.concatenate([part.array(body) for part in parts]).reshape(-1, *layout.tensors[1].shape[1:]).tolist()
+        for part in parts:
+            part.array(body)[...] = 0
+        assert not any(body)
+        return written
 
     def padded(line: list[int], width: int, value: int) -> list[int]:
         return line + [value] * (width - len(line))
 
     tokens = Tensor(name="input_ids", kind="tokens", dtype="uint16", feature="tokens", longest=longest)
     assert made(tokens, longest, "uint16") == [padded([token for token, _ in line], longest, PAD) for line in expected]
+    wide = Tensor(name="input_ids", kind="tokens", dtype="uint32", feature="tokens", longest=longest)
+    assert made(wide, longest, "uint32") == made(tokens, longest, "uint16")
     mask = Tensor(name="loss_mask", kind="mask", dtype="uint8", feature="tokens", longest=longest)
     assert made(mask, longest, "uint8") == [padded([int(learned) for _, learned in line], longest, 0) for line in expected]
     lengths = Tensor(name="lengths", kind="count", dtype="int32", feature="tokens")

@@ -21,7 +21,7 @@ digests  of payloads, headers and other bodies
 from penstock.wire.digests import content_digest, digest
 from penstock.wire.frame import Frame, decode
 from penstock.wire.head import VERSION, Address, Heads
-from penstock.wire.layout import Layout, pack_texts, strided
+from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
 
 MEDIA_TYPE = "application/vnd.msgpack"
 
@@ -32,6 +32,7 @@ __all__ = [
     "Frame",
     "Heads",
     "Layout",
+    "TensorLayout",
     "content_digest",
     "decode",
     "digest",

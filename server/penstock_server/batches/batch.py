@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import wire
-from penstock_server.batches.body import Outs, alike_frames, of_one_width
+from penstock_server.batches.body import Places, alike_frames, of_one_width
 from penstock_server.batches.gather import Chunk, gather
+from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
-from penstock_server.batches.sequences import Runs, Sequences, Tokens
+from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.order import IntArray
 from penstock_server.problems import BadParameter
 from penstock_server.storage.block import Block
 from penstock_server.storage.pages import Waits
@@ -31,9 +31,16 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
     plan, sequences = chunk.plan, gather(chunk, blocks)
     texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
     alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank, 0), chunk.steps, _layouts(plan, sequences, texts)))
-    body = bytearray(alike[-1].stop)
-    for number, tensor in enumerate(plan.tensors):
-        _fill(tensor, Outs(body, [some.out(body, number) for some in alike]), sequences, texts, plan.pad_id)
+    placed = [(tensor, Places([some.place(number) for some in alike])) for number, tensor in enumerate(plan.tensors)]
+    pieces = Pieces()
+    for tensor, places in placed:
+        if tensor.kind in ("tokens", "mask"):
+            _add(tensor, places, sequences, plan.pad_id, pieces)
+    with _waits.copying(pieces.spans()):
+        body = pieces.join(alike[-1].stop)
+    for tensor, places in placed:
+        if tensor.kind not in ("tokens", "mask"):
+            _write(tensor, places, body, sequences, texts)
     num_substituted = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for some in alike:
         for step, (head, payload) in zip(some.steps, some.cut(memoryview(body)), strict=True):
@@ -83,62 +90,36 @@ def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> l
     return of_batches
 
 
-def _fill(tensor: Tensor, outs: Outs, sequences: Sequences, texts: Texts, pad_id: int) -> None:
-    """Writes a tensor of every batch."""
-    if tensor.kind in ("tokens", "mask"):
-        _pad(outs, sequences.lengths(tensor), pad_id if tensor.kind == "tokens" else 0)
-        if tensor.kind == "tokens":
-            _copy(outs, sequences.runs(tensor), sequences.tokens(tensor.feature))
-        else:
-            _mark(outs, sequences.runs(tensor))
-    elif tensor.is_ragged:
+def _add(tensor: Tensor, places: Places, sequences: Sequences, pad_id: int, pieces: Pieces) -> None:
+    """Adds the lines of a tensor of tokens, of every batch, and their padding; of a mask the ones."""
+    runs, dtype = sequences.runs(tensor), np.dtype(tensor.dtype)
+    begins = places.begins(runs.lines, runs.offsets)
+    if tensor.kind == "mask":
+        begins, lengths = begins[runs.learned], runs.lengths[runs.learned]
+        zeros = np.zeros_like(lengths)
+        pieces.add([np.ones(tensor.longest, dtype)], dtype, begins, zeros, zeros, lengths)
+        return
+    pieces.add(sequences.tokens(tensor.feature), dtype, begins, runs.held, runs.starts, runs.lengths)
+    lengths = sequences.lengths(tensor)
+    missing = places.widths() - lengths
+    if pad_id and missing.any():
+        short = np.flatnonzero(missing)
+        zeros = np.zeros_like(short)
+        padding = np.full(missing.max(), pad_id, dtype)
+        pieces.add([padding], dtype, places.begins(short, lengths[short]), zeros, zeros, missing[short])
+
+
+def _write(tensor: Tensor, places: Places, body: bytearray, sequences: Sequences, texts: Texts) -> None:
+    """Writes a tensor that is not of tokens, of every batch."""
+    if tensor.is_ragged:
         rest = iter(texts[tensor.name])
-        size = sequences.count // sum(map(len, outs.arrays))
-        for out in outs.frames():
+        size = sequences.count // places.num_frames
+        for out in places.frames(body):
             wire.pack_texts(list(islice(rest, size)), out)
     else:
         of_kind = {"count": _counts, "starts": _starts, "column": _numbers}
-        for array, own in outs.parts(of_kind[tensor.kind](tensor, sequences)):
+        for array, own in places.parts(body, of_kind[tensor.kind](tensor, sequences)):
             array[...] = own.reshape(array.shape)
-
-
-def _copy(outs: Outs, runs: Runs, tokens: list[Tokens]) -> None:
-    out, begins = outs.arrays[0], outs.begins(runs.lines, runs.offsets)
-    starts, lengths = runs.starts, runs.lengths
-    target: Any = memoryview(outs.body)
-    values: list[Any]
-    if all(own.dtype == out.dtype for own in tokens):
-        # Lines are short, so what counts is what a slice costs: one of bytes takes half of the time of an array's.
-        values = [own.view(np.uint8).data for own in tokens]
-        starts, lengths = starts * out.itemsize, lengths * out.itemsize
-    else:
-        target, values, begins = np.frombuffer(outs.body, out.dtype), list(tokens), begins // out.itemsize
-    columns = (runs.held, starts, starts + lengths, begins, begins + lengths)
-    with _waits.copying(_spans(tokens, runs)):
-        for held, start, stop, at, end in zip(*(column.tolist() for column in columns), strict=True):
-            target[at:end] = values[held][start:stop]
-
-
-def _spans(tokens: list[Tokens], runs: Runs) -> Iterator[tuple[int, int]]:
-    """Address and bytes of each run."""
-    first = np.array([own.ctypes.data for own in tokens])[runs.held]
-    size = np.array([own.itemsize for own in tokens])[runs.held]
-    yield from zip((first + runs.starts * size).tolist(), (runs.lengths * size).tolist(), strict=True)
-
-
-def _mark(outs: Outs, runs: Runs) -> None:
-    target, begins = np.frombuffer(outs.body, np.uint8), outs.begins(runs.lines, runs.offsets)
-    columns = (runs.learned, begins, begins + runs.lengths)
-    for learned, at, end in zip(*(column.tolist() for column in columns), strict=True):
-        target[at:end] = learned
-
-
-def _pad(outs: Outs, lengths: IntArray, value: int) -> None:
-    """Fills batches that have padding as a whole, before their lines are written: line by line takes several times as long."""
-    shortest = lengths.reshape(-1, outs.arrays[0].shape[1]).min(axis=1).tolist()
-    for out, length in zip(outs.frames(), shortest, strict=True):
-        if length < out.shape[1]:
-            out.fill(value)
 
 
 def _counts(tensor: Tensor, sequences: Sequences) -> Array:

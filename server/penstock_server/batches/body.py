@@ -1,4 +1,4 @@
-"""Bodies: where the frames of a chunk lie, and each tensor in all of them. What is alike is written together."""
+"""Bodies: where the frames of a chunk lie, and each tensor in all of them. What is alike is placed together."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ class Alike(NamedTuple):
         """The byte behind the last."""
         return self.start + len(self.steps) * self.frame_nbytes
 
-    def out(self, body: bytearray, number: int) -> Out:
+    def place(self, number: int) -> Place:
         """The tensor of that number in the layout, in all of them."""
         tensor = self.layout.tensors[number]
-        begin = self.start + self.head_nbytes + tensor.offset
-        return Out(begin, wire.strided(tensor, body, begin, self.frame_nbytes, len(self.steps)))
+        return Place(self.start + self.head_nbytes + tensor.offset, self.frame_nbytes, len(self.steps), tensor)
 
     def cut(self, body: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
         """Head and payload of each."""
@@ -70,50 +69,64 @@ def of_one_width(steps: range) -> Iterator[range]:
             yield alike
 
 
-class Out(NamedTuple):
-    """A tensor in frames that are alike: its array, which begins at that byte of the body.
-
-    Its shape is [frames, batch_size, ...], or [frames, nbytes] of texts.
-    """
+class Place(NamedTuple):
+    """A tensor in frames that are alike: it begins at byte `begin` of the body, and then each `stride` bytes."""
 
     begin: int
-    array: Array
-
-
-class Outs:
-    """One tensor in all frames of a body."""
-
-    def __init__(self, body: bytearray, outs: list[Out]) -> None:
-        self.body, self._outs = body, outs
+    stride: int
+    num_frames: int
+    tensor: wire.TensorLayout
 
     @property
-    def arrays(self) -> list[Array]:
-        """The arrays that it consists of."""
-        return [out.array for out in self._outs]
+    def num_lines(self) -> int:
+        """The lines of a tensor of shape [batch_size, ...], in all of them."""
+        return self.num_frames * self.tensor.shape[0]
 
-    def frames(self) -> Iterator[Array]:
+    def array(self, body: bytearray) -> Array:
+        """It in all of them, shape [num_frames, batch_size, ...], or [num_frames, nbytes] of texts."""
+        return wire.strided(self.tensor, body, self.begin, self.stride, self.num_frames)
+
+
+class Places:
+    """One tensor in all frames of a body."""
+
+    def __init__(self, places: list[Place]) -> None:
+        self._places = places
+
+    @property
+    def num_frames(self) -> int:
+        """How many frames there are."""
+        return sum(place.num_frames for place in self._places)
+
+    def frames(self, body: bytearray) -> Iterator[Array]:
         """What it is in each frame."""
-        return chain.from_iterable(self.arrays)
+        return chain.from_iterable(place.array(body) for place in self._places)
 
-    def parts(self, values: Array) -> Iterator[tuple[Array, Array]]:
-        """To each of the arrays its own of the values, one a sequence; not of texts."""
+    def parts(self, body: bytearray, values: Array) -> Iterator[tuple[Array, Array]]:
+        """The arrays that it consists of, and to each its own of the values, one a line; not of texts."""
         first = 0
-        for array in self.arrays:
-            last = first + array.shape[0] * array.shape[1]
-            yield array, values[first:last]
+        for place in self._places:
+            last = first + place.num_lines
+            yield place.array(body), values[first:last]
             first = last
 
+    def widths(self) -> IntArray:
+        """The elements of each line of a tensor of shape [batch_size, width]: shape [num_lines], or [1] if all are alike."""
+        widths = np.array([place.tensor.shape[1] for place in self._places])
+        return widths if len(widths) == 1 else np.repeat(widths, [place.num_lines for place in self._places])
+
     def begins(self, lines: IntArray, offsets: IntArray) -> IntArray:
-        """The bytes of the body at which elements of lines begin: `offsets[i]` of line `lines[i]` of all."""
-        size, itemsize = self.arrays[0].shape[1], self.arrays[0].itemsize
-        [begin, array], *others = self._outs
-        first_line: int | IntArray = 0
-        frame, line = array.strides[:2]
+        """The bytes of the body at which elements of such lines begin: `offsets[i]` of line `lines[i]` of all."""
+        [place, *others] = self._places
+        size, itemsize = place.tensor.shape[0], np.dtype(place.tensor.dtype).itemsize
+        widths = self.widths()
+        of_place: tuple[int | IntArray, ...] = (place.begin, place.stride, 0)
         if others:
-            first_lines = starts_of(np.array([len(array) * size for array in self.arrays]))
+            first_lines = starts_of(np.array([place.num_lines for place in self._places]))
             which = find(first_lines, lines)
-            first_line = first_lines[which]
-            begin, frame, line = np.array([(out.begin, *out.array.strides[:2]) for out in self._outs]).T[:, which]
-        frames, own = np.divmod(lines - first_line, size)
-        begins: IntArray = begin + frames * frame + own * line + offsets * itemsize
+            widths = widths[lines]
+            of_place = (*np.array([(place.begin, place.stride) for place in self._places])[which].T, first_lines[which])
+        begin, stride, first_line = of_place
+        frames, number = np.divmod(lines - first_line, size)
+        begins: IntArray = begin + frames * stride + (number * widths + offsets) * itemsize
         return begins

@@ -171,6 +171,9 @@ class Sequences:
         offsets = _offsets(lines, lengths)
         if longest:
             lengths = np.clip(longest - offsets, 0, lengths)
+            some = lengths > 0
+            lines, held, starts, lengths, offsets = (column[some] for column in (lines, held, starts, lengths, offsets))
+            learned = learned[some]
         return Runs(lines, held, starts, lengths, learned, offsets)
 
     def _is_of_plain_rows(self, feature: str) -> bool:
