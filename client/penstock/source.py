@@ -83,8 +83,7 @@ class Source:
             frames = wire.decode(body, steps)
             for step in steps:
                 frame = next(frames, None)
-                asked = wire.Address(dataset=self.dataset, snapshot=spec.snapshot, epoch=epoch, rank=self._rank, step=step)
-                if frame is None or frame.address != asked:
+                if frame is None or frame.address != (self.dataset, spec.snapshot, epoch, self._rank, step):
                     came = "another came" if frame else "the answer ends before it"
                     raise WireError(f"the batch of step {step} was asked for, but {came}")
                 yield frame

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -165,12 +166,17 @@ def _columns(travelling: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in travelling if name not in parts)
 
 
+@lru_cache
+def _lengths(travelling: tuple[str, ...]) -> list[str]:
+    return [name for name in _ALL_LENGTHS if name in travelling]
+
+
 def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
     """What `expand` takes of a frame: the parts of sequences, cu_seqlens, and columns of types that torch has.
 
     How many documents there are, and whether there is padding, is found out here: a GPU that is asked makes everybody wait.
     """
-    arrays = dict(frame.tensors)
+    arrays = frame.tensors
     for side in _sides(tuple(arrays)):
         lengths = side.parts[_LENGTHS]
         if lengths and _total(arrays[lengths]) == arrays[side.parts[0]].size:
@@ -219,9 +225,10 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
 
 def count_tokens(frame: Frame) -> int:
     """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
-    arrays = frame.tensors
-    known = [_total(arrays[name]) for name in _ALL_LENGTHS if name in arrays]
-    return sum(known) if known else arrays["input_ids"].size  # what has no lengths has no padding
+    arrays, number = frame.alike, frame.number
+    if names := _lengths(tuple(arrays)):
+        return sum([_total(arrays[name][number]) for name in names])
+    return math.prod(arrays["input_ids"].shape[1:])  # what has no lengths has no padding
 
 
 def _total(lengths: npt.NDArray[Any]) -> int:

@@ -40,7 +40,7 @@ def test_epochs(name: str, sequences: str) -> None:
 def test_frame() -> None:
     layout = Layout.of([("input_ids", "uint16", (2, 5)), ("lengths", "int32", (2,))])
     payload = memoryview(bytearray(layout.nbytes))
-    views = layout.views(payload)
+    views = {name: array for name, [array] in layout.arrays(payload, 0, layout.nbytes, 1).items()}
     views["input_ids"][:] = [[1, 2, 3, 50256, 0], [65535, 7, 50256, 0, 0]]
     views["lengths"][:] = [4, 3]
     address = Address(dataset="wiki", snapshot="0123456789abcdef", epoch=2, rank=1, step=300)

@@ -7,10 +7,11 @@ from penstock.tensors import count_tokens, document_mask, expand, nbytes
 
 def frame(**tensors: object) -> wire.Frame:
     address = wire.Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0)
-    arrays = {
-        name: np.array(values, np.uint16 if name in ("input_ids", "labels") else np.int32) for name, values in tensors.items()
-    }
-    return wire.Frame(address=address, digest="", nbytes=0, tensors=arrays, texts={}, substituted=0)
+    alike = {}
+    for name, values in tensors.items():
+        of_list = np.uint16 if name in ("input_ids", "labels") else np.int32
+        alike[name] = (values if isinstance(values, np.ndarray) else np.array(values, of_list))[None]
+    return wire.Frame(address=address, digest="", nbytes=0, texts={}, substituted=0, alike=alike, number=0)
 
 
 def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:
@@ -44,14 +45,13 @@ def test_seq2seq_has_the_prompt_as_input_and_the_response_as_labels() -> None:
 
 
 def test_large_ids_stay_what_they_are() -> None:
-    wide = frame(input_ids=[[1]], lengths=[1])
-    wide.tensors["input_ids"] = np.array([[2**32 - 1]], np.uint32)
+    wide = frame(input_ids=np.array([[2**32 - 1]], np.uint32), lengths=[1])
     assert expand(wide, pin_memory=False)["input_ids"].tolist() == [[2**32 - 1]]
 
 
 def test_documents_have_positions_of_their_own_and_learn_nothing_from_each_other() -> None:
-    made = frame(input_ids=[[5, 6, 7, 8, 0], [1, 2, 3, 4, 5]], lengths=[4, 5])
-    made.tensors["document_starts"] = np.array([[0b10101], [0b00001]], np.uint8)  # at 0, 2 and the padding; at 0
+    starts = np.array([[0b10101], [0b00001]], np.uint8)  # at 0, 2 and the padding; at 0
+    made = frame(input_ids=[[5, 6, 7, 8, 0], [1, 2, 3, 4, 5]], lengths=[4, 5], document_starts=starts)
     batch = expand(made, pin_memory=False)
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
     assert batch["cu_seqlens"].tolist() == [0, 2, 4, 5, 10]
@@ -82,10 +82,12 @@ def test_both_sides_of_a_pair_are_expanded() -> None:
 
 
 def test_columns_keep_their_names_and_types() -> None:
-    made = frame(input_ids=[[1]], lengths=[1])
-    made.tensors["score"] = np.array([0.5], np.float32)
-    made.tensors["vector"] = np.array([[1, 2]], np.uint16)
-    made.tensors["is_clean"] = np.array([True])
+    columns = {
+        "score": np.array([0.5], np.float32),
+        "vector": np.array([[1, 2]], np.uint16),
+        "is_clean": np.array([True]),
+    }
+    made = frame(input_ids=[[1]], lengths=[1], **columns)
     made.texts["url"] = ["über"]
     batch = expand(made, pin_memory=False)
     assert (batch["score"].dtype, batch["vector"].dtype, batch["is_clean"].dtype) == (torch.float32, torch.int32, torch.bool)

@@ -26,7 +26,7 @@ TENSORS: Arrays = {
 def frame_bytes(tensors: Arrays = TENSORS, step: int = 3, substituted: int = 0) -> bytes:
     layout = Layout.of([(name, str(array.dtype), array.shape) for name, array in tensors.items()])
     payload = bytearray(layout.nbytes)
-    for name, view in layout.views(memoryview(payload)).items():
+    for name, [view] in layout.arrays(memoryview(payload), 0, layout.nbytes, 1).items():
         view[...] = tensors[name]
     address = Address(dataset="tiny", snapshot="00112233aabbccdd", epoch=1, rank=0, step=step)
     return wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload)), substituted) + bytes(payload)
@@ -204,7 +204,7 @@ def test_texts_come_back_as_they_were_sent() -> None:
     raw = {name: [text.encode() for text in own] for name, own in texts.items()}
     layout = Layout.of([(name, "utf8", (len(own), sum(map(len, own)))) for name, own in raw.items()])
     payload = bytearray(layout.nbytes)
-    for name, view in layout.views(memoryview(payload)).items():
+    for name, [view] in layout.arrays(memoryview(payload), 0, layout.nbytes, 1).items():
         wire.pack_texts(raw[name], view)
     address = Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0)
     [frame] = wire.decode(wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload))) + payload)

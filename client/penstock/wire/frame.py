@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgpack
@@ -13,22 +14,35 @@ from penstock.wire.digests import digest
 from penstock.wire.head import BIN32, HEADER_DIGEST, VERSION, Address, Header, Heads
 from penstock.wire.layout import MISFIT, TEXTS, Layout, layout_of, unpack_texts
 
+Array = npt.NDArray[Any]
+
 _UNSEALED = {"header_digest", "pad"}
 _LARGEST_HEADER = 1 << 20
 
 
 class Frame(NamedTuple):
-    """One batch as it came over the wire; `tensors` are views of the received bytes, `texts` what columns of text hold.
+    """One batch as it came over the wire.
 
-    `substituted` sequences stand in for rows that cannot be used.
+    nbytes       of its payload
+    texts        what columns of text hold
+    substituted  how many sequences stand in for rows that cannot be used
+    alike        each tensor in frames of one layout, shape [num_frames, *shape]; views of the received bytes
+    number       which of those frames it is
     """
 
     address: Address
     digest: str
     nbytes: int
-    tensors: dict[str, npt.NDArray[Any]]
     texts: dict[str, list[str] | list[bytes]]
     substituted: int
+    alike: Mapping[str, Array]
+    number: int
+
+    @property
+    def tensors(self) -> dict[str, Array]:
+        """Its tensors, views of the received bytes."""
+        number = self.number
+        return {name: array[number] for name, array in self.alike.items()}
 
 
 def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> Iterator[Frame]:
@@ -39,31 +53,64 @@ def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> I
     """
     view = memoryview(body).cast("B")
     likely = iter(steps)
-    heads: Heads | None = None
-    layout: Layout | None = None
+    alike: _Alike | None = None
     start = 0
     while start < len(view):
         step = next(likely, None)
-        known = heads.recognise(view, start, step) if heads and step is not None else None
-        header, at = known or _read_header(view, start)
-        if not known:
+        frame = alike.frame_of(step, start) if alike and step is not None else None
+        if alike is None or frame is None:
+            header, at = _read_header(view, start)
             # Where layouts change, to expect one more of the last would only take time.
-            heads = Heads(header.address, header.layout) if header.layout == layout and step is not None else None
-        layout = header.layout
-        start = at + layout.nbytes
-        yield _frame(header, view[at:start])
+            alike = _Alike(view, start, at, header, is_one=alike is None or header.layout != alike.layout)
+            frame = alike.frame(header.address, header.digest, header.substituted, start)
+        yield frame
+        start += alike.frame_nbytes
 
 
-def _frame(header: Header, payload: memoryview) -> Frame:
-    address, expected, layout, substituted = header
-    if len(payload) < layout.nbytes:
-        raise WireError(f"the body ends inside the batch of step {address.step}: {len(payload)} of {layout.nbytes} bytes came")
-    actual = digest(payload)
-    if actual != expected:
-        raise WireError(f"the batch of step {address.step} was damaged on the way: digest {actual}, not {expected}")
-    views = layout.views(payload)
-    texts = {t.name: unpack_texts(t, views.pop(t.name)) for t in layout.tensors if t.dtype in TEXTS}
-    return Frame(address, actual, layout.nbytes, views, texts, substituted)
+class _Alike:
+    """Frames of one layout that stand one behind the other in a body, from the byte `start` on, if they are as is expected.
+
+    The first of them has this header, and its payload begins at byte `at`. `is_one`: no other is expected.
+    """
+
+    def __init__(self, view: memoryview, start: int, at: int, header: Header, *, is_one: bool) -> None:
+        self.layout = header.layout
+        self.frame_nbytes = at - start + header.layout.nbytes
+        self._view, self._start, self._head_nbytes = view, start, at - start
+        num_frames = (len(view) - start) // self.frame_nbytes
+        if not num_frames:
+            raise _cut(header.address, len(view) - at, header.layout)
+        self._address = header.address
+        self._heads = None if is_one else Heads(header.address, header.layout)
+        self._arrays = header.layout.arrays(view, at, self.frame_nbytes, 1 if is_one else num_frames)
+        self._texts = [(t, self._arrays.pop(t.name)) for t in header.layout.tensors if t.dtype in TEXTS]
+
+    def frame_of(self, step: int, start: int) -> Frame | None:
+        """The frame at `start`, if it is one of these and of this step. Raises WireError: see `frame`."""
+        if self._heads is None:
+            return None
+        expected = self._heads.recognise(bytes(self._view[start : start + self._head_nbytes]), step)
+        if expected is None:
+            return None
+        dataset, snapshot, epoch, rank, _ = self._address
+        return self.frame(Address(dataset, snapshot, epoch, rank, step), expected, 0, start)
+
+    def frame(self, address: Address, expected: str, substituted: int, start: int) -> Frame:
+        """The frame at `start`. Raises WireError: its payload is cut short, or its digest is not what was expected."""
+        payload = self._view[start + self._head_nbytes : start + self.frame_nbytes]
+        nbytes = self.layout.nbytes
+        if len(payload) < nbytes:
+            raise _cut(address, len(payload), self.layout)
+        actual = digest(payload)
+        if actual != expected:
+            raise WireError(f"the batch of step {address.step} was damaged on the way: digest {actual}, not {expected}")
+        number = (start - self._start) // self.frame_nbytes
+        texts = {tensor.name: unpack_texts(tensor, array[number]) for tensor, array in self._texts} if self._texts else {}
+        return Frame(address, actual, nbytes, texts, substituted, self._arrays, number)
+
+
+def _cut(address: Address, nbytes: int, layout: Layout) -> WireError:
+    return WireError(f"the body ends inside the batch of step {address.step}: {nbytes} of {layout.nbytes} bytes came")
 
 
 def _read_header(view: memoryview, start: int) -> tuple[Header, int]:
@@ -118,4 +165,10 @@ def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
 
 def _seal(header: bytes, num_fields: int) -> str:
     """The digest of the fields of a packed header that come before its own digest, packed as a map."""
-    return digest(msgpack.Packer().pack_map_header(num_fields) + header[1 : header.rfind(HEADER_DIGEST)])
+    return digest(_map_of(num_fields) + header[1 : header.rfind(HEADER_DIGEST)])
+
+
+@lru_cache(maxsize=8)
+def _map_of(num_fields: int) -> bytes:
+    packed: bytes = msgpack.Packer().pack_map_header(num_fields)
+    return packed

@@ -61,24 +61,25 @@ class Layout:
             end += round_up(tensor.nbytes)
         return cls(tuple(placed), end)
 
-    def views(self, payload: memoryview) -> dict[str, npt.NDArray[Any]]:
-        """The tensors as arrays that share the payload's memory; texts as they lie there, bytes of shape [nbytes]."""
-        return {t.name: _view(t, payload) for t in self.tensors}
+    def arrays(self, body: memoryview, begin: int, stride: int, count: int) -> dict[str, npt.NDArray[Any]]:
+        """The tensors of `count` payloads in a body, whose memory they share and hold: see `strided`."""
+        # Np.ndarray keeps no hold on memory that is no array: it would be used again while it is read.
+        memory = np.frombuffer(body, np.uint8)
+        return {t.name: strided(t, memory, begin + t.offset, stride, count) for t in self.tensors}
 
 
-def _view(tensor: TensorLayout, payload: memoryview) -> npt.NDArray[Any]:
-    # Not np.ndarray, though it is faster: it keeps no hold on the buffer, which would then be used again while it is read.
-    if tensor.dtype in TEXTS:
-        return np.frombuffer(payload, np.uint8, tensor.nbytes, tensor.offset)
-    return np.frombuffer(payload, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset).reshape(tensor.shape)
+def strided(
+    tensor: TensorLayout, body: bytearray | npt.NDArray[np.uint8], begin: int, stride: int, count: int
+) -> npt.NDArray[Any]:
+    """A tensor of `count` frames, shape [count, *shape], that begins at byte `begin` of a body and each time `stride` later.
 
-
-def strided(tensor: TensorLayout, body: bytearray, begin: int, stride: int, count: int) -> npt.NDArray[Any]:
-    """A tensor of `count` frames, shape [count, *shape], that begins at byte `begin` of a body and each time `stride` later."""
+    Texts are bytes as they lie there, shape [count, nbytes]. It has no hold on the memory of a bytearray.
+    """
     shape, dtype = tensor.shape, _DTYPES.get(tensor.dtype)
     if dtype is None:  # texts lie there as bytes
         shape, dtype = (tensor.nbytes,), np.dtype(np.uint8)
-    # np.ndarray keeps no hold on the memory, see _view: a body that is being written is not used for another.
+    if count == 1:
+        return np.ndarray((1, *shape), dtype, body, begin)
     strides = [dtype.itemsize]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
