@@ -16,15 +16,6 @@ T = TypeVar("T")
 OWN_THREADS = "penstock-"  # how the names of this package's threads begin
 OBJECT_BYTES = 2048  # of Python's objects for one batch that waits, about
 _CLOSE_SECONDS = 5.0
-_num_forks = 0  # that led to this process; to ask for its number takes longer than to take an item
-
-
-def _count_fork() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class Prefetch(Generic[T]):
@@ -53,7 +44,7 @@ class Prefetch(Generic[T]):
         self._groups: deque[Sequence[T]] = deque()
         self._failure: BaseException | None = None
         self._finished = self._closed = False
-        self._process, self._num_forks = os.getpid(), _num_forks
+        self._process = os.getpid()
         self._changed = threading.Condition()
         # A daemon: an interpreter that exits in mid-epoch must not wait for a server that is away.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -63,7 +54,7 @@ class Prefetch(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if _num_forks != self._num_forks:
+        if os.getpid() != self._process:
             raise PenstockError(
                 f"this iteration began in process {self._process}, and process {os.getpid()} was forked off it: the thread "
                 f"that fetches and its connections are there. Begin an iteration of its own in each process."
@@ -90,7 +81,7 @@ class Prefetch(Generic[T]):
 
     def close(self) -> None:
         """Stops the thread and drops what is buffered. Idempotent."""
-        if _num_forks != self._num_forks:
+        if os.getpid() != self._process:
             return
         with self._changed:
             self._closed = True

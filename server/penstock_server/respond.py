@@ -136,7 +136,7 @@ class _Making:
         """Makes the body of this chunk. As JSON, one batch is an object, and several are an array of them."""
         self.hold.take()
         if self.run.format == "msgpack":
-            self._body = memoryview(frames(self.chunk, blocks))
+            self._body = frames(self.chunk, blocks)
         else:
             before, after = ("", "\n") if len(self.run.steps) == 1 else ("[\n", "\n]\n")
             before = before if self.chunk.steps[0] == self.run.steps[0] else ",\n"

@@ -46,6 +46,10 @@ def run(
 
     `begin` is called once it can, with the budget of the cache. Raises SettingsError, DatasetRefused: it cannot.
     """
+    # Modules live as long as the server. To look at them for garbage after every few runs of batches, as Python does else,
+    # takes a fifth of the time, and each time tens of milliseconds. What follows is not frozen: snapshots are replaced.
+    gc.collect()
+    gc.freeze()
     store = BlockStore(open_cache(settings), settings.num_decoders)
     catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
     listen(listener, settings)
@@ -55,10 +59,6 @@ def run(
         sys.stdout.flush()
     begin(store.cache.configured_bytes)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
-    # All that is there by now lives as long as the server. To look at it for garbage after every few runs of batches, as Python
-    # does else, takes a fifth of the time, and each time tens of milliseconds.
-    gc.collect()
-    gc.freeze()
     with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
         Server(app, seat=seat).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
     store.close()

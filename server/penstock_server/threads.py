@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # gives what the function gives, which is called in a thread
 
 _REMEMBERED_EPOCHS = 1000
-_two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # copying and digests release the lock
+_two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # digests release the lock
 
 
 async def in_two_threads(make: Callable[[], _T]) -> _T:

@@ -177,12 +177,16 @@ dtypes = st.one_of(st.sampled_from(["utf8", "binary", "bool", "uint8", "int64", 
     st.lists(huge, min_size=16, max_size=16),
 )
 @example([("a", "utf8", [], 0)], [-1] * 16)
+@example([("a", "float64", [0, 2**31, 2**24 - 1], 0)], [0] * 16)
 def test_a_header_that_lies_is_refused_or_holds_what_it_says(tensors: list[Any], words: list[int]) -> None:
     body = sealed([list(tensor) for tensor in tensors], np.array(words, "<i8").tobytes())
     try:
         [frame] = wire.decode(body)
+        frames = list(wire.decode(body * 40, [0] * 40))
     except WireError:
         return
+    assert all(_same(frame, other) and frame.texts == other.texts for other in frames)
+    assert len(frames) == 40
     assert sum(array.nbytes for array in frame.tensors.values()) <= 128 * len(tensors)
     assert sum(len(text) for texts in frame.texts.values() for text in texts) <= 128 * len(tensors)
 

@@ -61,7 +61,8 @@ def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> I
         if alike is None or frame is None:
             header, at = _read_header(view, start)
             # Where layouts change, to expect one more of the last would only take time.
-            alike = _Alike(view, start, at, header, is_one=alike is None or header.layout != alike.layout)
+            is_one = step is None or alike is None or header.layout != alike.layout
+            alike = _Alike(view, start, at, header, is_one=is_one)
             frame = alike.frame(header.address, header.digest, header.substituted, start)
         yield frame
         start += alike.frame_nbytes

@@ -55,7 +55,6 @@ class Heads:
     """
 
     def __init__(self, address: Address, layout: Layout) -> None:
-        self._address, self._layout = address, layout
         dataset, snapshot, epoch, rank, _ = address
         self._before = _MAP_OF_TWELVE + _packed(v=VERSION, dataset=dataset, snapshot=snapshot, epoch=epoch, rank=rank) + _STEP
         tensors = [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors]
@@ -76,7 +75,7 @@ class Heads:
     def recognise(self, head: bytes, step: int) -> str | None:
         """The payload's digest that a head tells, if it is that of this step, and nothing stands in for bad rows; else None.
 
-        Each field is compared with what it must be, so nothing that its own digest could tell of a header remains unknown.
+        Each field but its own digest is compared with what it must be, so that one need not be made.
         """
         before = self._before + msgpack.packb(step) + _DIGEST
         behind = len(before) + _DIGEST_BYTES

@@ -69,11 +69,11 @@ class Layout:
 
 
 def strided(
-    tensor: TensorLayout, body: bytearray | npt.NDArray[np.uint8], begin: int, stride: int, count: int
+    tensor: TensorLayout, body: memoryview | npt.NDArray[np.uint8], begin: int, stride: int, count: int
 ) -> npt.NDArray[Any]:
     """A tensor of `count` frames, shape [count, *shape], that begins at byte `begin` of a body and each time `stride` later.
 
-    Texts are bytes as they lie there, shape [count, nbytes]. It has no hold on the memory of a bytearray.
+    Texts are bytes as they lie there, shape [count, nbytes]. It has no hold on memory that is no array.
     """
     shape, dtype = tensor.shape, _DTYPES.get(tensor.dtype)
     if dtype is None:  # texts lie there as bytes
@@ -125,7 +125,7 @@ def _fits(tensor: TensorLayout, nbytes: int) -> bool:
     if tensor.dtype in TEXTS and (len(tensor.shape) != 2 or tensor.shape[0] > MOST_SEQUENCES):
         return False
     # Numpy refuses some shapes even where another size is 0.
-    makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 56
+    makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
     return makes_sense and tensor.offset + tensor.nbytes <= nbytes
 
 

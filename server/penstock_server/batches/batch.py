@@ -26,7 +26,7 @@ Texts = dict[str, list[bytes]]  # of each column of text or bytes, what travels 
 _waits = Waits()  # of this process, whatever it serves
 
 
-def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
+def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
     """The frames of a chunk, one behind the other, from the blocks it needs. Raises BadRow: see usable_rows."""
     plan, sequences = chunk.plan, gather(chunk, blocks)
     texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
@@ -43,7 +43,7 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> bytearray:
             _write(tensor, places, body, sequences, texts)
     num_substituted = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for some in alike:
-        for step, (head, payload) in zip(some.steps, some.cut(memoryview(body)), strict=True):
+        for step, (head, payload) in zip(some.steps, some.cut(body), strict=True):
             head[:] = some.heads.head(step, wire.digest(payload), next(num_substituted))
     return body
 
@@ -95,21 +95,17 @@ def _add(tensor: Tensor, places: Places, sequences: Sequences, pad_id: int, piec
     runs, dtype = sequences.runs(tensor), np.dtype(tensor.dtype)
     begins = places.begins(runs.lines, runs.offsets)
     if tensor.kind == "mask":
-        begins, lengths = begins[runs.learned], runs.lengths[runs.learned]
-        zeros = np.zeros_like(lengths)
-        pieces.add([np.ones(tensor.longest, dtype)], dtype, begins, zeros, zeros, lengths)
+        pieces.fill(1, dtype, begins[runs.learned], runs.lengths[runs.learned])
         return
-    pieces.add(sequences.tokens(tensor.feature), dtype, begins, runs.held, runs.starts, runs.lengths)
+    pieces.copy(sequences.tokens(tensor.feature), dtype, begins, runs.held, runs.starts, runs.lengths)
     lengths = sequences.lengths(tensor)
     missing = places.widths() - lengths
     if pad_id and missing.any():
         short = np.flatnonzero(missing)
-        zeros = np.zeros_like(short)
-        padding = np.full(missing.max(), pad_id, dtype)
-        pieces.add([padding], dtype, places.begins(short, lengths[short]), zeros, zeros, missing[short])
+        pieces.fill(pad_id, dtype, places.begins(short, lengths[short]), missing[short])
 
 
-def _write(tensor: Tensor, places: Places, body: bytearray, sequences: Sequences, texts: Texts) -> None:
+def _write(tensor: Tensor, places: Places, body: memoryview, sequences: Sequences, texts: Texts) -> None:
     """Writes a tensor that is not of tokens, of every batch."""
     if tensor.is_ragged:
         rest = iter(texts[tensor.name])

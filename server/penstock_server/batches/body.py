@@ -82,7 +82,7 @@ class Place(NamedTuple):
         """The lines of a tensor of shape [batch_size, ...], in all of them."""
         return self.num_frames * self.tensor.shape[0]
 
-    def array(self, body: bytearray) -> Array:
+    def array(self, body: memoryview) -> Array:
         """It in all of them, shape [num_frames, batch_size, ...], or [num_frames, nbytes] of texts."""
         return wire.strided(self.tensor, body, self.begin, self.stride, self.num_frames)
 
@@ -98,11 +98,11 @@ class Places:
         """How many frames there are."""
         return sum(place.num_frames for place in self._places)
 
-    def frames(self, body: bytearray) -> Iterator[Array]:
+    def frames(self, body: memoryview) -> Iterator[Array]:
         """What it is in each frame."""
         return chain.from_iterable(place.array(body) for place in self._places)
 
-    def parts(self, body: bytearray, values: Array) -> Iterator[tuple[Array, Array]]:
+    def parts(self, body: memoryview, values: Array) -> Iterator[tuple[Array, Array]]:
         """The arrays that it consists of, and to each its own of the values, one a line; not of texts."""
         first = 0
         for place in self._places:

@@ -1,12 +1,14 @@
-"""Pieces: what of a body is copied into it, from the blocks to where it is to stay; all in one go.
+"""Pieces: what of a body is copied into it, from the blocks to where it is to stay.
 
-Lines are short, so what counts is what one piece costs: to slice it and have Python join all slices takes two thirds of the
-time of copying them one by one.
+Lines are short, so what counts is what one piece costs: one slice each, and some hundred at a time are written one behind the
+other, in seven eighths of the time that it takes to copy each to its place. Not all at a time: they are objects themselves, and
+while they are written no other thread runs, even if a disk must be waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,9 @@ import numpy.typing as npt
 from penstock_server.geometry.order import IntArray
 
 Array = npt.NDArray[Any]
+
+_AT_A_TIME = 128
+_LONGEST_GAP = 1 << 16  # bytes; of longer ones there are several
 
 
 class _Copies(NamedTuple):
@@ -43,8 +48,9 @@ class Pieces:
     def __init__(self) -> None:
         self._sources: list[tuple[Array, np.dtype[Any]]] = []  # and as what they are copied
         self._copies: list[_Copies] = []
+        self._fills: list[_Copies] = []
 
-    def add(
+    def copy(
         self,
         arrays: list[Array],
         dtype: np.dtype[Any],
@@ -55,35 +61,53 @@ class Pieces:
     ) -> None:
         """Elements [starts[i], starts[i] + lengths[i]) of arrays[numbers[i]] go to byte begins[i] of the body, as this type.
 
-        None is empty, and they are in the order of the body.
+        They are in the order of the body.
         """
         size = dtype.itemsize
         self._copies.append(_Copies(begins, numbers + len(self._sources), starts * size, lengths * size))
         self._sources += [(array, dtype) for array in arrays]
 
+    def fill(self, value: int, dtype: np.dtype[Any], begins: IntArray, lengths: IntArray) -> None:
+        """At byte begins[i] of the body stand lengths[i] elements of this value. They are in the order of the body."""
+        zeros = np.zeros_like(lengths)
+        self._fills.append(_Copies(begins, zeros + len(self._sources), zeros, lengths * dtype.itemsize))
+        self._sources.append((np.full(lengths.max(initial=0), value, dtype), dtype))
+
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Address and bytes of what `join` will read."""
+        """Address and bytes of what will be copied."""
         found = [(array.ctypes.data, array.itemsize, dtype.itemsize) for array, dtype in self._sources]
         addresses, sizes, sizes_there = np.array(found).T
         for _, sources, starts, nbytes in self._copies:
             firsts, counts = (column // sizes_there[sources] * sizes[sources] for column in (starts, nbytes))
             yield from zip((addresses[sources] + firsts).tolist(), counts.tolist(), strict=True)
 
-    def join(self, nbytes: int) -> bytearray:
+    def join(self, nbytes: int) -> memoryview:
         """The body, of so many bytes."""
-        copies = _in_order(self._copies)
-        # From border to border it is a gap and a piece in turn, and at last a gap.
+        columns = self._whole(_in_order([*self._copies, *self._fills]), nbytes)
+        views = [array.view(np.uint8).data if array.dtype == dtype else _Cast(array, dtype) for array, dtype in self._sources]
+        views.append(memoryview(bytes(_LONGEST_GAP)))
+        body = BytesIO(bytes(nbytes))
+        for first in range(0, len(columns[0]), _AT_A_TIME):
+            rows = zip(*(column[first : first + _AT_A_TIME].tolist() for column in columns), strict=True)
+            body.writelines([views[source][start:stop] for source, start, stop in rows])
+        assert body.tell() == nbytes
+        return body.getbuffer()
+
+    def _whole(self, copies: _Copies, nbytes: int) -> tuple[IntArray, IntArray, IntArray]:
+        """The source, start and stop of all that a body consists of, one behind the other: copies, and gaps between them."""
+        # From border to border it is a gap and a copy in turn, and at last a gap.
         borders = np.zeros(2 * len(copies.begins) + 2, np.int64)
         borders[1:-1:2], borders[2:-1:2], borders[-1] = copies.begins, copies.begins + copies.nbytes, nbytes
         sizes = borders[1:] - borders[:-1]
         sources, starts = np.full(len(sizes), len(self._sources)), np.zeros(len(sizes), np.int64)
         sources[1::2], starts[1::2] = copies.sources, copies.starts
+        if sizes[::2].max() > _LONGEST_GAP:  # copies of nothing cut it
+            gaps = zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True)
+            cuts = np.array([at for first, last in gaps for at in range(first + _LONGEST_GAP, last, _LONGEST_GAP)])
+            nothing = np.zeros_like(cuts)
+            return self._whole(_in_order([copies, _Copies(cuts, nothing, nothing, nothing)]), nbytes)
         some = np.flatnonzero(sizes)
-        columns = (sources[some], starts[some], starts[some] + sizes[some])
-        views = [array.view(np.uint8).data if array.dtype == dtype else _Cast(array, dtype) for array, dtype in self._sources]
-        views.append(memoryview(bytes(sizes[::2].max())))  # for the gaps
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return bytearray().join([views[source][start:stop] for source, start, stop in rows])
+        return sources[some], starts[some], starts[some] + sizes[some]
 
 
 def _in_order(copies: list[_Copies]) -> _Copies:
