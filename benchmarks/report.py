@@ -97,7 +97,7 @@ def _not_first(results: Results) -> list[str]:
 
 def _ahead(loader: Loader, ours: Loader) -> str:
     rate, cpu, our_rate, our_cpu = loader.tokens_per_second, loader.trainer_cpu, ours.tokens_per_second, ours.trainer_cpu
-    if loader.is_ours or not (rate and cpu and our_rate and our_cpu):
+    if not loader.ahead or not (rate and cpu and our_rate and our_cpu):
         return ""
     said = []
     if rate.median > our_rate.median:

@@ -62,7 +62,7 @@ class Peer:
     reads        what the data lies in
     shuffle      how it shuffles
     workers      numbers of loader processes that are tried
-    ahead        why it may be ahead of Penstock, and what it costs to have it so
+    ahead        why it may be ahead of Penstock, and what it costs to have it so; of Penstock itself ""
     prepare      writes the corpus into a folder as the loader reads it
     batches      int64 [BATCH_SIZE, SEQ_LEN] on the CPU, epoch after epoch without end
     serve        for those with a server: serves the folder, having printed its address, until it is ended
