@@ -23,7 +23,7 @@ _LARGEST_HEADER = 1 << 20
 class Frame(NamedTuple):
     """One batch as it came over the wire.
 
-    nbytes       of its payload
+    nbytes       bytes of its payload
     texts        what columns of text hold
     substituted  how many sequences stand in for rows that cannot be used
     alike        each tensor in frames of one layout, shape [num_frames, *shape]; views of the received bytes

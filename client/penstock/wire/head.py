@@ -75,7 +75,7 @@ class Heads:
     def recognise(self, head: bytes, step: int) -> str | None:
         """The payload's digest that a head tells, if it is that of this step, and nothing stands in for bad rows; else None.
 
-        Each field but its own digest is compared with what it must be, so that one need not be made.
+        Each field but its own digest and the filler is compared with what it must be, so that digest need not be made.
         """
         before = self._before + msgpack.packb(step) + _DIGEST
         behind = len(before) + _DIGEST_BYTES

@@ -19,7 +19,7 @@ from penstock_server.geometry.order import IntArray
 Array = npt.NDArray[Any]
 
 _AT_A_TIME = 128
-_LONGEST_GAP = 1 << 16  # bytes; of longer ones there are several
+_ZEROS = memoryview(bytes(1 << 16))  # of longer gaps there are several
 
 
 class _Copies(NamedTuple):
@@ -85,8 +85,8 @@ class Pieces:
         """The body, of so many bytes."""
         columns = self._whole(_in_order([*self._copies, *self._fills]), nbytes)
         views = [array.view(np.uint8).data if array.dtype == dtype else _Cast(array, dtype) for array, dtype in self._sources]
-        views.append(memoryview(bytes(_LONGEST_GAP)))
-        body = BytesIO(bytes(nbytes))
+        views.append(_ZEROS)
+        body = BytesIO(bytes(nbytes))  # as long as it will be, or it would move while it grows
         for first in range(0, len(columns[0]), _AT_A_TIME):
             rows = zip(*(column[first : first + _AT_A_TIME].tolist() for column in columns), strict=True)
             body.writelines([views[source][start:stop] for source, start, stop in rows])
@@ -101,9 +101,9 @@ class Pieces:
         sizes = borders[1:] - borders[:-1]
         sources, starts = np.full(len(sizes), len(self._sources)), np.zeros(len(sizes), np.int64)
         sources[1::2], starts[1::2] = copies.sources, copies.starts
-        if sizes[::2].max() > _LONGEST_GAP:  # copies of nothing cut it
+        if sizes[::2].max() > len(_ZEROS):  # copies of nothing cut it
             gaps = zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True)
-            cuts = np.array([at for first, last in gaps for at in range(first + _LONGEST_GAP, last, _LONGEST_GAP)])
+            cuts = np.array([at for first, last in gaps for at in range(first + len(_ZEROS), last, len(_ZEROS))])
             nothing = np.zeros_like(cuts)
             return self._whole(_in_order([copies, _Copies(cuts, nothing, nothing, nothing)]), nbytes)
         some = np.flatnonzero(sizes)
