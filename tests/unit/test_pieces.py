@@ -1,20 +1,30 @@
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from penstock_server.batches import pieces as module
 from penstock_server.batches.pieces import Pieces
+from penstock_server.storage.block import ListColumn
 
-UINT16, UINT32 = np.dtype(np.uint16), np.dtype(np.uint32)
+UINT8, UINT16, UINT32 = (np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
-def columns(*rows: tuple[int, ...]) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
-    return list(np.array(rows, np.int64).T)
+def lists(values: npt.NDArray[np.integer]) -> ListColumn:
+    return ListColumn.of(pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values)))
+
+
+def columns(*rows: tuple[int, ...], width: int = 4) -> list[npt.NDArray[np.int64]]:
+    return list(np.array(rows, np.int64).reshape(-1, width).T)
 
 
 def test_what_no_piece_covers_is_zero_however_long_it_is() -> None:
     pieces, numbers = Pieces(), np.arange(1000, dtype=np.uint16)
-    pieces.copy([numbers[500:], numbers], UINT16, *columns((64, 0, 5, 3), (300_000, 1, 10, 4)))
-    pieces.copy([numbers], UINT32, *columns((1_000_000, 0, 998, 2)))
-    pieces.fill(7, UINT16, *columns((70, 2)))
+    pieces.copy([lists(numbers[500:]), lists(numbers)], UINT16, *columns((64, 0, 5, 3), (300_000, 1, 10, 4)))
+    pieces.copy([lists(numbers)], UINT32, *columns((1_000_000, 0, 998, 2)))
+    pieces.fill(7, UINT16, *columns((70, 2), width=2))
     body = np.frombuffer(pieces.join(1_500_000), np.uint16)
     expected = np.zeros(750_000, np.uint16)
     expected[32:37] = [505, 506, 507, 7, 7]
@@ -23,21 +33,61 @@ def test_what_no_piece_covers_is_zero_however_long_it_is() -> None:
     assert np.array_equal(body, expected)
 
 
-def test_many_pieces_stand_one_behind_the_other() -> None:
-    pieces, numbers = Pieces(), np.arange(5000, dtype=np.uint16)
-    pieces.copy([numbers], UINT16, *columns(*((2 * n, 0, n, 1) for n in range(5000))))
-    assert np.array_equal(np.frombuffer(pieces.join(10_000), np.uint16), numbers)
+@st.composite
+def some_pieces(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
+    """Gap before it, elements, number of the list or -1 for a filler, and where it begins there, of each."""
+    some = st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(-1, 2), st.integers(0, 60))
+    return draw(st.lists(some, max_size=30))
+
+
+@given(some_pieces(), st.sampled_from([UINT8, UINT16, UINT32]), st.integers(0, 80), st.booleans())
+def test_pieces_of_any_length_stand_where_they_are_to(
+    some: list[tuple[int, int, int, int]], dtype: np.dtype[np.integer], rest: int, is_long: bool
+) -> None:
+    random = np.random.default_rng(len(some))
+    sources = [random.integers(0, 250, 100).astype(own) for own in (UINT8, UINT16, UINT32)]
+    copies, fills, expected = [], [], []
+    at = 0
+    for gap, length, number, start in some:
+        expected += [np.zeros(gap, np.uint8)]
+        at += gap
+        if number < 0:
+            fills.append((at, length))
+            expected.append(np.full(length, 7, dtype).view(np.uint8))
+        else:
+            copies.append((at, number, start, length))
+            expected.append(sources[number][start : start + length].astype(dtype).view(np.uint8))
+        at += length * dtype.itemsize
+    expected.append(np.zeros(rest + 1, np.uint8))
+    pieces = Pieces()
+    pieces.copy([lists(source) for source in sources], dtype, *columns(*copies))
+    pieces.fill(7, dtype, *columns(*fills, width=2))
+    with pytest.MonkeyPatch.context() as patch:
+        if is_long:  # as what is longer than an offset can tell
+            patch.setattr(module, "_LONGEST_BUFFER", 50)
+        body = pieces.join(at + rest + 1)
+    assert bytes(body) == b"".join(map(bytes, expected))
+    assert not body.readonly
 
 
 def test_what_will_be_copied_is_told_beforehand_and_what_is_filled_in_is_not() -> None:
-    pieces, numbers = Pieces(), np.arange(10, dtype=np.uint16)
-    pieces.fill(7, UINT32, *columns((0, 2)))
+    pieces, numbers = Pieces(), lists(np.arange(10, dtype=np.uint16))
+    pieces.fill(7, UINT32, *columns((0, 2), width=2))
     pieces.copy([numbers], UINT32, *columns((8, 0, 3, 2)))
-    assert list(pieces.spans()) == [(numbers.ctypes.data + 6, 4)]
+    assert list(pieces.spans()) == [(numbers.values.ctypes.data + 6, 4)]
 
 
-def test_pieces_that_overlap_are_no_body() -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([(0, 0, 0, 5), (8, 0, 0, 3)], id="overlap"),
+        pytest.param([(0, 0, 30, 3)], id="behind the end"),
+        pytest.param([(0, 0, -1, 3)], id="before the start"),
+        pytest.param([(0, 0, 0, 8)], id="longer than the body"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_no_body(rows: list[tuple[int, ...]]) -> None:
     pieces = Pieces()
-    pieces.copy([np.arange(9, dtype=np.uint16)], UINT16, *columns((0, 0, 0, 5), (8, 0, 0, 3)))
-    with pytest.raises(AssertionError):
+    pieces.copy([lists(np.arange(32, dtype=np.uint16))], UINT16, *columns(*rows))
+    with pytest.raises(IndexError):
         pieces.join(14)

@@ -17,9 +17,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.order import IntArray
 from penstock_server.geometry.packing import STREAM, begins_run, by_value
-from penstock_server.storage.block import Block, RowSpans, Turn
-
-Tokens = npt.NDArray[np.integer[Any]]
+from penstock_server.storage.block import Block, ListColumn, RowSpans, Turn
 
 _FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all at once
 
@@ -97,9 +95,9 @@ class Sequences:
         self._by_held = list(by_value(parts.held))
         self._runs = cache(self._find_runs)
 
-    def tokens(self, feature: str) -> list[Tokens]:
+    def tokens(self, feature: str) -> list[ListColumn]:
         """The tokens of a feature in each block, which runs are of."""
-        return [held.block.features[feature].tokens.values for held in self.held]
+        return [held.block.features[feature].tokens for held in self.held]
 
     def runs(self, tensor: Tensor) -> Runs:
         """What the lines of a tensor of tokens are made of, or those of one that tells of tokens."""
@@ -131,7 +129,7 @@ class Sequences:
         runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
         first, last = np.searchsorted(runs.lines, [sequence, sequence + 1]).tolist()
         spans = zip(*(column[first:last].tolist() for column in runs[1:5]), strict=True)
-        return [(tokens[held][start : start + length].tolist(), learned) for held, start, length, learned in spans]
+        return [(tokens[held].values[start : start + length].tolist(), learned) for held, start, length, learned in spans]
 
     def num_tokens(self, sequence: int) -> int:
         """The tokens of one sequence, of all features."""
@@ -183,7 +181,7 @@ class Sequences:
     def _find_rows(self, feature: str) -> Runs:
         """The runs of sequences of rows without turns, in few steps a block: of a hundred blocks a run has a few rows each."""
         sequences, held, rows, firsts, lasts = self._parts
-        tokens = [of.block.features[feature].tokens for of in self.held]
+        tokens = self.tokens(feature)
         if len(rows) < _FEW_ROWS * len(tokens):
             lists = [tokens[number] for number in held.tolist()]
             starts = np.array([own.starts.item(row) for own, row in zip(lists, rows.tolist(), strict=True)])

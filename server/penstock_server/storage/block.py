@@ -19,9 +19,13 @@ Turn = tuple[list[int], bool]  # tokens, and whether they are learned
 
 @dataclass(frozen=True, slots=True)
 class ListColumn:
-    """A list a row: row i is values[starts[i] : stops[i]]. `offsets`: where each begins or ends, if no gap is between them."""
+    """A list a row: row i is values[starts[i] : stops[i]]. `offsets`: where each begins or ends, if no gap is between them.
+
+    `memory`: what the values lie in, from the first on.
+    """
 
     values: npt.NDArray[np.integer[Any]]
+    memory: pa.Buffer
     starts: IntArray
     stops: IntArray
     offsets: IntArray | None = None
@@ -30,7 +34,9 @@ class ListColumn:
     def of(cls, column: pa.LargeListArray) -> ListColumn:
         """The lists of an Arrow column, without a copy: thousands of blocks are held at a time."""
         offsets = column.offsets.to_numpy()
-        return cls(column.values.to_numpy(zero_copy_only=True), offsets[:-1], offsets[1:], offsets)
+        values = column.values.to_numpy(zero_copy_only=True)
+        memory = column.values.buffers()[1].slice(column.values.offset * values.itemsize)
+        return cls(values, memory, offsets[:-1], offsets[1:], offsets)
 
     @property
     def lengths(self) -> IntArray:
@@ -44,7 +50,7 @@ class ListColumn:
 
     def take(self, rows: IntArray) -> ListColumn:
         """Some of the rows."""
-        return ListColumn(self.values, self.starts[rows], self.stops[rows])
+        return ListColumn(self.values, self.memory, self.starts[rows], self.stops[rows])
 
 
 class RowSpans(NamedTuple):
