@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -253,6 +254,30 @@ def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
     monkeypatch.setattr(batch_module, "MAX_BATCH_BYTES", 900_000)
     with pytest.raises(BadParameter, match="Lower batch_size, or let fewer columns travel"):
         frames(made[0], load(made[0]))
+
+
+@pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
+def test_nothing_that_a_body_was_made_of_waits_for_the_garbage_collector(tmp_path: Path, packing: str) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a", [[[(3, True), (4, False)] * 5] * 8], 0, is_filtered=False)
+    plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), "a", packing=packing, batch_size=2, seq_len=4)
+
+    def make() -> None:
+        for chunk in chunks(plan, 0, 0, range(2)):
+            frames(chunk, load(chunk))
+
+    make()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        make()
+        gc.collect()
+        assert [found for found in gc.garbage if type(found).__module__.startswith("penstock_server")] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> None:

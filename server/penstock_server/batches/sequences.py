@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,8 +92,7 @@ class Sequences:
     def __init__(self, count: int, held: list[Held], parts: Parts, substituted: npt.NDArray[np.bool_]) -> None:
         self.count, self.held, self.substituted = count, held, substituted
         self._parts = parts
-        self._by_held = list(by_value(parts.held))
-        self._runs = cache(self._find_runs)
+        self._found = dict[tuple[str, str | None, int], Runs]()
 
     def tokens(self, feature: str) -> list[ListColumn]:
         """The tokens of a feature in each block, which runs are of."""
@@ -149,6 +148,18 @@ class Sequences:
         """Of sequences of one row each: the blocks, and of each the sequences that are made of it, and their rows in it."""
         for number, mine in self._by_held:
             yield self.held[number].block, self._parts.sequences[mine], self._parts.rows[mine]
+
+    @cached_property
+    def _by_held(self) -> list[tuple[int, IntArray]]:
+        """The number of each block, and the parts that are of it."""
+        return list(by_value(self._parts.held))
+
+    def _runs(self, feature: str, turn: str | None, longest: int) -> Runs:
+        # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
+        found = self._found.get((feature, turn, longest))
+        if found is None:
+            found = self._found[feature, turn, longest] = self._find_runs(feature, turn, longest)
+        return found
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
         if not turn and self._is_of_plain_rows(feature):
