@@ -25,7 +25,7 @@ from penstock_server.storage.splits import Splits
 
 log = logging.getLogger("penstock.store")
 
-_OPEN_BLOCKS = 1 << 13  # maps held, each in 5 KB of memory, and more where rows are bad
+_OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, and more where rows are bad
 _TOUCH_SECONDS = 10.0
 _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
