@@ -75,8 +75,9 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
 def _allocate_with_jemalloc() -> None:
     """Has Arrow, which must not be imported yet, allocate with jemalloc, unless somebody chose another allocator.
 
-    Every block is decoded into some megabytes that are freed soon. Jemalloc hands them out again, and gives back to the system
-    what lies idle for a second; mimalloc gives all back at once, and a quarter of the time goes into fresh pages.
+    Every block is decoded into some megabytes that are freed soon, and so are bodies. Jemalloc hands them out again, and gives
+    back to the system what lies idle for a second; mimalloc gives all back at once, and a quarter of the time goes into fresh
+    pages.
     """
     if sys.platform == "linux":  # elsewhere not every build has it
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")

@@ -40,9 +40,9 @@ def some_pieces(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     return draw(st.lists(some, max_size=30))
 
 
-@given(some_pieces(), st.sampled_from([UINT8, UINT16, UINT32]), st.integers(0, 80), st.booleans())
+@given(some_pieces(), st.sampled_from([UINT8, UINT16, UINT32]), st.integers(0, 80), st.booleans(), st.booleans())
 def test_pieces_of_any_length_stand_where_they_are_to(
-    some: list[tuple[int, int, int, int]], dtype: np.dtype[np.integer], rest: int, is_long: bool
+    some: list[tuple[int, int, int, int]], dtype: np.dtype[np.integer], rest: int, by_arrow: bool, is_far: bool
 ) -> None:
     random = np.random.default_rng(len(some))
     sources = [random.integers(0, 250, 100).astype(own) for own in (UINT8, UINT16, UINT32)]
@@ -63,8 +63,9 @@ def test_pieces_of_any_length_stand_where_they_are_to(
     pieces.copy([lists(source) for source in sources], dtype, *columns(*copies))
     pieces.fill(7, dtype, *columns(*fills, width=2))
     with pytest.MonkeyPatch.context() as patch:
-        if is_long:  # as what is longer than an offset can tell
-            patch.setattr(module, "_LONGEST_BUFFER", 50)
+        patch.setattr(module, "_FEW_PIECES", 0 if by_arrow else 1000)
+        if is_far:
+            patch.setattr(module, "_REACH", 50)
         body = pieces.join(at + rest + 1)
     assert bytes(body) == b"".join(map(bytes, expected))
     assert not body.readonly
@@ -83,11 +84,22 @@ def test_what_will_be_copied_is_told_beforehand_and_what_is_filled_in_is_not() -
         pytest.param([(0, 0, 0, 5), (8, 0, 0, 3)], id="overlap"),
         pytest.param([(0, 0, 30, 3)], id="behind the end"),
         pytest.param([(0, 0, -1, 3)], id="before the start"),
+        pytest.param([(0, 1, -9, 3)], id="before the start, cast"),
+        pytest.param([(0, 1, 5, 4)], id="behind the end, cast"),
         pytest.param([(0, 0, 0, 8)], id="longer than the body"),
     ],
 )
-def test_pieces_that_do_not_fit_are_no_body(rows: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("few", [0, 1000])
+def test_pieces_that_do_not_fit_are_no_body(rows: list[tuple[int, ...]], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FEW_PIECES", few)
     pieces = Pieces()
-    pieces.copy([lists(np.arange(32, dtype=np.uint16))], UINT16, *columns(*rows))
+    pieces.copy([lists(np.arange(32, dtype=np.uint16)), lists(np.arange(8, dtype=np.uint8))], UINT16, *columns(*rows))
     with pytest.raises(IndexError):
         pieces.join(14)
+
+
+def test_a_body_of_which_bytes_cannot_be_told_in_32_bits_is_none() -> None:
+    pieces = Pieces()
+    pieces.copy([lists(np.arange(32, dtype=np.uint16))], UINT16, *columns((0, 0, 0, 3)))
+    with pytest.raises(IndexError):
+        pieces.join(1 << 31)

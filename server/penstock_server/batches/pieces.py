@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.geometry.order import IntArray, starts_of
+from penstock_server.geometry.order import IntArray
 from penstock_server.storage.block import ListColumn
 
-# Arrow's view of a binary. What has few bytes holds them itself; others hold their first four, for who compares them.
+# Arrow's view of a binary. What has few bytes is held by the view itself; of others the first four are there, for who compares
+# them: here they are zero, and nobody does.
 _VIEW = np.dtype(
     {
         "names": ["nbytes", "held", "buffer", "offset"],
@@ -26,8 +26,8 @@ _VIEW = np.dtype(
     }
 )
 _HELD_BYTES = 12
-_FEW = 128  # pieces, which Python has copied before Arrow knows of them
-_LONGEST_BUFFER = (1 << 31) - 1  # bytes, for an offset in it
+_FEW_PIECES, _FEW_BYTES = 128, 1 << 20  # Python joins fewer than these sooner than Arrow is told of them
+_MOST_BYTES = _REACH = (1 << 31) - 1  # of a body, and of what an offset can tell of: both have 32 bits in a view
 _ZEROS = pa.py_buffer(bytes(1 << 16))  # of longer gaps there are several
 
 
@@ -44,8 +44,8 @@ class Pieces:
     """The pieces of one body; they do not overlap. What none of them covers is zero."""
 
     def __init__(self) -> None:
-        self._memory: list[pa.Buffer] = []
-        self._types: list[tuple[np.dtype[Any], np.dtype[Any]]] = []  # of the elements there, and as what they are copied
+        self._memory: list[pa.Buffer] = []  # what pieces are of
+        self._types: list[tuple[np.dtype[Any], np.dtype[Any]]] = []  # of its elements: there, and in the body
         self._copies: list[_Copies] = []
         self._fills: list[_Copies] = []
 
@@ -77,21 +77,39 @@ class Pieces:
     def spans(self) -> Iterator[tuple[int, int]]:
         """Address and bytes of what will be copied."""
         addresses = np.array([memory.address for memory in self._memory])
-        sizes, sizes_here = np.array([(there.itemsize, here.itemsize) for there, here in self._types]).T
+        sizes, sizes_in_body = np.array([(there.itemsize, here.itemsize) for there, here in self._types]).T
         for _, sources, starts, nbytes in self._copies:
-            firsts, counts = (column // sizes_here[sources] * sizes[sources] for column in (starts, nbytes))
+            firsts, counts = (column // sizes_in_body[sources] * sizes[sources] for column in (starts, nbytes))
             yield from zip((addresses[sources] + firsts).tolist(), counts.tolist(), strict=True)
 
     def join(self, nbytes: int) -> memoryview:
-        """The body, of so many bytes. Raises IndexError: a piece overlaps another, or is not all in its source."""
+        """The body, of so many bytes.
+
+        Raises IndexError: a piece overlaps another, is not all in what it is of, or the body is longer than 2^31 - 1 bytes.
+        """
         sources, starts, sizes = self._whole(_in_order([*self._copies, *self._fills]), nbytes)
         memory = [*self._memory, _ZEROS]
-        for number, (there, here) in enumerate(self._types):
-            if there != here or memory[number].size > _LONGEST_BUFFER:
-                mine = np.flatnonzero(sources == number)
-                values = np.frombuffer(memory[number], there)
-                memory[number], starts[mine] = _collected(values, here, starts[mine], sizes[mine])
-        return _joined(memory, sources, starts, sizes)
+        room = np.array([own.size for own in memory])
+        others = [n for n, (there, here) in enumerate(self._types) if there != here or memory[n].size > _REACH]
+        for number in others:
+            there, here = self._types[number]
+            room[number] = room[number] // there.itemsize * here.itemsize
+        left = room[sources] - starts - sizes
+        if np.minimum(np.minimum(starts, sizes), left).min() < 0 or nbytes > _MOST_BYTES:  # Arrow would copy whatever is there
+            raise IndexError("a piece of a body overlaps another, is not all in what it is of, or the body is too long")
+        mine = np.flatnonzero(np.isin(sources, others)) if others else sources[:0]
+        if not len(mine):
+            return _joined(memory, sources, starts, sizes)
+        # Arrow casts nothing on the way, and does not reach as far behind: for these it leaves gaps.
+        spans = zip(*(column[mine].tolist() for column in (sources, np.cumsum(sizes) - sizes, starts, sizes)), strict=True)
+        memory.append(pa.py_buffer(bytes(sizes[mine].max())))
+        sources[mine], starts[mine] = len(memory) - 1, 0
+        body = _joined(memory, sources, starts, sizes)
+        for source, begin, start, size in spans:
+            there, here = self._types[source]
+            values = np.frombuffer(memory[source], there, size // here.itemsize, start // here.itemsize * there.itemsize)
+            np.frombuffer(body, here, len(values), begin)[...] = values
+        return body
 
     def _whole(self, copies: _Copies, nbytes: int) -> tuple[IntArray, IntArray, IntArray]:
         """The source, start and bytes of all that a body consists of, one behind the other: copies, and gaps between them."""
@@ -118,25 +136,18 @@ def _in_order(copies: list[_Copies]) -> _Copies:
     return _Copies(*(column[order] for column in columns))
 
 
-def _collected(values: npt.NDArray[Any], dtype: np.dtype[Any], starts: IntArray, sizes: IntArray) -> tuple[pa.Buffer, IntArray]:
-    """Pieces of some values as another type, one behind the other, and where each begins; starts and sizes are bytes."""
-    spans = zip((starts // dtype.itemsize).tolist(), ((starts + sizes) // dtype.itemsize).tolist(), strict=True)
-    pieces = [values[:0], *(values[first:last] for first, last in spans)]
-    return pa.py_buffer(np.concatenate(pieces, dtype=dtype, casting="unsafe")), starts_of(sizes)[:-1]
-
-
 def _joined(memory: list[pa.Buffer], numbers: IntArray, starts: IntArray, sizes: IntArray) -> memoryview:
     """Bytes [starts[i], starts[i] + sizes[i]) of memory[numbers[i]], for each i, one behind the other."""
-    stops = starts + sizes
-    left = np.array([buffer.size for buffer in memory])[numbers] - stops
-    if np.minimum(np.minimum(starts, sizes), left).min() < 0:  # Arrow would copy whatever is there
-        raise IndexError("a piece of a body overlaps another, or is not all in its source")
-    if len(numbers) < _FEW:
-        return memoryview(bytearray().join(_slices(memory, numbers, starts, stops)))
+    if len(numbers) < _FEW_PIECES and sizes.sum() < _FEW_BYTES:
+        return memoryview(bytearray().join(_slices(memory, numbers, starts, starts + sizes)))
     views = np.zeros(len(numbers), _VIEW)
     views["nbytes"], views["buffer"], views["offset"] = sizes, numbers, starts
-    short = np.flatnonzero(sizes <= _HELD_BYTES)
-    views["held"][short] = list(map(bytes, _slices(memory, numbers[short], starts[short], stops[short])))
+    short = sizes <= _HELD_BYTES
+    # What begins where its memory does, as zeros and padding, is looked up once. What else stands in a view is not looked at.
+    which, place = np.unique(numbers[at := np.flatnonzero(short & (starts == 0))], return_inverse=True)
+    views["held"][at] = np.array([memory[number][:_HELD_BYTES].to_pybytes() for number in which.tolist()], "S12")[place]
+    at = np.flatnonzero(short & (starts != 0))
+    views["held"][at] = list(map(bytes, _slices(memory, numbers[at], starts[at], (starts + sizes)[at])))
     # As bytes: to describe the fields of an array for who takes its memory takes longer than all else here.
     column = pa.Array.from_buffers(pa.binary_view(), len(views), [None, pa.py_buffer(views.view(np.uint8)), *memory])
     *_, content = column.cast(pa.large_binary()).buffers()

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from penstock.spec import Spec
 from penstock_server.problems import BadParameter
-from penstock_server.recipes.column_types import is_text
+from penstock_server.recipes.column_types import is_text, numpy_type
 from penstock_server.snapshots.snapshot import Snapshot
 
 Width = TypeVar("Width", int, int | None)
@@ -115,5 +115,5 @@ def _column(name: str, type_: pa.DataType) -> Tensor:
         return Tensor(name=name, kind="column", dtype="binary")
     item = (type_.list_size,) if pa.types.is_fixed_size_list(type_) else ()
     number = type_.value_type if item else type_
-    dtype = "float32" if pa.types.is_float16(number) else str(np.dtype(number.to_pandas_dtype()))
+    dtype = "float32" if pa.types.is_float16(number) else str(numpy_type(number))
     return Tensor(name=name, kind="column", dtype=dtype, item=item)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 import pyarrow as pa
 
 
@@ -28,6 +32,13 @@ def is_messages(type_: pa.DataType) -> bool:
         return False
     names = {type_.value_type.field(i).name for i in range(type_.value_type.num_fields)}
     return {"role", "content"} <= names
+
+
+@lru_cache(maxsize=32)
+def numpy_type(type_: pa.DataType) -> np.dtype[Any]:
+    """What numpy calls a type of numbers. Arrow's own word for it needs pandas in many a version."""
+    found: np.dtype[Any] = pa.nulls(0, type_).to_numpy(zero_copy_only=False).dtype
+    return found
 
 
 def _is_list(type_: pa.DataType) -> bool:

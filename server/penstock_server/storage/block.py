@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock_server.geometry.order import IntArray, starts_of
-from penstock_server.recipes.column_types import is_raw
+from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
 
 Turn = tuple[list[int], bool]  # tokens, and whether they are learned
@@ -34,7 +34,7 @@ class ListColumn:
     def of(cls, column: pa.LargeListArray) -> ListColumn:
         """The lists of an Arrow column, without a copy: thousands of blocks are held at a time."""
         values, offsets = _view(column.values), _view(column.offsets)
-        memory = column.values.buffers()[1].slice(column.values.offset * values.itemsize)
+        memory = column.values.buffers()[1].slice(column.values.offset * values.itemsize, values.nbytes)
         return cls(values, memory, offsets[:-1], offsets[1:], offsets)
 
     @property
@@ -244,7 +244,7 @@ class Block:
 
 def _view(numbers: pa.Array) -> npt.NDArray[Any]:
     """Numbers without nulls where they lie. Arrow's own view would keep its arrays alive, for half of what a block takes."""
-    dtype = np.dtype(numbers.type.to_pandas_dtype())
+    dtype = numpy_type(numbers.type)
     return np.frombuffer(numbers.buffers()[1], dtype, len(numbers), numbers.offset * dtype.itemsize)
 
 
