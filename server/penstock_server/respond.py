@@ -209,6 +209,8 @@ async def _load(request: Request, making: _Making, in_thread: InThread, streams:
         # Only waited for, never cancelled: a client that leaves must not take a block from others.
         there = [future for future in futures if future.done()]
         pending = {asyncio.wrap_future(future) for future in futures if future not in there}
+        for waited in pending:  # the first failure is told; Python would log the others, with where they come from
+            waited.add_done_callback(lambda done: done.cancelled() or done.exception())
         for future in there:
             future.result()
         while pending:

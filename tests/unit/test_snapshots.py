@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,14 +20,16 @@ from starlette.testclient import TestClient
 
 from penstock.spec import Spec
 from penstock_server.app import create_app
+from penstock_server.batches.gather import Chunk
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
-from penstock_server.problems import SnapshotGone
+from penstock_server.problems import ShardUnavailable, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
 from penstock_server.snapshots.snapshot import open_snapshot
+from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
@@ -97,6 +101,22 @@ def test_a_snapshot_is_served_byte_for_byte_while_its_shards_are_there_and_only_
             held = [entry["snapshot"] for entry in client.get("/v1/datasets/d").json()["snapshots"]]
             assert held[0] == latest
             assert sorted(held) == sorted(s for s, (shards, _) in known.items() if shards.items() <= there.items())
+
+
+def test_of_several_blocks_that_fail_one_is_told_and_the_others_make_no_noise(
+    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures = [Future[Block](), Future[Block]()]
+    futures[0].set_exception(ShardUnavailable("it cannot be read now"))
+    monkeypatch.setattr(Chunk, "request", lambda _: list(futures))
+    with TestClient(create_app(open_all(), InFlight(1 << 30))) as client:
+        answer = client.get("/v1/datasets/d/epochs/0/ranks/0/batches/0?batch_size=3&seq_len=4&shuffle=none")
+        assert answer.json()["detail"] == "it cannot be read now"
+        futures.pop().set_exception(ShardUnavailable("nor can this"))
+        client.get("/healthz")
+        gc.collect()
+        client.get("/healthz")
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_plan_keeps_what_it_began_with(folder: Path, open_all: Callable[[], Catalog]) -> None:
