@@ -91,5 +91,5 @@ def test_no_block_is_read_and_what_cannot_be_counted_is_named(serve: Callable[..
         shard.unlink()
         assert server.json(URL, shuffle="global", batch_size=8)["grade"] == "uniform"
         problem = server.get(URL, packing="concat", seq_len=8).json()
-        assert problem["status"] >= 500
+        assert problem["type"] == "urn:penstock:problem:snapshot-gone"
         assert shard.name in problem["detail"]

@@ -250,6 +250,19 @@ def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
         blocks.get([1])
 
 
+def test_a_shard_that_was_removed_is_gone_unless_all_are(open_blocks: Callable[[], Blocks], data: Path) -> None:
+    write_shards(data, "input_ids", [[[9, 9, 9]], [[8, 8]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    blocks = open_blocks()
+    shards = sorted(data.glob("*.parquet"))
+    shards[0].unlink()
+    with pytest.raises(SnapshotGone, match=r"part-000.parquet was removed since the server read it"):
+        blocks.get([0])
+    for shard in shards[1:]:
+        shard.unlink()
+    with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: No such file"):
+        blocks.get([0])
+
+
 def test_a_rewritten_shard_with_the_same_footer_is_noticed_and_is_another_snapshot(data: Path, cache_dir: Path) -> None:
     """Two shards of equal layout and equal statistics can have one footer, byte for byte, and yet other tokens."""
 

@@ -27,7 +27,15 @@ def rows_of_group(
     Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError, ArrowException, ValueError.
     """
     shard = address.shard
-    opened = date_of(shard)
+    try:
+        opened = date_of(shard)
+    except FileNotFoundError:
+        if not any(shard.path.parent.glob("*.parquet")):  # storage that is away looks like an empty folder, or none
+            raise
+        raise SnapshotGone(
+            f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} was removed since the server read it. Put it back, or "
+            f"begin a new run without it."
+        ) from None
     if shard_changed(shard):
         raise SnapshotGone(
             f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
