@@ -32,6 +32,9 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     (data / "typo").mkdir()
     (data / "typo" / "penstock.toml").write_text('mix = "few"')
     write_pairs(data / "pairs", [("the dog", "jumps")] * 30)
+    write_pairs(data / "others", [("the fox", "sits")] * 30)
+    write_tokenizer(data / "others" / "tokenizer.json", ["the fox sits and waits"])
+    (data / "others" / "penstock.toml").write_text('tokenizer = "tokenizer.json"')
     return serve(data, "--tokenizer", str(write_tokenizer(data / "tokenizer.json")))
 
 
@@ -168,6 +171,7 @@ def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None
         ("other", {"mix": MIX}, "leaves out other, which the URL names"),
         ("many", {"mix": "many:1,nothing:2"}, "there is no dataset 'nothing'"),
         ("many", {"mix_stop": "all"}, "but many is none: give a mix"),
+        ("pairs", {"mix": "pairs:1,others:1"}, "an id would mean two things in one batch"),
         ("many", {"mix": "few:1,many:0;many:1@10", "mix_stop": "first"}, ""),
     ],
 )

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -212,6 +213,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         raise BadParameter(
             f"group_by_length sorts the sequences of a window; window={spec.window:,} is above {LARGEST_WINDOW:,}."
         )
+    _check_tokenizers(members)
     tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
     mix, skipped = spec.mixed(), spec.skipped()
     mixture = mixture_of(mix) if mix else None
@@ -247,6 +249,18 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
             f"is {MAX_BATCH_BYTES:,}. Lower batch_size or seq_len."
         )
     return plan
+
+
+def _check_tokenizers(members: Sequence[Member]) -> None:
+    """Raises BadParameter: an id of one member is another text in another member. Of ids without a tokenizer nobody knows."""
+    known = [(member.name, tokenizer) for member in members if (tokenizer := member.snapshot.recipe.tokenizer)]
+    for (name, one), (other_name, other) in pairwise(known):
+        if one.digest != other.digest:
+            raise BadParameter(
+                f"{name} is tokenized by {one.path} ({one.vocab_size:,} ids) and {other_name} by {other.path} "
+                f"({other.vocab_size:,} ids): an id would mean two things in one batch. Name one tokenizer for both, in their "
+                f"penstock.toml or with --tokenizer."
+            )
 
 
 def _no_sequence(name: str, spec: Spec) -> str:
