@@ -12,7 +12,7 @@ import pytest
 
 from corpora import write_tokenizer
 from penstock import wire
-from penstock.tensors import expand
+from penstock.tensors import count_tokens, expand
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.batches.readable import as_json
@@ -73,6 +73,7 @@ def test_labels_and_positions_are_those_that_a_trainer_gets(
     [page] = map(json.loads, as_json(chunk, blocks))
     [frame] = wire.decode(frames(chunk, blocks))
     batch = expand(frame, pin_memory=False)
+    assert sum(sequence["num_tokens"] for sequence in page["sequences"]) == count_tokens(frame)
     names = {name for name in batch if name.endswith(("input_ids", "labels", "position_ids"))}
     for index, sequence in enumerate(page["sequences"]):
         assert {name for name in sequence if name.endswith(("input_ids", "labels", "position_ids"))} == names

@@ -64,7 +64,7 @@ def _batch(plan: Plan, frame: wire.Frame, sequences: Sequences, batch: range) ->
 def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
     sources = sequences.sources(number)
     facts: dict[str, Any] = {
-        "num_tokens": sequences.num_tokens(number),
+        "num_tokens": sum(sequences.num_tokens(tensor, number) for tensor in plan.tensors if tensor.kind == "tokens"),
         "source": "; ".join(
             ("" if plan.mixture is None else f"{s.dataset}: ") + f"{s.shard}, row group {s.row_group}, row {s.row}"
             for s in sources

@@ -130,10 +130,10 @@ class Sequences:
         spans = zip(*(column[first:last].tolist() for column in runs[1:5]), strict=True)
         return [(tokens[held].values[start : start + length].tolist(), learned) for held, start, length, learned in spans]
 
-    def num_tokens(self, sequence: int) -> int:
-        """The tokens of one sequence, of all features."""
-        features = self.member(sequence).snapshot.recipe.features
-        return sum(int(runs.lengths[runs.lines == sequence].sum()) for runs in (self._runs(name, None, 0) for name in features))
+    def num_tokens(self, tensor: Tensor, sequence: int) -> int:
+        """The tokens of one line of a tensor."""
+        runs = self.runs(tensor)
+        return int(runs.lengths[runs.lines == sequence].sum())
 
     def member(self, sequence: int) -> Member:
         """The dataset that a sequence is of."""
