@@ -59,10 +59,12 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         raise StateMismatch(f"this state is damaged: {', '.join(wrong)} must be whole numbers from 0.")
     differing = _differing(state, dataset, spec)
     if differing and strict:
+        then = state.get("snapshot")
+        known = f" (snapshot={then!r}: the data as it was)" if isinstance(then, str) and then != spec.snapshot else ""
         raise StateMismatch(
             f"this state belongs to another order of samples ({'; '.join(differing)}); going on with it would repeat some and "
-            f"skip others. Make the dataset with the same values, or start the epoch anew without the state, or take the same "
-            f"number of samples for consumed: load_state_dict(state, strict=False)."
+            f"skip others. Make the dataset with the same values{known}, or start the epoch anew without the state, or take "
+            f"the same number of samples for consumed: load_state_dict(state, strict=False)."
         )
     epoch, step, offset, batch_size, world_size = (int(state[name]) for name in _COUNTS)
     skip = state.get("skip")

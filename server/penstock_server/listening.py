@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from penstock_server.settings import Settings, SettingsError
@@ -33,7 +34,10 @@ def listen(listener: socket.socket, settings: Settings) -> None:
 
 
 def _refusal(settings: Settings, error: OSError) -> SettingsError:
-    return SettingsError(
-        f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. Choose another --port, or stop what listens "
-        f"there."
+    is_of_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    advice = (
+        "Choose another --host, an address of this machine"
+        if is_of_host
+        else "Choose another --port, or stop what listens there"
     )
+    return SettingsError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. {advice}.")

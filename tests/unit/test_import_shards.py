@@ -200,4 +200,6 @@ def test_a_file_is_no_folder_to_write_to(tmp_path: Path) -> None:
     with pytest.raises(ImportRefused, match="is a file, not a folder. The last name"):
         old_shards(tmp_path / "x.jsonl", overwrite=True)
     with pytest.raises(ImportRefused, match="cannot be written"):
+        old_shards(tmp_path / ("long" * 100), overwrite=True)
+    with pytest.raises(ImportRefused, match="cannot be written"):
         stage(tmp_path / "x.jsonl" / "y", put)

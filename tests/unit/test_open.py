@@ -1,5 +1,6 @@
 """Opening datasets: what is found, how the recipe is decided, and what is refused, with a message that helps."""
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, wri
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused, UnknownDataset
+from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.snapshot import Snapshot, open_snapshot, read_folder
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -173,6 +175,16 @@ def test_truncated_and_foreign_files_are_named_one_by_one(data: Path, broken_fir
     for line, text in zip(lines, expected, strict=True):
         assert text in line
         assert "Write it again, or move it out of the folder" in line
+
+
+def test_a_file_that_may_not_be_read_need_not_be_written_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    write_numbered(data, 9, num_shards=1)
+    monkeypatch.setattr(shard_module, "open_file", refuse)
+    with pytest.raises(DatasetRefused, match=r"part-000.parquet cannot be read: Permission denied. Let the server's user"):
+        snapshot_of(data)
 
 
 def test_a_file_cut_at_any_byte_is_refused_and_never_a_crash(data: Path, tmp_path: Path) -> None:

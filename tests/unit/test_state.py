@@ -34,6 +34,14 @@ def test_what_leaves_the_order_as_it_is_does_not_matter(now: dict[str, Any]) -> 
     assert read_state(write_state("a", Spec(seq_len=64), HERE), "a", Spec(**({"seq_len": 64} | now))) == HERE
 
 
+def test_of_other_data_the_way_back_is_told() -> None:
+    state = write_state("a", Spec(snapshot="0123456789abcdef"), HERE)
+    with pytest.raises(
+        StateMismatch, match=r"with the same values \(snapshot='0123456789abcdef': the data as it was\), or start"
+    ):
+        read_state(state, "a", Spec(snapshot="fedcba9876543210"))
+
+
 def test_what_follows_from_other_differences_is_not_listed() -> None:
     state = write_state("a", Spec(packing="concat", seq_len=64), HERE)
     with pytest.raises(StateMismatch, match=r"\(packing: 'concat' then, 'rows' now\)"):

@@ -116,9 +116,9 @@ def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
 
     Raises ImportRefused: there are some and they may not be replaced, or it is no folder.
     """
-    if out_dir.exists() and not out_dir.is_dir():
-        raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.")
     try:
+        if out_dir.exists() and not out_dir.is_dir():
+            raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.")
         old = [out_dir / name for name in list_folder(out_dir).shards] if out_dir.exists() else []
     except OSError as error:
         raise _unwritable(out_dir, error) from error

@@ -124,7 +124,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with open_file(path) as file:
             yield file
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror or error}") from error
+        what = f"cannot be read: {error.strerror or error}"
+        if isinstance(error, PermissionError):
+            raise DatasetRefused(f"{path} {what}. Let the server's user read it, or move it out of the folder.") from error
+        raise _refused(path, what) from error
 
 
 def _metadata(path: Path, file: BinaryIO) -> pq.FileMetaData:
