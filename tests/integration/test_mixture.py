@@ -168,7 +168,7 @@ def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None
 @pytest.mark.parametrize(
     ("name", "spec", "message"),
     [
-        ("other", {"mix": MIX}, "leaves out other, which the URL names"),
+        ("other", {"mix": MIX}, "leaves out other, the dataset that is asked for"),
         ("many", {"mix": "many:1,nothing:2"}, "there is no dataset 'nothing'"),
         ("many", {"mix_stop": "all"}, "but many is none: give a mix"),
         ("pairs", {"mix": "pairs:1,others:1"}, "an id would mean two things in one batch"),

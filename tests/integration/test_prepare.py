@@ -94,6 +94,11 @@ def test_bad_rows_end_it_with_their_place_and_other_datasets_are_prepared(data: 
     assert done.returncode == 1
     assert "row 1 of row group 0 in part-000.parquet text is empty" in done.stderr
     assert "80 of 80 blocks are in the cache" in done.stdout
+    with (data / "long" / "penstock.toml").open("a") as recipe:
+        recipe.write("\nfilter = \"text = ''\"")
+    done = prepare(data, tmp_path / "cache", "--dataset", "long")
+    assert done.returncode == 1
+    assert "long has no row that can be served. Mend its filter" in done.stderr
     missing = prepare(data, tmp_path / "cache", "--dataset", "lang")
     assert missing.returncode == 2
     assert "there is no dataset 'lang'. Did you mean long?" in missing.stderr

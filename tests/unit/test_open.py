@@ -265,6 +265,14 @@ def test_ids_that_fit_no_uint32_are_refused_and_never_wrapped(data: Path, larges
         snapshot_of(data)
 
 
+def test_ids_below_0_are_not_said_to_lack_a_vocabulary(data: Path) -> None:
+    write_shards(data, "tokens", [[[3, -2]]], type_=pa.list_(pa.int32()), row_group_size=1)
+    with pytest.raises(
+        DatasetRefused, match=r"ids from -2 to 3, but ids must not be below 0. Mend the shard, or set on_bad_row"
+    ):
+        snapshot_of(data)
+
+
 @pytest.mark.parametrize("rows", [[], [[]]])
 def test_a_shard_without_tokens_says_nothing_of_the_vocabulary(data: Path, rows: list[list[int]]) -> None:
     write_shards(data, "tokens", [[[1, 3]], rows], type_=pa.list_(pa.int32()), row_group_size=1)

@@ -181,7 +181,9 @@ class Catalog:
         is_mixture = name in self._known.mixtures
         spec, names, fingerprints = self._members(name, spec)
         if name not in names and not is_mixture:
-            raise BadParameter(f"mix={spec.mix} leaves out {name}, which the URL names. Name one of {', '.join(names)} there.")
+            raise BadParameter(
+                f"mix={spec.mix} leaves out {name}, the dataset that is asked for. Ask for one of {', '.join(names)}."
+            )
         if len(fingerprints) != len(names):
             raise SnapshotGone(
                 f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from penstock_server.datasets.held import Served
-from penstock_server.problems import Problem
+from penstock_server.problems import BadParameter, Problem
 
 _AT_A_TIME = 8  # blocks that are loaded side by side
 
@@ -24,6 +24,8 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
         lengths = served.index.lengths.make(advance)
     rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
     yield f"{served.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
+    if rows == bad:
+        raise BadParameter(f"{served.name} has no row that can be served. Mend its filter in penstock.toml, or the data.")
     served.index.row_lengths("all")
     served.blocks.quarantine.check(bad)
     served.index.rows.make(lambda _: None)  # at hand: the lengths tell them

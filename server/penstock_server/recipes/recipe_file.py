@@ -93,8 +93,10 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
     try:
         return _Reader(folder, given, schema, default_tokenizer).recipe()
     except (FieldError, FilterError, TransformError, TemplateError) as error:
-        hint = " The transform was called with no rows, to learn its columns: give them types." if "transform" in given else ""
-        raise DatasetRefused(f"{folder}: {str(error).rstrip('.')}. Mend {FILE_NAME}, or the data.{hint}") from error
+        is_of_rows = "transform" in given and not isinstance(error, TransformError)
+        hint = " The transform was called with no rows, to learn its columns: give them types." if is_of_rows else ""
+        said = f"{str(error).rstrip('.')}.".replace("?.", "?")
+        raise DatasetRefused(f"{folder}: {said} Mend {FILE_NAME}, or the data.{hint}") from error
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:

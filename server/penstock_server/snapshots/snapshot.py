@@ -217,9 +217,11 @@ def _check_rows(snapshot: Snapshot) -> None:
         low, high = shard.token_range or (0, 0)
         outside = low < 0 or high >= snapshot.token_bound
         if outside and recipe.on_bad_row == "fail" and recipe.filter is None:
+            bounds = f"be from 0 to {snapshot.token_bound - 1:,}" if high >= snapshot.token_bound else "not be below 0"
+            advice = "set the right vocab_size" if high >= snapshot.token_bound else 'set on_bad_row = "substitute"'
             raise DatasetRefused(
-                f"{shard.path}: column {recipe.fields[0][1].text!r} holds token ids from {low:,} to {high:,}, but ids must be "
-                f"from 0 to {snapshot.token_bound - 1:,}. Mend the shard, or set the right vocab_size in penstock.toml."
+                f"{shard.path}: column {recipe.fields[0][1].text!r} holds token ids from {low:,} to {high:,}, but ids must "
+                f"{bounds}. Mend the shard, or {advice} in penstock.toml."
             )
         for group, nulls in enumerate(shard.null_rows):
             if nulls and recipe.on_bad_row == "fail":
