@@ -21,7 +21,7 @@ from penstock.mix import spell_mix
 from penstock.place import check_rank, find_rank, find_worker
 from penstock.progress import Progress
 from penstock.source import Source
-from penstock.spec import Spec
+from penstock.spec import IGNORED, Spec
 from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
@@ -190,6 +190,8 @@ class RemoteDataset(IterableDataset[Batch]):
             self._feeds.append(feed)
             try:
                 for number, item in enumerate(feed, start=1):
+                    if number == 1:
+                        _warn_if_nothing_is_learned(item.batch, self.spec)
                     if self._replay is None:
                         self._progress.count(this, number)
                     if ledger:
@@ -255,6 +257,17 @@ class RemoteDataset(IterableDataset[Batch]):
         position = replace(position, offset=min(position.offset, num_sequences))
         num_steps = self._source.resolve(replace(self.spec, offset=position.offset)).num_steps
         return Stretch(position=position, num_steps=num_steps)
+
+
+def _warn_if_nothing_is_learned(batch: Batch, spec: Spec) -> None:
+    """Of a batch on a GPU nothing is known without waiting for it."""
+    labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
+    if labels and not any(value.is_cuda or (value != IGNORED).any() for value in labels):
+        warnings.warn(
+            f"nothing is learned from the first batch: all of its labels are {IGNORED}, and a mean over none of them is NaN. "
+            f"Do the prompts fill seq_len={spec.seq_len}? Raise it, or learn from prompts, too: loss='all'.",
+            stacklevel=3,
+        )
 
 
 def _check_amount(name: str, amount: object) -> None:

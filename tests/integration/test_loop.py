@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from corpora import write_numbered
+from corpora import write_numbered, write_pairs, write_tokenizer
 from penstock import PenstockError, RemoteDataset, SpecError
 from penstock.prefetch import OBJECT_BYTES
 from penstock.stats import Stats
@@ -25,7 +25,8 @@ NUM_ROWS, BATCH_SIZE = 120, 4
 def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     data_dir = tmp_path_factory.mktemp("data")
     write_numbered(data_dir / "numbers", NUM_ROWS)
-    return serve(data_dir)
+    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", "the lazy dog")] * NUM_ROWS)
+    return serve(data_dir, "--tokenizer", str(write_tokenizer(data_dir / "tokenizer.json")))
 
 
 def dataset(server: Server, **settings: Any) -> RemoteDataset:
@@ -71,6 +72,17 @@ def test_only_the_tensors_that_are_asked_for_are_made(server: Server) -> None:
     for wrong in ("labels", [], ["labels", "lables"], ["lengths"]):
         with pytest.raises(SpecError, match="a list of tensors of a batch .input_ids, attention_mask, labels., not "):
             dataset(server, columns=wrong)
+
+
+def test_a_loop_that_would_learn_nothing_is_told(server: Server) -> None:
+    def first(**spec: Any) -> dict[str, Any]:
+        return next(iter(RemoteDataset(server.url, "pairs", batch_size=BATCH_SIZE, **spec)))
+
+    with pytest.warns(UserWarning, match=r"all of its labels are -100, .* Do the prompts fill seq_len=4\?"):
+        assert (first(seq_len=4)["labels"] == -100).all()
+    assert (first(seq_len=4, loss="all")["labels"] != -100).any()
+    assert (first(seq_len=64)["labels"] != -100).any()
+    first(seq_len=4, columns=["input_ids"])
 
 
 def test_two_loops_at_once_are_counted_together(server: Server) -> None:

@@ -47,6 +47,7 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
     assert [split for _, split in packed] == ["", " of split=train", " of split=validation"]
     server = serve(data, cache_dir=tmp_path / "cache")
     made = inodes(tmp_path / "cache")
+    assert server.json("/v1/datasets/long")["index"] == {"blocks_done": 80, "blocks": 80}
     # Not one 503 on the way: all that a packing needs is there.
     for split in ("all", "train", "validation"):
         for packing in ("rows", "concat", "best_fit"):

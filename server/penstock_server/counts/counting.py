@@ -74,6 +74,12 @@ class Counting(Generic[T]):
         """Whether it is made."""
         return bool(self._made)
 
+    def read(self) -> None:
+        """Makes it if all files are there that it is kept in, which takes no counting. Whatever stops that, `get` tells."""
+        if not self._made and all(path.exists() for path in self._files()):
+            with suppress(Problem):
+                self.get()
+
     def make(self, advance: Callable[[int], None]) -> T:
         """Makes it now, in this thread. Raises what stops it."""
         if not self._made:

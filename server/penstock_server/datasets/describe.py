@@ -18,6 +18,7 @@ def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
 def describe_dataset(served: Served) -> dict[str, Any]:
     """A snapshot that is served. `tokens` is null until they are counted; the cache is that of all datasets."""
     snapshot, index, cache = served.snapshot, served.index, served.blocks.cache
+    index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     rows, tokens, _ = (
         index.lengths.get().per_block("all").sum(axis=1).tolist() if index.lengths.is_ready else (None, None, None)
     )
