@@ -79,7 +79,8 @@ class Catalog:
         if name in known.mixtures:
             raise BadParameter(
                 f"{name} is a mixture, which has batches and a spec; rows and snapshots are of its datasets: "
-                f"{', '.join(known.mixtures[name].mix.datasets)}. With mix={known.mixtures[name].mix} they tell of the mixture."
+                f"{', '.join(known.mixtures[name].mix.datasets)}. Ask them, and name them in a mix. With "
+                f"mix={known.mixtures[name].mix} the schedule of a row is that in the mixture."
             )
         names = [*known.datasets, *known.mixtures, *known.refused]
         close = get_close_matches(name, names, n=1)
