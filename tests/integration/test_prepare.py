@@ -99,7 +99,7 @@ def test_bad_rows_end_it_with_their_place_and_other_datasets_are_prepared(data: 
         recipe.write("\nfilter = \"text = ''\"")
     done = prepare(data, tmp_path / "cache", "--dataset", "long")
     assert done.returncode == 1
-    assert "long has no row that can be served. Mend its filter" in done.stderr
+    assert "long has no row that its filter keeps. Mend that" in done.stderr
     missing = prepare(data, tmp_path / "cache", "--dataset", "lang")
     assert missing.returncode == 2
     assert "there is no dataset 'lang'. Did you mean long?" in missing.stderr

@@ -101,7 +101,11 @@ class Sequences:
     def runs(self, tensor: Tensor) -> Runs:
         """What the lines of a tensor of tokens are made of, or those of one that tells of tokens."""
         # Parts are cut to length already, but one turn of them has a length of its own.
-        return self._runs(tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0)
+        key = tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0
+        # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
+        if key not in self._found:
+            self._found[key] = self._find_runs(*key)
+        return self._found[key]
 
     def lengths(self, tensor: Tensor) -> IntArray:
         """The tokens of each line of a tensor, shape [count]."""
@@ -153,13 +157,6 @@ class Sequences:
     def _by_held(self) -> list[tuple[int, IntArray]]:
         """The number of each block, and the parts that are of it."""
         return list(by_value(self._parts.held))
-
-    def _runs(self, feature: str, turn: str | None, longest: int) -> Runs:
-        # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
-        found = self._found.get((feature, turn, longest))
-        if found is None:
-            found = self._found[feature, turn, longest] = self._find_runs(feature, turn, longest)
-        return found
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
         if not turn and self._is_of_plain_rows(feature):

@@ -24,8 +24,8 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
         lengths = served.index.lengths.make(advance)
     rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
     yield f"{served.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
-    if rows == bad:
-        raise BadParameter(f"{served.name} has no row that can be served. Mend its filter in penstock.toml, or the data.")
+    if not rows:
+        raise BadParameter(f"{served.name} has no row that its filter keeps. Mend that in penstock.toml, or the data.")
     served.index.row_lengths("all")
     served.blocks.quarantine.check(bad)
     served.index.rows.make(lambda _: None)  # at hand: the lengths tell them

@@ -95,8 +95,9 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
     except (FieldError, FilterError, TransformError, TemplateError) as error:
         is_of_rows = "transform" in given and not isinstance(error, TransformError)
         hint = " The transform was called with no rows, to learn its columns: give them types." if is_of_rows else ""
-        said = f"{str(error).rstrip('.')}.".replace("?.", "?")
-        raise DatasetRefused(f"{folder}: {said} Mend {FILE_NAME}, or the data.{hint}") from error
+        said = str(error).rstrip(".")
+        stop = "" if said.endswith("?") else "."
+        raise DatasetRefused(f"{folder}: {said}{stop} Mend {FILE_NAME}, or the data.{hint}") from error
 
 
 def read_declaration(folder: Path) -> dict[str, Any]:
