@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import split_hashes
+from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.shard import date_of, shard_changed
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 
@@ -30,7 +31,7 @@ def rows_of_group(
     try:
         opened = date_of(shard)
     except FileNotFoundError:
-        if not any(shard.path.parent.glob("*.parquet")):  # storage that is away looks like an empty folder, or none
+        if not list_folder(shard.path.parent).shards:  # storage that is away looks like an empty folder, or none
             raise
         raise SnapshotGone(
             f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} was removed since the server read it. Put it back, or "
