@@ -31,7 +31,7 @@ from penstock.tensors import ALL, Batch, names_of
 class RemoteDataset(IterableDataset[Batch]):
     """The batches of one rank and epoch, pulled from Penstock servers ahead of the training loop.
 
-    servers          address of a server, "http://host:8000", or of several that hold the same data
+    servers          address of a server, "http://host:8000" or "host:8000", or of several that hold the same data
     dataset          its name on the server
     rank, world_size which slice of the epoch; default: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     prefetch_bytes   host memory for batches fetched ahead, in bytes: as they travelled, or as pinned tensors for a GPU

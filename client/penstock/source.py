@@ -123,8 +123,9 @@ def _decode_resolved(body: memoryview) -> Resolved:
 
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
-    given = (servers,) if isinstance(servers, str) else tuple(servers)
+    """Each once; http:// may be left out."""
     try:
+        given = [a if "://" in a else f"http://{a}" for a in ((servers,) if isinstance(servers, str) else servers)]
         sound = bool(given) and all(httpx.URL(a).scheme in ("http", "https") and httpx.URL(a).host for a in given)
     except (httpx.InvalidURL, TypeError):
         sound = False

@@ -9,7 +9,7 @@ import pytest
 
 import penstock.transport
 from answering import problem, response, server
-from penstock import DataError, SnapshotGone, Spec, wire
+from penstock import DataError, SnapshotGone, Spec, SpecError, wire
 from penstock.source import Source
 
 SPEC = Spec(snapshot="5eed")
@@ -98,3 +98,17 @@ def test_an_answer_that_tells_its_digest_is_held_to_it() -> None:
     with server(*answers) as url, closing(Source(url, "docs", rank=0, retry_seconds=9).connect()) as transport:
         assert transport.get("/", bytes) == body
         assert transport.num_damaged == 1
+
+
+@pytest.mark.parametrize("given", ["", "ftp://a:1", "http://", "::1", "a:port", [], ["a:1", 3], None])
+def test_what_is_no_address_of_a_server_is_refused(given: object) -> None:
+    with pytest.raises(SpecError, match="servers must be addresses such as"):
+        Source(given, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
+
+
+def test_http_may_be_left_out_of_an_address() -> None:
+    with server(response(frame(4))) as url:
+        source = Source([url.removeprefix("http://"), url], "docs", rank=0, retry_seconds=9)
+        with closing(source.connect()) as transport:
+            assert len(source.frames(transport, SPEC, 1, range(4, 5))) == 1
+            assert transport.num_retries == 0
