@@ -58,22 +58,27 @@ class Settings:
         for name in ("data_dir", "tokenizer", "cache_dir"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
+
+        def refuse(name: str, wanted: str) -> None:
+            said = f"--{name.replace('_', '-')}" if flags.get(name) else f"PENSTOCK_{name.upper()}"
+            problems.append(f"{said} must be {wanted}, not {given[name]!r}")
+
         if "port" in values:
             values["port"] = _number(values["port"], {"": 1})
             if values["port"] is None or values["port"] > 65_535:
-                problems.append(f"port must be a whole number from 0 (any free port) to 65,535, not {given['port']!r}")
+                refuse("port", "a whole number from 0 (any free port) to 65,535")
         for name in [name for name in ("cache_bytes", "inflight_bytes") if name in values]:
             values[name] = byte_count(values[name])
             if values[name] is None:
-                problems.append(f"{name} must be a number such as 500000000 or 200GB, not {given[name]!r}")
+                refuse(name, "a number such as 500000000 or 200GB")
         if "processes" in values:
             values["processes"] = _number(values["processes"], {"": 1})
             if not 1 <= (values["processes"] or 0) <= _MOST_PROCESSES:
-                problems.append(f"processes must be a whole number from 1 to {_MOST_PROCESSES}, not {given['processes']!r}")
+                refuse("processes", f"a whole number from 1 to {_MOST_PROCESSES}")
         if "poll_seconds" in values:
             values["poll_seconds"] = _seconds(values["poll_seconds"])
             if values["poll_seconds"] is None:
-                problems.append(f"poll_seconds must be a number such as 30, or 0 for never, not {given['poll_seconds']!r}")
+                refuse("poll_seconds", "a number such as 30, or 0 for never")
         if problems:
             raise SettingsError("\n".join(problems))
         return cls(**values)

@@ -60,7 +60,7 @@ def test_help_is_quick_since_it_imports_nothing_that_is_slow() -> None:
         (["serve", "{tmp}/empty"], "holds no file that ends in .parquet"),
         (["serve", "{tmp}/text"], "no tokenizer is given. Start with --tokenizer FILE"),
         (["serve", "{tmp}/text", "--tokenizer", "{tmp}/none.json"], "none.json cannot be read: No such file"),
-        (["serve", "{tmp}/numbers", "--port", "high"], "port must be a whole number from 0"),
+        (["serve", "{tmp}/numbers", "--port", "high"], "--port must be a whole number from 0"),
         (["serve", "{tmp}/numbers", "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use"),
         (["serve", "{tmp}/numbers", "--host", "192.0.2.1"], "Cannot assign requested address. Choose another --host"),
         (["serve", "{tmp}/numbers", "--cache-dir", "/dev/null/x"], "the cache folder /dev/null/x cannot be used"),

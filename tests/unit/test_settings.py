@@ -27,18 +27,23 @@ def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> 
     ("flags", "message"),
     [
         ({}, "no data folder is given"),
-        ({"data_dir": "d", "port": "http"}, "port must be a whole number from 0 .* to 65,535, not 'http'"),
-        ({"data_dir": "d", "port": "70000"}, "port must be a whole number"),
-        ({"data_dir": "d", "cache_bytes": "a lot"}, "cache_bytes must be a number such as 500000000 or 200GB"),
-        ({"data_dir": "d", "inflight_bytes": "-1"}, "inflight_bytes must be a number such as 500000000 or 200GB, not '-1'"),
-        ({"data_dir": "d", "processes": "0"}, "processes must be a whole number from 1 to 256, not '0'"),
-        ({"data_dir": "d", "processes": "all"}, "processes must be a whole number"),
-        ({"data_dir": "d", "poll_seconds": "often"}, "poll_seconds must be a number such as 30, or 0 for never, not 'often'"),
-        ({"data_dir": "d", "poll_seconds": "-1"}, "poll_seconds must be a number"),
-        ({"data_dir": "d", "poll_seconds": "nan"}, "poll_seconds must be a number"),
-        ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*port must be(.|\n)*cache_bytes must be"),
+        ({"data_dir": "d", "port": "http"}, "--port must be a whole number from 0 .* to 65,535, not 'http'"),
+        ({"data_dir": "d", "port": "70000"}, "--port must be a whole number"),
+        ({"data_dir": "d", "cache_bytes": "a lot"}, "--cache-bytes must be a number such as 500000000 or 200GB"),
+        ({"data_dir": "d", "inflight_bytes": "-1"}, "--inflight-bytes must be a number such as 500000000 or 200GB, not '-1'"),
+        ({"data_dir": "d", "processes": "0"}, "--processes must be a whole number from 1 to 256, not '0'"),
+        ({"data_dir": "d", "processes": "all"}, "--processes must be a whole number"),
+        ({"data_dir": "d", "poll_seconds": "often"}, "--poll-seconds must be a number such as 30, or 0 for never, not 'often'"),
+        ({"data_dir": "d", "poll_seconds": "-1"}, "--poll-seconds must be a number"),
+        ({"data_dir": "d", "poll_seconds": "nan"}, "--poll-seconds must be a number"),
+        ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*--port must be(.|\n)*--cache-bytes must be"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Settings.read(flags, {})
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(SettingsError, match="^PENSTOCK_POLL_SECONDS must be a number such as 30, or 0 for never, not 'often'$"):
+        Settings.read({"data_dir": "d", "poll_seconds": None}, {"PENSTOCK_POLL_SECONDS": "often"})
