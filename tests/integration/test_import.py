@@ -171,6 +171,19 @@ def test_whole_numbers_that_lose_digits_are_warned_of_in_a_line(tmp_path: Path) 
     assert done.stderr.count("\n") == 1
 
 
+def test_a_column_that_only_some_files_have_is_told(tmp_path: Path) -> None:
+    lines = {"a": '{"text": "one", "id": 1}\n', "b": '{"body": "two", "id": 2}\n', "c": "", "d": '{"id": 3}\n'}
+    for name, text in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    done = run(*sorted(tmp_path.glob("*.jsonl")), tmp_path / "out")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[1:] == [
+        f"  text: string, null in all rows of 2 files without it, such as {tmp_path}/b.jsonl",
+        "  id: int64",
+        f"  body: string, null in all rows of 2 files without it, such as {tmp_path}/a.jsonl",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

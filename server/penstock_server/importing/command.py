@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,11 +78,17 @@ def _summary(done: Imported, out_dir: Path) -> str:
         f"{out_dir}: {_count(written.num_rows, 'row')} in {_count(written.num_shards, 'shard')}, "
         f"{_count(written.num_groups, 'row group')}; {written.data_bytes / 1e6:,.1f} MB of data, "
         f"{written.file_bytes / 1e6:,.1f} MB on disk",
-        *(f"  {field.name}: {field.type}" for field in done.schema),
+        *(f"  {field.name}: {field.type}{_nulls(done.lacking[field.name])}" for field in done.schema),
     ]
     if done.left_out:
         lines.append(f"  left out, since Parquet holds no objects without fields: {', '.join(done.left_out)}")
     return "\n".join(lines)
+
+
+def _nulls(lacking: Sequence[Path]) -> str:
+    if not lacking:
+        return ""
+    return f", null in all rows of {_count(len(lacking), 'file')} without it, such as {lacking[0]}"
 
 
 def _loss(name: str, number: Decimal) -> str:

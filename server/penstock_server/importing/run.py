@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -60,7 +60,10 @@ class Import:
             if not written.num_rows:
                 raise ImportRefused(f"{', '.join(map(str, self.files))}: there is not one row to import.")
         rounded = [(path, name, number) for path, survey in found for name, number in survey.rounded.items()]
-        return Imported(schema=schema, left_out=left_out, rounded=rounded, written=written)
+        lacking = {
+            field.name: [path for path, survey in found if survey.names and field.name not in survey.names] for field in schema
+        }
+        return Imported(schema=schema, lacking=lacking, left_out=left_out, rounded=rounded, written=written)
 
     def _sources(self) -> list[Source]:
         found = [self._source(path) for path in self.files]
@@ -95,11 +98,13 @@ class Import:
 class Imported:
     """What an import did.
 
+    lacking   the files without a column, of every column; their rows have null there
     left_out  columns of objects without fields, which Parquet cannot hold
     rounded   columns of float64, each with its file and a whole number in it that float64 does not hold
     """
 
     schema: pa.Schema
+    lacking: Mapping[str, Sequence[Path]]
     left_out: Sequence[str]
     rounded: Sequence[tuple[Path, str, Decimal]]
     written: Written
