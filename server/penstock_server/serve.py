@@ -138,7 +138,7 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
     for name, dataset in catalog.datasets.items():
         snapshot = dataset.snapshot
         lines += [
-            f"  {name}: {snapshot.num_rows:,} rows in {len(snapshot.shards):,} shards, snapshot {snapshot.fingerprint}",
+            f"  {name}: {_rows(dataset)} in {len(snapshot.shards):,} shards, snapshot {snapshot.fingerprint}",
             f"    recipe: {snapshot.recipe.describe()}",
             f"    curl '{url}/v1/datasets/{quote(name, safe='')}/epochs/0/ranks/0/batches/0?format=json"
             f"{_small(snapshot.num_rows)}'",
@@ -147,6 +147,13 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
     return "\n".join([*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"])
+
+
+def _rows(served: Served) -> str:
+    num_rows, kept = served.snapshot.num_rows, served.index.num_rows
+    if kept is None:
+        return f"{num_rows:,} rows before its filter"
+    return f"{num_rows:,} rows" if kept == num_rows else f"{kept:,} of {num_rows:,} rows"
 
 
 def _small(num_rows: int) -> str:

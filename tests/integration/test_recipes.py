@@ -162,11 +162,24 @@ def test_a_row_that_the_filter_leaves_out_says_so_and_is_shown_nowhere(server: S
 def test_a_filter_needs_no_look_at_the_tokens(server: Server) -> None:
     answer = server.json_when_ready("/v1/datasets/pages/spec", batch_size=1)
     assert answer["num_sequences"] == len(kept())
+    assert server.json("/v1/datasets/pages")["rows_served"] == len(kept())
     with_split = [
         server.json_when_ready("/v1/datasets/pages/spec", batch_size=1, split=s)["num_sequences"]
         for s in ("train", "validation")
     ]
     assert sum(with_split) == len(kept())
+
+
+def test_how_many_rows_a_filter_keeps_is_told_at_the_start_once_it_is_known(
+    serve: Callable[..., Server], data_dir: Path, tmp_path: Path
+) -> None:
+    flags = ("--tokenizer", str(data_dir / "tokenizer.json"))
+    first = serve(data_dir, *flags, cache_dir=tmp_path)
+    assert f"  pages: {NUM_ROWS:,} rows before its filter in 1 shard" in first.greeting
+    assert first.json("/v1/datasets/pages")["rows_served"] is None
+    first.json_when_ready("/v1/datasets/pages/spec", batch_size=1)
+    first.stop()
+    assert f"  pages: {len(kept()):,} of {NUM_ROWS:,} rows in 1 shard" in serve(data_dir, *flags, cache_dir=tmp_path).greeting
 
 
 def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_learned(server: Server, tokenizer: Tokenizer) -> None:

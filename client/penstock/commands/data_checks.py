@@ -45,9 +45,12 @@ def _dataset(about: Mapping[str, Any]) -> Check:
         if about["tokens"] is None
         else f"{about['tokens']:,} tokens"
     )
-    text = (
-        f"{name}: {_count(about['rows'], 'row')} in {_count(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
-    )
+    rows, kept = _count(about["rows"], "row"), about["rows_served"]
+    if kept is None:
+        rows += " before its filter"
+    elif kept != about["rows"]:
+        rows = f"{kept:,} of {rows}"
+    text = f"{name}: {rows} in {_count(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
     if error := about.get("refresh_error"):
         return Check(
             "warn", "dataset", f"{text}; newer data is kept out: {error}", "mend the files; until then this snapshot is served"

@@ -64,6 +64,16 @@ class Index:
         by_split: dict[str, IntArray] = {"train": rows[0], "validation": rows[1], "all": rows[0] + rows[1]}
         return by_split[split]
 
+    @property
+    def num_rows(self) -> int | None:
+        """Rows after the filter, with the bad ones; None until they are counted, which is not begun here."""
+        if self._snapshot.recipe.filter:
+            self.lengths.read()
+            self.rows.read()
+            if not (self.lengths.is_ready or self.rows.is_ready):
+                return None
+        return int(self.rows_per_block("all").sum())
+
     def tokens_per_block(self, split: str) -> IntArray:
         """Tokens of each block's rows, shape [num_blocks]. Raises BadRow: see row_lengths."""
         tokens: IntArray = self._sound_lengths(split).per_block(split)[1]

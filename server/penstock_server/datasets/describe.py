@@ -16,16 +16,17 @@ def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
 
 
 def describe_dataset(served: Served) -> dict[str, Any]:
-    """A snapshot that is served. `tokens` is null until they are counted; the cache is that of all datasets."""
+    """A snapshot that is served. `tokens`, and with a filter `rows_served`, are null until they are counted.
+
+    The cache is that of all datasets.
+    """
     snapshot, index, cache = served.snapshot, served.index, served.blocks.cache
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
-    rows, tokens, _ = (
-        index.lengths.get().per_block("all").sum(axis=1).tolist() if index.lengths.is_ready else (None, None, None)
-    )
+    tokens = int(index.lengths.get().per_block("all")[1].sum()) if index.lengths.is_ready else None
     return {
         "name": served.name,
         "rows": snapshot.num_rows,
-        "rows_served": rows if snapshot.recipe.filter else snapshot.num_rows,
+        "rows_served": index.num_rows,
         "tokens": tokens,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
