@@ -26,6 +26,7 @@ from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
+from penstock.wording import counted
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -154,8 +155,9 @@ class RemoteDataset(IterableDataset[Batch]):
         if epoch != self.epoch:
             if num_left := self._progress.discards:
                 warnings.warn(
-                    f"set_epoch({epoch}) discards the position that load_state_dict set, with {num_left} batches left of "
-                    f"epoch {self.epoch}: epoch {epoch} starts at its first step. To go on instead, loop from data.epoch on.",
+                    f"set_epoch({epoch}) discards the position that load_state_dict set, with "
+                    f"{counted(num_left, 'batch', 'batches')} left of epoch {self.epoch}: epoch {epoch} starts at its first "
+                    f"step. To go on instead, loop from data.epoch on.",
                     stacklevel=2,
                 )
             self._progress.set_epoch(epoch)

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
+from penstock.wording import counted
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
@@ -138,7 +139,7 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
     for name, dataset in catalog.datasets.items():
         snapshot = dataset.snapshot
         lines += [
-            f"  {name}: {_rows(dataset)} in {len(snapshot.shards):,} shards, snapshot {snapshot.fingerprint}",
+            f"  {name}: {_rows(dataset)} in {counted(len(snapshot.shards), 'shard')}, snapshot {snapshot.fingerprint}",
             f"    recipe: {snapshot.recipe.describe()}",
             f"    curl '{url}/v1/datasets/{quote(name, safe='')}/epochs/0/ranks/0/batches/0?format=json"
             f"{_small(snapshot.num_rows)}'",
@@ -151,9 +152,10 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
 
 def _rows(served: Served) -> str:
     num_rows, kept = served.snapshot.num_rows, served.index.num_rows
+    rows = counted(num_rows, "row")
     if kept is None:
-        return f"{num_rows:,} rows before its filter"
-    return f"{num_rows:,} rows" if kept == num_rows else f"{kept:,} of {num_rows:,} rows"
+        return f"{rows} before its filter"
+    return rows if kept == num_rows else f"{kept:,} of {rows}"
 
 
 def _small(num_rows: int) -> str:

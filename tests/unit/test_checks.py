@@ -137,6 +137,7 @@ def test_a_cache_that_is_full_lowered_or_too_small_is_told() -> None:
 ABOUT = {
     "name": "wiki",
     "rows": 1,
+    "rows_served": 1,
     "shards": 2,
     "tokens": None,
     "index": {"blocks_done": 3, "blocks": 4},
@@ -156,6 +157,8 @@ def dataset(monkeypatch: pytest.MonkeyPatch, **about: Any) -> Check:
 def test_bad_rows_and_data_that_is_kept_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "wiki: 1 row in 2 shards, tokens counted in 3 of 4 blocks, snapshot 3f9c"
     assert dataset(monkeypatch) == Check("ok", "dataset", text)
+    assert "wiki: 1 row before its filter in 2 shards" in dataset(monkeypatch, rows_served=None).text
+    assert "wiki: 7 of 9 rows in 2 shards" in dataset(monkeypatch, rows=9, rows_served=7).text
     assert "1,000 tokens, snapshot" in dataset(monkeypatch, tokens=1000).text
     kept_out = dataset(monkeypatch, refresh_error="half a file")
     assert (kept_out.level, "newer data is kept out: half a file" in kept_out.text) == ("warn", True)

@@ -13,6 +13,7 @@ from penstock.runs import RUN_BYTES
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.transport import Transport
+from penstock.wording import counted
 
 _TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 _FULL = 0.97
@@ -43,14 +44,14 @@ def _dataset(about: Mapping[str, Any]) -> Check:
     tokens = (
         f"tokens counted in {index['blocks_done']:,} of {index['blocks']:,} blocks"
         if about["tokens"] is None
-        else f"{about['tokens']:,} tokens"
+        else counted(about["tokens"], "token")
     )
-    rows, kept = _count(about["rows"], "row"), about["rows_served"]
+    rows, kept = counted(about["rows"], "row"), about["rows_served"]
     if kept is None:
         rows += " before its filter"
     elif kept != about["rows"]:
         rows = f"{kept:,} of {rows}"
-    text = f"{name}: {rows} in {_count(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
+    text = f"{name}: {rows} in {counted(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
     if error := about.get("refresh_error"):
         return Check(
             "warn", "dataset", f"{text}; newer data is kept out: {error}", "mend the files; until then this snapshot is served"
@@ -63,10 +64,6 @@ def _dataset(about: Mapping[str, Any]) -> Check:
             f'GET /v1/datasets/{name}/quarantine lists them; remove them, or set on_bad_row = "substitute" in penstock.toml',
         )
     return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows give way to neighbours" if bad["known"] else text)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:

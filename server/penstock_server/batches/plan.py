@@ -17,6 +17,7 @@ import numpy as np
 
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.wire import VERSION, Address, Layout
+from penstock.wording import counted
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor, tensors_of
 from penstock_server.geometry.length_order import LARGEST_WINDOW
@@ -227,7 +228,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
             f"sample on. Use mix_stop=first or mix_stop=never, or give it a weight."
         )
     if spec.offset > num_positions:
-        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {num_positions:,} sequences.")
+        raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sequence')}.")
     schedule = Schedule(
         num_positions=num_positions,
         batch_size=spec.batch_size,
@@ -238,9 +239,10 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     )
     if spec.offset == 0 and schedule.num_steps == 0:
         raise BadParameter(
-            f"no step fits: {dataset} has {num_positions:,} sequences{', too many of them skipped' if skipped else ''}, one "
-            f"step takes batch_size x world_size = {spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, "
-            f"which fills the step from the epoch's start."
+            f"no step fits: {dataset} has {counted(num_positions, 'sequence')}"
+            f"{', too many of them skipped' if skipped else ''}, one step takes batch_size x world_size = "
+            f"{spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, which fills the step from the epoch's "
+            f"start."
         )
     plan = Plan(dataset, members, sizes, mixture, spec, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.wording import counted
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import shown_columns
@@ -142,5 +143,7 @@ def _text(snapshot: Snapshot, ids: list[int]) -> dict[str, str]:
 
 def _locate(name: str, snapshot: Snapshot, row: int) -> tuple[int, int]:
     if not 0 <= row < snapshot.num_rows:
-        raise RowOutOfRange(f"row {row} does not exist: {name} has {snapshot.num_rows:,} rows, 0 to {snapshot.num_rows - 1}.")
+        raise RowOutOfRange(
+            f"row {row} does not exist: {name} has {counted(snapshot.num_rows, 'row')}, 0 to {snapshot.num_rows - 1}."
+        )
     return snapshot.locate(row)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from penstock.wording import counted
 from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter, Problem
 
@@ -23,7 +24,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
         lengths = served.index.lengths.make(advance)
     rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
-    yield f"{served.name}: {rows:,} rows, {tokens:,} tokens, {bad:,} bad rows"
+    yield f"{served.name}: {counted(rows, 'row')}, {counted(tokens, 'token')}, {counted(bad, 'bad row')}"
     if not rows:
         raise BadParameter(f"{served.name} has no row that its filter keeps. Mend that in penstock.toml, or the data.")
     served.index.row_lengths("all")

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.skip import Ranges, before
+from penstock.wording import counted
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
@@ -48,7 +49,7 @@ class Schedule:
             )
         if not 0 <= step < self.num_steps:
             raise StepOutOfRange(
-                f"step {step} does not exist: this epoch has {self.num_steps} steps, 0 to {self.num_steps - 1}. "
+                f"step {step} does not exist: this epoch has {counted(self.num_steps, 'step')}, 0 to {self.num_steps - 1}. "
                 f"Go on with step 0 of the next epoch."
             )
 

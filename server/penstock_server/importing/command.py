@@ -10,6 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.wording import counted
 from penstock_server.settings import byte_count
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def _import(arguments: argparse.Namespace) -> int:
 def _summary(done: Imported, out_dir: Path) -> str:
     written = done.written
     lines = [
-        f"{out_dir}: {_count(written.num_rows, 'row')} in {_count(written.num_shards, 'shard')}, "
-        f"{_count(written.num_groups, 'row group')}; {written.data_bytes / 1e6:,.1f} MB of data, "
+        f"{out_dir}: {counted(written.num_rows, 'row')} in {counted(written.num_shards, 'shard')}, "
+        f"{counted(written.num_groups, 'row group')}; {written.data_bytes / 1e6:,.1f} MB of data, "
         f"{written.file_bytes / 1e6:,.1f} MB on disk",
         *(f"  {field.name}: {field.type}{_nulls(done.lacking[field.name])}" for field in done.schema),
     ]
@@ -88,7 +89,7 @@ def _summary(done: Imported, out_dir: Path) -> str:
 def _nulls(lacking: Sequence[Path]) -> str:
     if not lacking:
         return ""
-    return f", null in all rows of {_count(len(lacking), 'file')} without it, such as {lacking[0]}"
+    return f", null in all rows of {counted(len(lacking), 'file')} without it, such as {lacking[0]}"
 
 
 def _loss(name: str, number: Decimal) -> str:
@@ -97,7 +98,3 @@ def _loss(name: str, number: Decimal) -> str:
         f"column {name!r} has whole numbers beyond 64 bits or beside decimal ones. As float64 large ones are rounded: "
         f"{before} is now {after}. Write them as text to keep every digit."
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

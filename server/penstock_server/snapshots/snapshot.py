@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.wording import counted
 from penstock_server.geometry.best_fit import pools_of
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
@@ -212,7 +213,7 @@ def _check_rows(snapshot: Snapshot) -> None:
     """Refuses what the footers alone show to be unusable."""
     recipe = snapshot.recipe
     if snapshot.num_rows == 0:
-        raise DatasetRefused(f"{snapshot.folder} holds {len(snapshot.shards)} shards and not one row.")
+        raise DatasetRefused(f"{snapshot.folder} holds {counted(len(snapshot.shards), 'shard')} and not one row.")
     for shard in snapshot.shards:
         low, high = shard.token_range or (0, 0)
         outside = low < 0 or high >= snapshot.token_bound
