@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from ledgers import append, begin_of
 from penstock.audit import Report, audit
 from penstock.audit.text import lines_of as words_of
+from penstock.ledger import Begin
 from penstock.ledger_file import find_ledgers
 
 
@@ -226,6 +229,37 @@ def test_an_epoch_is_begun_with_the_state_of_a_start_that_ended_the_one_before_i
     append(ledger, begin_of(start=1, step=14), [])  # began again from an older state, and was given up
     append(ledger, begin_of(start=2, epoch=1), range(20), ends=True)
     assert report_on(ledger).is_proven
+
+
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_clocks_of_machines_may_differ(ledger: Path, hours: int) -> None:
+    """Rank 1's clock is off, and the run goes on without it. What is lost, or trained again, is seen all the same."""
+
+    def write(name: str, again: Begin, steps: Iterable[int]) -> Report:
+        run = ledger.with_name(name)
+        for rank in range(2):
+            begin = begin_of(rank, world_size=2)
+            append(run, replace(begin, time=begin.time + timedelta(hours=hours * rank)), range(4))
+        append(run, again, steps, ends=True)
+        return report_on(run)
+
+    resumed = begin_of(start=1, offset=40)
+    assert write("whole", resumed, range(12)).is_proven
+    [lost] = write("lost", resumed, [0, 1, *range(5, 12)]).orders[0].epochs
+    assert lost.missing.tolist() == [[50, 65]]
+    [again] = write("again", replace(begin_of(start=1), num_loads=0), range(20)).orders[0].epochs
+    assert again.twice.tolist() == [[0, 40]]
+
+
+def test_a_start_of_which_rank_0_came_to_no_batch_is_known_by_the_others(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(7))
+    for rank in (1, 2, 3):
+        append(ledger, begin_of(rank, world_size=4, start=1, offset=50), [0])
+    [order] = report_on(ledger).orders
+    assert order.leader.rank == 1
+    assert [(rank.rank, thrown.steps) for rank in order.ranks for thrown in rank.thrown] == [(0, (5, 7)), (1, (5, 7))]
+    assert [epoch.twice.tolist() for epoch in order.epochs] == [[]]
 
 
 def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:

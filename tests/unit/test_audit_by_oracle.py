@@ -41,6 +41,7 @@ class History:
     num_sequences: int
     lines: dict[tuple[int, int | None], list[str]] = field(default_factory=dict)  # of each rank and worker
     specs: dict[int, dict[int, Spec]] = field(default_factory=dict)  # of each launch and epoch
+    skews: list[int] = field(default_factory=list)  # of each rank, hours that its clock is ahead
     saved: list[Saved] = field(default_factory=list)
     trained: tuple[Record, ...] = ()
     line_of: dict[Record, tuple[tuple[int, int | None], int]] = field(default_factory=dict)
@@ -103,7 +104,8 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
                     launch=f"{number}-{rank}", num_loads=int(saved is not None), iteration=0 if num_workers else iteration,
                     dataset="d", num_sequences=history.num_sequences, rank=rank, epoch=position.epoch,
                     step=position.step if worker is None else firsts[worker], spec=this, worker=worker or 0,
-                    num_workers=num_workers, time=when + timedelta(minutes=iteration, seconds=draw(st.integers(0, 5))),
+                    num_workers=num_workers,
+                    time=when + timedelta(minutes=iteration, seconds=draw(st.integers(0, 5)), hours=history.skews[rank]),
                 )  # fmt: skip
                 line, checks[rank, worker] = begin_line(begin)
                 history.lines.setdefault((rank, worker), []).append(line)
@@ -137,6 +139,7 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
 @st.composite
 def histories(draw: Draw, *, may_forget: bool = False) -> History:
     history, tail = History(draw(st.integers(12, 60))), draw(st.sampled_from(["drop", "wrap"]))
+    history.skews = draw(st.lists(st.integers(-4, 4), min_size=3, max_size=3))
     start, last = sorted([draw(st.integers(0, 80)), draw(st.integers(0, 80))])
     skips = [None, f"samples:{start}-{last}"] if last - start < history.num_sequences - 9 else [None]
     for number in range(draw(st.integers(1, 4))):

@@ -40,9 +40,9 @@ class RankRecord:
     changed: list[Changed]
 
     @property
-    def last_start(self) -> Start:
-        """The start that was its last."""
-        return self.iterations[-1].start
+    def starts(self) -> list[Start]:
+        """Its starts, in their order."""
+        return list({iteration.start.number: iteration.start for iteration in self.iterations}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
 
 def history_of(record: RankRecord, path: Course) -> RankHistory:
     """What became of it, with what of it led to where the run is."""
-    starts = list({iteration.start.number: iteration.start for iteration in record.iterations}.values())
+    starts = record.starts
     thrown = list(_thrown(record.iterations, path, starts))
     return RankHistory(record.rank, starts, [_stretch(kept) for kept in path], thrown)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,9 +105,7 @@ def _by_rank(paths: Sequence[Path]) -> list[list[Path]]:
 def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:
     records = sorted(records, key=lambda record: record.rank)
     reach = reaches([record.iterations for record in records])
-    # Of the last start the lowest rank says how the run went: it takes part whatever the world size.
-    last = max(records, key=lambda record: record.last_start.begin.time).last_start.key
-    first = next(record for record in records if record.last_start.key == last)
+    first = _leader(records)
     course = course_of(first.iterations, reach)
     leader = history_of(first, course)
     histories = [leader if record is first else history_of(record, _path(record, course, first, reach)) for record in records]
@@ -119,6 +118,19 @@ def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:
         epochs=list(account_for(leader, histories)),
         changed=[changed for record in records for changed in record.changed],
     )
+
+
+def _leader(records: Sequence[RankRecord]) -> RankRecord:
+    """Who says how the run went: rank 0, which takes part whatever the world size.
+
+    Or a rank with all of its starts and more, of which it was killed before its first batch. Their clocks tell nothing: ranks
+    are on machines of their own.
+    """
+    first, *others = records
+    for record in others:
+        if Counter(start.key for start in record.starts) > Counter(start.key for start in first.starts):
+            first = record
+    return first
 
 
 def _path(record: RankRecord, course: Course, leader: RankRecord, reach: Mapping[StartKey, Place]) -> Course:
