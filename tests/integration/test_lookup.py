@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -69,6 +70,15 @@ def test_a_block_without_a_usable_row_is_shown_nowhere(serve: Callable[..., Serv
     (folder / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
     with serve(tmp_path) as server:
         assert server.json("/v1/datasets/void/rows/1/schedule", batch_size=1) == {"occurrences": []}
+
+
+def test_of_very_many_places_the_first_are_told(server: Server) -> None:
+    spec: dict[str, Any] = {"tail": "wrap", "batch_size": 65_536, "world_size": 2**20}
+    places = server.json("/v1/datasets/numbers/rows/5/schedule", **spec)["occurrences"]
+    assert len(places) == 1000
+    first = places[0]["index"]
+    at = [(place["step"], place["rank"] * 65_536 + place["index"]) for place in places]
+    assert at == [(0, number) for number in range(first, first + 100_000, 100)]
 
 
 @pytest.mark.parametrize("path", ["rows/100", "rows/100/schedule"])

@@ -176,7 +176,11 @@ def test_ranks_partition_an_epoch_and_locate_finds_every_sample(schedule: Schedu
             for index, position in enumerate(schedule.positions([step], rank)[0].tolist()):
                 shown[position] += 1
                 assert (step, rank, index) in schedule.locate(position)
-    assert all(len(schedule.locate(p)) == shown[p] for p in range(schedule.num_positions))
+    for position in range(schedule.num_positions):
+        places = [*schedule.locate(position)]
+        assert (len(places), places) == (shown[position], sorted(places))
+        steps = {step for step, _, _ in places}
+        assert {step for step in range(schedule.num_steps + 2) if schedule.shows(position, step)} == steps
     left = range(schedule.offset, schedule.num_positions)
     per_step = schedule.batch_size * schedule.world_size
     if schedule.tail == "drop":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock_server.problems import BadParameter, RowOutOfRange
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 
+_MOST_OCCURRENCES = 1000  # that are told
 # Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
 _FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 100, 1 << 22
 
@@ -90,7 +92,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
     """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
 
     An epoch of a mixture may go through a dataset over and over, or for ever: the first hundred times are told, of a large
-    dataset fewer.
+    dataset fewer. Of all of them it is the first thousand: a step of many ranks may show a small dataset a million times.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises BadParameter: it is a mixture itself. Raises what a block raises
     that cannot be read.
@@ -114,8 +116,9 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
     for own_epoch in plan.own_epochs(number, epoch)[:most]:
         own = _positions(member, block, index, held, own_epoch)
         for position in plan.positions_of(number, epoch, own, own_epoch):
-            found += [Occurrence(epoch, *place) for place in plan.schedule.locate(position)]
-    return [asdict(occurrence) for occurrence in sorted(found, key=lambda o: (o.step, o.rank, o.index))]
+            found += [Occurrence(epoch, *place) for place in islice(plan.schedule.locate(position), _MOST_OCCURRENCES)]
+    found.sort(key=lambda o: (o.step, o.rank, o.index))
+    return [asdict(occurrence) for occurrence in found[:_MOST_OCCURRENCES]]
 
 
 def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:

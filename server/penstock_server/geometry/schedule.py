@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,19 +70,28 @@ class Schedule:
         run = find(firsts, samples)
         return starts[run] + samples - firsts[run]
 
-    def locate(self, position: int) -> list[tuple[int, int, int]]:
-        """Each (step, rank, index) that shows a position: none if it is skipped or dropped, several where the tail wraps."""
+    def locate(self, position: int) -> Iterator[tuple[int, int, int]]:
+        """Each (step, rank, index) that shows a position, in the order of samples.
+
+        None if it is skipped or dropped, several where the tail wraps: a small dataset fills a large step over and over.
+        """
+        for sample in self._samples(position):
+            step, within = divmod(sample, self.world_size * self.batch_size)
+            yield step, *divmod(within, self.batch_size)
+
+    def shows(self, position: int, step: int) -> bool:
+        """Whether a step shows a position, on any rank."""
+        samples, per_step = self._samples(position), self.world_size * self.batch_size
+        at = bisect_left(samples, step * per_step)
+        return at < len(samples) and samples[at] < (step + 1) * per_step
+
+    def _samples(self, position: int) -> range:
+        """The samples that show a position."""
         if any(start <= position < stop for start, stop in self.skipped):
-            return []
-        begin = before(self.skipped, self.offset)
-        end = begin + self.num_steps * self.world_size * self.batch_size
-        first = before(self.skipped, position)
-        first += self._num_kept if first < begin else 0
-        found = []
-        for sample in range(first, end, self._num_kept):
-            step, within = divmod(sample - begin, self.world_size * self.batch_size)
-            found.append((step, *divmod(within, self.batch_size)))
-        return found
+            return range(0)
+        begin, number = before(self.skipped, self.offset), before(self.skipped, position)
+        first = number - begin + (self._num_kept if number < begin else 0)
+        return range(first, self.num_steps * self.world_size * self.batch_size, self._num_kept)
 
     @cached_property
     def _num_kept(self) -> int:

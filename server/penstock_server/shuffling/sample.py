@@ -206,7 +206,7 @@ class _LookUp:
         inside = (positions >= 0) & (positions < schedule.num_positions)
         return np.array(
             [
-                is_in and any(shown == step for shown, _, _ in schedule.locate(position))
+                is_in and schedule.shows(position, step)
                 for is_in, position, step in zip(inside.tolist(), positions.tolist(), steps.tolist(), strict=True)
             ],
             np.bool_,
