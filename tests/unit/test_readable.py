@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import penstock_server.batches.readable
 from corpora import write_tokenizer
 from penstock import wire
 from penstock.tensors import count_tokens, expand
@@ -17,6 +18,7 @@ from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.batches.readable import as_json
 from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.problems import BadParameter
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 from planned import plan_of
@@ -85,3 +87,13 @@ def test_labels_and_positions_are_those_that_a_trainer_gets(
             else:
                 side = name.removesuffix("input_ids").removesuffix("position_ids")
                 assert len(shown) == batch[f"{side}attention_mask"][index].sum()
+
+
+def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(catalog, "text", packing="concat", batch_size=4, seq_len=10)
+    [chunk] = chunks(plan, 0, 0, range(2))
+    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_TOKENS", 40)
+    assert len(as_json(chunk, load(chunk))) == 2
+    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_TOKENS", 39)
+    with pytest.raises(BadParameter, match="a batch of 40 tokens is too large to be shown: .* lower batch_size"):
+        as_json(chunk, load(chunk))

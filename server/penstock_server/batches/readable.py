@@ -16,13 +16,25 @@ from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
+from penstock_server.problems import BadParameter
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.storage.block import Block, Turn
 
+_MOST_TOKENS = 1 << 21  # of a batch
+
 
 def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
-    """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sequence decodes to."""
+    """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sequence decodes to.
+
+    Raises BadParameter: a batch has more tokens than anybody reads.
+    """
     sequences, size = gather(chunk, blocks), chunk.plan.spec.batch_size
+    num_tokens = sum(int(sequences.runs(tensor).lengths.sum()) for tensor in chunk.plan.tensors if tensor.kind == "tokens")
+    if num_tokens > _MOST_TOKENS * len(chunk.steps):
+        raise BadParameter(
+            f"a batch of {num_tokens // len(chunk.steps):,} tokens is too large to be shown: format=json is for people, and as "
+            f"text it takes 10 times as much. At most {_MOST_TOKENS:,} are shown: lower batch_size, or leave format=json out."
+        )
     return [
         _batch(chunk.plan, frame, sequences, range(number * size, (number + 1) * size))
         for number, frame in enumerate(wire.decode(frames(chunk, blocks)))
@@ -55,7 +67,7 @@ def _batch(plan: Plan, frame: wire.Frame, sequences: Sequences, batch: range) ->
         "substituted": frame.substituted,
         "tensors": [[name, str(array.dtype), list(array.shape)] for name, array in frame.tensors.items()],
     }
-    lines = [{"index": index} | _sequence(plan, sequences, number) for index, number in enumerate(batch)]
+    lines = ({"index": index} | _sequence(plan, sequences, number) for index, number in enumerate(batch))
     head = "".join(f"  {json.dumps(name)}: {_dump(value)},\n" for name, value in facts.items())
     body = ",\n".join(map(_indented, lines))
     return f'{{\n{head}  "sequences": [\n{body}\n  ]\n}}'
@@ -117,7 +129,7 @@ def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
 
 def _starts(sequences: Sequences, number: int, length: int, width: int) -> list[int]:
     """Where a document begins in a sequence, and the padding."""
-    starts: list[int] = sequences.documents.offsets()[sequences.documents.sequences == number].tolist()
+    starts: list[int] = sequences.documents_of(number).offsets().tolist()
     return [*starts, length] if length < width else starts
 
 

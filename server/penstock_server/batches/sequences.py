@@ -122,22 +122,29 @@ class Sequences:
         at, held, rows, firsts, lasts = _in_order(found)
         return Documents(self._parts.sequences[at], held, rows, firsts, lasts)
 
+    def documents_of(self, sequence: int) -> Documents:
+        """Those of one sequence."""
+        first, last = np.searchsorted(self.documents.sequences, [sequence, sequence + 1]).tolist()
+        return Documents(*(column[first:last] for column in self.documents))
+
     def sources(self, sequence: int) -> list[Source]:
         """The rows of one sequence, as they lie in the shards."""
-        mine = np.flatnonzero(self.documents.sequences == sequence)
-        return [self._source(*line) for line in zip(*(column[mine].tolist() for column in self.documents[1:]), strict=True)]
+        documents = self.documents_of(sequence)
+        return [self._source(*line) for line in zip(*(column.tolist() for column in documents[1:]), strict=True)]
 
     def line(self, tensor: Tensor, sequence: int) -> list[Turn]:
         """The tokens of one line of a tensor, in runs."""
-        runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
-        first, last = np.searchsorted(runs.lines, [sequence, sequence + 1]).tolist()
-        spans = zip(*(column[first:last].tolist() for column in runs[1:5]), strict=True)
+        runs, tokens, own = self.runs(tensor), self.tokens(tensor.feature), self._runs_of(tensor, sequence)
+        spans = zip(*(column[own].tolist() for column in runs[1:5]), strict=True)
         return [(tokens[held].values[start : start + length].tolist(), learned) for held, start, length, learned in spans]
 
     def num_tokens(self, tensor: Tensor, sequence: int) -> int:
         """The tokens of one line of a tensor."""
-        runs = self.runs(tensor)
-        return int(runs.lengths[runs.lines == sequence].sum())
+        return int(self.runs(tensor).lengths[self._runs_of(tensor, sequence)].sum())
+
+    def _runs_of(self, tensor: Tensor, sequence: int) -> slice:
+        """Those of one line."""
+        return slice(*np.searchsorted(self.runs(tensor).lines, [sequence, sequence + 1]).tolist())
 
     def member(self, sequence: int) -> Member:
         """The dataset that a sequence is of."""
