@@ -37,7 +37,7 @@ class Connection:
         self._buffers = _take_spare()
         self._is_fetching = False
         # A proxy is httpx's to find and to speak to, and then its own transport receives.
-        self._receives = not getproxies()
+        self._receives = not getproxies().keys() - {"no"}  # that is what needs none
         receiving = ReceivingTransport(self._remember) if self._receives else None
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
         self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=receiving)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd, lcm
+from math import gcd, inf, isclose, lcm, nan
 
 from penstock.errors import SpecError
 
@@ -68,10 +68,24 @@ def parse_mix(text: str) -> Mix:
 
 
 def spell_mix(weights: Mapping[str, float]) -> str:
-    """The text of a mix of one phase. A weight of 1/3 is meant as such, whatever digits the number has."""
-    exact = {name: Fraction(weight).limit_denominator(10_000) for name, weight in weights.items()}
+    """The text of a mix of one phase. A weight of 1/3 is meant as such, whatever digits the number has.
+
+    Raises SpecError: a weight is no number from 0.
+    """
+    exact = {name: _exact(name, weight) for name, weight in weights.items()}
     scale = lcm(*(weight.denominator for weight in exact.values()))
     return ",".join(f"{name}:{int(weight * scale)}" for name, weight in exact.items())
+
+
+def _exact(name: str, weight: float) -> Fraction:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, OverflowError):
+        number = nan
+    if isinstance(weight, str) or not 0 <= number < inf:
+        raise SpecError(f"mix: the weight of {name} must be a number from 0, not {weight!r}", ("mix",))
+    simple = Fraction(number).limit_denominator(10_000)
+    return simple if isclose(simple, number, rel_tol=1e-12) else Fraction(str(weight))
 
 
 def _weights(text: str, body: str) -> dict[str, Fraction]:

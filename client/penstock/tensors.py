@@ -24,8 +24,8 @@ _SIDES = ("", "chosen_", "rejected_")
 _PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label_lengths")
 _LENGTHS, _TARGETS = 1, 4
 _ALL_LENGTHS = (*(f"{side}lengths" for side in _SIDES), "label_lengths")
-# Torch has no arithmetic on these.
-_WIDENED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+# Torch has no arithmetic on these; nor on uint64, but no type with arithmetic holds all of that.
+_WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
 
 class _All(Container[str]):
@@ -47,7 +47,8 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, and at last its size
 
     Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
-    names and types: tensors [batch_size, ...], and lists of str or bytes.
+    names and values: tensors [batch_size, ...], and lists of str or bytes. uint16 is int32 and uint32 is int64, since torch
+    calculates with neither; uint64 stays, for `.to(torch.int64)` where the numbers are small.
     """
     arrays, made = travelled(frame), Batch()
     for lines in lines_of(arrays, lambda ids: _numbers(ids.shape[1])):

@@ -3,6 +3,8 @@
 import threading
 from contextlib import closing, suppress
 
+import pytest
+
 from answering import pages
 from penstock.answers import Fault
 from penstock.connection import Connection
@@ -60,3 +62,15 @@ def test_a_server_may_be_one_of_several_behind_an_address() -> None:
             assert bytes(body).decode() == f"{behind}/path"
             body = connection.fetch(server + behind, "/next?step=2", silence_seconds=60.0)
             assert bytes(body).decode() == f"{behind}/next"
+
+
+@pytest.mark.parametrize(("variable", "is_read_in_place"), [("no_proxy", True), ("https_proxy", False)])
+def test_that_hosts_need_no_proxy_takes_no_copy(monkeypatch: pytest.MonkeyPatch, variable: str, is_read_in_place: bool) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(variable, "localhost,127.0.0.1")
+    with pages(lambda _: (200, BODY)) as server, closing(Connection()) as connection:
+        body = fetch(connection, server)
+        assert body == BODY
+        assert isinstance(body.obj, bytearray) == is_read_in_place

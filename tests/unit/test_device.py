@@ -60,7 +60,8 @@ def frames(draw: st.DrawFn) -> wire.Frame:
     if kind == "documents":
         tensors["document_starts"] = np.packbits(random.random((size, width)) < 0.2, axis=1, bitorder="little")
     if draw(st.booleans()):
-        tensors |= {"score": random.random(size), "vector": random.integers(0, 9, (size, 3), np.uint64)}
+        tensors |= {"score": random.random(size), "vector": random.integers(0, 9, (size, 3), np.uint32)}
+        tensors["hash"] = random.integers(0, 1 << 64, size, np.uint64)
     return frame_of(tensors)
 
 

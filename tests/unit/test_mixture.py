@@ -1,12 +1,15 @@
 """The mix of a mixture: exact on every prefix, invertible, and spelled in one way."""
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import SpecError
-from penstock.mix import Mix, parse_mix
+from penstock.mix import Mix, parse_mix, spell_mix
 from penstock_server.geometry.mixture import Mixture
 
 shares = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any)
@@ -76,6 +79,32 @@ def test_a_mix_has_one_spelling(mix: Mix) -> None:
 def test_weights_are_what_they_are_to_each_other() -> None:
     assert str(parse_mix("wiki:0.7,code:0.3")) == str(parse_mix("code:3,wiki:7")) == "code:3,wiki:7"
     assert str(parse_mix("a:1,b:1;b:0.50,a:1.5@100")) == "a:1,b:1;a:3,b:1@100"
+
+
+@pytest.mark.parametrize(
+    ("weights", "spelled"),
+    [
+        ((1.0, 0.00004), "a:25000,b:1"),
+        ((0.12345, 0.87655), "a:2469,b:17531"),
+        ((1 / 3, 1 - 1 / 3), "a:1,b:2"),
+        ((0.1 + 0.2, 0.7), "a:3,b:7"),
+        ((np.float32(0.7), np.float64(0.3)), "a:7,b:3"),
+        ((7, 0), "a:1,b:0"),
+    ],
+)
+def test_numbers_for_weights_are_exact(weights: tuple[float, float], spelled: str) -> None:
+    assert str(parse_mix(spell_mix(dict(zip("ab", weights, strict=True))))) == spelled
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -0.1, "0.5", None, 10**400])
+def test_what_is_no_weight_is_refused(weight: Any) -> None:
+    with pytest.raises(SpecError, match="the weight of b must be a number from 0, not"):
+        spell_mix({"a": 1, "b": weight})
+
+
+def test_weights_of_too_many_digits_are_refused() -> None:
+    with pytest.raises(SpecError, match="round it"):
+        parse_mix(spell_mix({"a": 0.123456789012, "b": 1}))
 
 
 def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:

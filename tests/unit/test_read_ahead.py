@@ -25,20 +25,25 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_job_gets_its_blocks_once_and_a_fault_stops_nothing() -> None:
+def test_a_job_gets_its_blocks_once_and_a_fault_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     loaded: list[int] = []
 
     def load(block: int) -> None:
         loaded.append(block)
         if block == 2:
             raise BadRow("no")
+        if block == 4:
+            raise MemoryError
 
     ahead = ReadAhead()
     for _ in range(3):
         ahead.want("job", 0, lambda: [1, 2, 3], load)
     until(lambda: len(loaded) == 3)
-    ahead.want("job", 1, lambda: [4], load)
-    until(lambda: loaded == [1, 2, 3, 4])
+    ahead.want("job", 1, lambda: [4, 5], load)
+    until(lambda: loaded == [1, 2, 3, 4, 5])
+    assert [record.getMessage() for record in caplog.records] == [
+        "block 4 could not be loaded ahead; it is loaded when it is needed"
+    ]
 
 
 def test_jobs_take_turns_and_a_new_window_drops_the_old() -> None:

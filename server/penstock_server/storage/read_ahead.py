@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from penstock_server.problems import Problem
+
+log = logging.getLogger("penstock.read_ahead")
 
 _FORGET_SECONDS = 30.0  # a job that has asked for nothing for so long has ended, or is far from its next window
 
@@ -54,7 +57,9 @@ class ReadAhead:
             try:
                 load(block)
             except Problem:
-                continue  # whoever needs the block is told
+                pass  # whoever needs the block is told
+            except Exception:  # else every later window would begin cold
+                log.exception("block %d could not be loaded ahead; it is loaded when it is needed", block)
 
     def _next(self) -> tuple[Callable[[int], object], int]:
         with self._changed:
