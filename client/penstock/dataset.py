@@ -161,6 +161,13 @@ class RemoteDataset(IterableDataset[Batch]):
                     stacklevel=2,
                 )
             self._progress.set_epoch(epoch)
+        elif self._progress.is_resumed:
+            warnings.warn(
+                f"the loop went on with epoch {epoch} from a state that was loaded, and set_epoch({epoch}) gives all of it "
+                f"once more. Where a loader loads the state, data.epoch tells the epoch only once a loop has begun: save the "
+                f"number of the epoch beside the state, and loop from there on.",
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         """Batches of the next iteration: an epoch's, or what is left of it after load_state_dict."""

@@ -47,6 +47,11 @@ class Progress:
         return self._start.stretch.num_left if not self._start.is_taken and (at.step or at.offset) else 0
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether an iteration has begun from where a state put it."""
+        return self._start.is_taken and self._start.is_by_state
+
+    @property
     def is_with_workers(self) -> bool:
         """Whether loader workers consume, so that this process, not being one of them, cannot know the position."""
         return self._start.is_with_workers
@@ -59,14 +64,16 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins the epoch at its first step."""
-        self._start.set(self._whole(epoch))
+        self._start.set(self._whole(epoch), by_state=False)
 
     def go_to(self, stretch: Stretch, worker: Worker | None) -> None:
         """The next iteration runs over this; where a worker says so, its own does, and the others' have the epoch of it."""
         if worker is None:
-            self._start.set(stretch)
+            self._start.set(stretch, by_state=True)
             return
-        self._start.move(self._whole(stretch.position.epoch))
+        # The loop may have turned to another epoch since, which a state at the end of one knows nothing of.
+        if _steps_of(stretch, worker) or stretch.position.epoch > self.epoch:
+            self._start.move(self._whole(stretch.position.epoch))
         self._own = (self._start.num_sets, stretch)
         self._counted = (self._start.num_sets, stretch.position, 0)
 
@@ -80,9 +87,7 @@ class Progress:
             stretch = self._own[1]
         self._own = None
         self._counted = (num_sets, stretch.position, 0)
-        first, stride = (worker.first, worker.stride) if worker else (0, 1)
-        steps = range(stretch.position.step + first, stretch.num_steps, stride)
-        return Round(stretch=stretch, steps=steps, number=self._num_rounds, num_sets=num_sets)
+        return Round(stretch=stretch, steps=_steps_of(stretch, worker), number=self._num_rounds, num_sets=num_sets)
 
     def count(self, round_: Round, num_batches: int) -> None:
         """So many batches of the iteration are consumed. Once another began, or the start is set, that one's word holds."""
@@ -93,3 +98,9 @@ class Progress:
 
     def _whole(self, epoch: int) -> Stretch:
         return Stretch(position=Position(epoch=epoch), num_steps=self._steps_per_epoch)
+
+
+def _steps_of(stretch: Stretch, worker: Worker | None) -> range:
+    """The steps of a stretch that are a worker's, or all."""
+    first, stride = (worker.first, worker.stride) if worker else (0, 1)
+    return range(stretch.position.step + first, stretch.num_steps, stride)

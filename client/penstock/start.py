@@ -11,8 +11,8 @@ from penstock.place import Worker
 from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
-# none yet; BY_WORKERS is 1 where loader workers iterated last.
-_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS = range(7)
+# none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
+_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE = range(8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +35,9 @@ class Start:
     """
 
     def __init__(self, stretch: Stretch) -> None:
-        self._cells = torch.zeros(7, dtype=torch.int64, device="cpu")  # whatever torch's default is
+        self._cells = torch.zeros(8, dtype=torch.int64, device="cpu")  # whatever torch's default is
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
-        self.set(stretch)
+        self.set(stretch, by_state=False)
 
     @property
     def epoch(self) -> int:
@@ -65,16 +65,25 @@ class Start:
         """Whether loader workers began to iterate since it was set, and are the last who did."""
         return self.is_taken and bool(self._cells[_BY_WORKERS])
 
-    def set(self, stretch: Stretch) -> None:
+    @property
+    def is_by_state(self) -> bool:
+        """Whether a state that was loaded put it where it is."""
+        return bool(self._cells[_BY_STATE])
+
+    def set(self, stretch: Stretch, *, by_state: bool) -> None:
         """The next iteration, of this process or of its workers, takes this."""
-        self.move(stretch)
+        self._put(stretch, by_state)
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
 
     def move(self, stretch: Stretch) -> None:
-        """Puts the start elsewhere, without a word on who takes it."""
+        """A state that a worker loaded puts the start elsewhere, without a word on who takes it."""
+        self._put(stretch, True)
+
+    def _put(self, stretch: Stretch, by_state: bool) -> None:
         at = stretch.position
         self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps], device="cpu")
+        self._cells[_BY_STATE] = by_state
 
     def take(self, number: int, worker: Worker | None) -> bool:
         """Whether the stretch is this round's: nobody took it yet, or another worker of the same round did.

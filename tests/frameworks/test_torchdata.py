@@ -85,6 +85,43 @@ def test_the_ledgers_of_a_run_that_resumes_prove_it(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
+    ids=str,
+)
+def test_a_state_from_between_two_epochs_goes_on_with_the_one_that_is_set(url: str, options: dict[str, Any]) -> None:
+    loader = loader_of(url, **options)
+    rows(loader)
+    loader.dataset.set_epoch(1)
+    state = loader.state_dict()
+    expected = rows(loader)
+
+    resumed = loader_of(url, **options)
+    resumed.load_state_dict(state)
+    resumed.dataset.set_epoch(1)
+    assert rows(resumed) == expected
+    resumed.dataset.set_epoch(2)
+    loader.dataset.set_epoch(2)
+    assert rows(resumed) == rows(loader) != expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loop_that_does_not_know_its_epoch_is_warned_before_it_repeats_one(url: str, num_workers: int) -> None:
+    loader = loader_of(url, num_workers=num_workers)
+    loader.dataset.set_epoch(1)
+    rows(itertools.islice(iter(loader), 7))
+    state = loader.state_dict()
+
+    resumed = loader_of(url, num_workers=num_workers)
+    resumed.load_state_dict(state)
+    resumed.dataset.set_epoch(0)  # as data.epoch says, until the loader hands the state on
+    rows(resumed)
+    with pytest.warns(UserWarning, match=r"went on with epoch 1 .* set_epoch\(1\) gives all of it once more"):
+        resumed.dataset.set_epoch(1)
+    resumed.dataset.set_epoch(2)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_example_resumes_with_the_same_losses(url: str, tmp_path: Path, num_workers: int) -> None:
     import train_dataloader

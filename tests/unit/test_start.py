@@ -19,7 +19,7 @@ def test_a_start_is_taken_once() -> None:
     assert start.take(1, None)
     assert start.is_taken
     assert not start.take(2, None)
-    start.set(RESUMED)
+    start.set(RESUMED, by_state=True)
     assert not start.is_taken
     assert start.take(3, None)
     assert not start.is_with_workers
@@ -37,7 +37,7 @@ def test_rounds_of_workers_that_live_on_are_told_apart() -> None:
     start = Start(RESUMED)
     for number, taken in ((1, True), (2, False), (3, False)):
         assert [start.take(number, worker(n, loader_seed=99)) for n in range(3)] == [taken] * 3
-    start.set(RESUMED)
+    start.set(RESUMED, by_state=True)
     assert [start.take(4, worker(n, loader_seed=99)) for n in range(3)] == [True] * 3
 
 
@@ -48,7 +48,7 @@ def test_this_process_and_its_workers_take_it_from_one_another() -> None:
     assert not start.is_with_workers
     assert not start.take(2, worker(0, loader_seed=5))
     assert start.is_with_workers
-    start.set(RESUMED)
+    start.set(RESUMED, by_state=True)
     assert not start.is_with_workers
 
 
