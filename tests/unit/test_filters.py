@@ -211,6 +211,8 @@ def test_times_are_compared_with_times_of_their_kind_alone() -> None:
         parse_filter("here < there", schema)
     with pytest.raises(FilterError, match=re.escape("takes 'soon' for a timestamp[us], which it is not")):
         parse_filter("here < 'soon'", schema)
+    with pytest.raises(FilterError, match=re.escape("compares a time32[s] with a text, and pyarrow reads no text as one")):
+        parse_filter("at = '00:00:03'", pa.schema({"at": pa.time32("s")}))
 
 
 def test_a_calculation_past_64_bits_is_an_error_and_not_another_number() -> None:

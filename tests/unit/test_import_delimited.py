@@ -74,6 +74,8 @@ def test_every_row_comes_back_with_empty_fields_null(
         (["1", "2.5"], "double"),
         (["1e3", "-0.5E-7"], "double"),
         (["3.14159265358979323846"], "double"),
+        (["1234567890123456.5"], "double"),
+        (["12345678901234567.5"], "string"),
         (["1", "x"], "string"),
         (["1", "007"], "string"),
         (["12345678901234567890"], "string"),

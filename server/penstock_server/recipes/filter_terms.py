@@ -241,6 +241,8 @@ def cast(term: Term, type_: pa.DataType) -> Term:
         return literal(pc.cast(term.literal, type_))
     except pa.ArrowInvalid as error:
         raise Mismatch(f"takes {term.literal.as_py()!r} for a {type_}, which it is not") from error
+    except pa.ArrowNotImplementedError as error:
+        raise Mismatch(f"compares a {type_} with a text, and pyarrow reads no text as one") from error
 
 
 def _as_whole(term: Term, other: Term) -> Term:

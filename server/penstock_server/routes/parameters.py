@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl
 
 from fastapi import Path, Request
 
+from penstock.errors import SpecError
 from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.routes.plain import query_of
 
@@ -49,7 +50,11 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 def spec_of(request: Request, *own: str) -> Spec:
     """The spec that a request's query spells out, beside the route's own parameters. Raises SpecError."""
-    return _spec_of("&".join("=".join(pair) for pair in query_of(request.scope) if pair[0] not in own), own)
+    query = query_of(request.scope)
+    names = [name for name, _ in query if name in own]
+    if len(names) > 1 and (twice := [name for name in own if names.count(name) > 1]):
+        raise SpecError(f"{twice[0]} is given twice; give it once", (twice[0],))
+    return _spec_of("&".join("=".join(pair) for pair in query if pair[0] not in own), own)
 
 
 @lru_cache(maxsize=_REMEMBERED_QUERIES)  # every batch of a job is asked for with the same one
