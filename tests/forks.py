@@ -64,8 +64,11 @@ class Fork:
         self._process.join()
 
     def communicate(self, timeout: float) -> tuple[int, str, str]:
-        """Exit status, stdout and stderr, once it has ended by itself, or was killed after so many seconds."""
-        timer = Timer(timeout, self._process.kill)
+        """Exit status, stdout and stderr, once it has ended by itself, or was killed after so many seconds.
+
+        With all that it started: whoever of them lives on holds its stdout open.
+        """
+        timer = Timer(timeout, os.killpg, (self.pid, signal.SIGKILL))
         timer.start()
         self.stdin.close()
         with self.stdout:
@@ -89,6 +92,7 @@ class Fork:
 
 
 def _run(argv: list[str], script: Path | None, environment: dict[str, str], *streams: Connection) -> None:
+    os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()

@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from forks import Fork
 from penstock import RemoteDataset
@@ -28,6 +30,7 @@ SPEC: dict[str, Any] = {"batch_size": 16, "seq_len": 128, "seed": 7}  # that of 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINIER = (16, 1, 4)  # dim, num_layers and num_heads of the examples' model, whose steps would take most of the time
 _iterate = RemoteDataset.__iter__
+_destroy_process_group = torch.distributed.destroy_process_group
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,14 @@ def main(out: Path, run: Callable[[Sequence[str]], object], arguments: Sequence[
 
     RemoteDataset.__iter__ = recording(write)  # type: ignore[method-assign]
     torch.set_num_threads(1)  # the machine of the tests has few cores, and one step counts as little as another
+    torch.distributed.destroy_process_group = destroy_idle_process_group
     run(arguments)
+
+
+def destroy_idle_process_group(group: torch.distributed.ProcessGroup | None = None) -> None:
+    """Torch's gloo waits for its thread with the GIL held, and that thread wants it to let go of the last all-reduce."""
+    time.sleep(0.2)
+    _destroy_process_group(group)
 
 
 def under_torchrun(num_ranks: int, out: Path, run: Callable[[Sequence[str]], object], arguments: Sequence[str]) -> None:
