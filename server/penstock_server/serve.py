@@ -20,7 +20,7 @@ from penstock.wording import counted
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.describe import describe_tight_cache
+from penstock_server.datasets.describe import describe_tight_cache, describe_unused
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
@@ -126,9 +126,10 @@ def open_cache(settings: Settings) -> CacheFolder:
 
 
 def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
-    """Tells where the cache has no room for what these datasets need at a time."""
-    if warning := describe_tight_cache(cache.budget_bytes, datasets):
-        print(f"penstock {command}: {warning}", file=sys.stderr)
+    """Tells where the cache has no room for what these datasets need at a time, and what of them is not used."""
+    for warning in (describe_tight_cache(cache.budget_bytes, datasets), *map(describe_unused, datasets)):
+        if warning:
+            print(f"penstock {command}: {warning}", file=sys.stderr)
 
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:

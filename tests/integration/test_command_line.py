@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -106,6 +107,16 @@ def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Cal
     with serve(tmp_path / "data", "--cache-bytes", "1KB") as server:
         assert warning.search(server.stop())
     assert penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1MB").stderr == ""
+
+
+def test_labels_and_masks_that_are_not_used_are_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
+    (tmp_path / "data" / "padded").mkdir(parents=True)
+    rows = {"input_ids": [[1, 2, 0]] * 9, "attention_mask": [[1, 1, 0]] * 9, "labels": [[-100, 2, -100]] * 9}
+    pq.write_table(pa.table(rows), tmp_path / "data" / "padded" / "part-0.parquet")
+    server = serve(tmp_path / "data")
+    assert "recipe: input_ids, pre-tokenized, without attention_mask, labels\n" in server.greeting
+    assert server.json("/v1/datasets/padded")["unused_columns"] == ["attention_mask", "labels"]
+    assert "padded: attention_mask, labels of its shards are not used: every id of input_ids is learned" in server.stop()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

@@ -63,6 +63,13 @@ def _dataset(about: Mapping[str, Any]) -> Check:
             f"{text}; {bad['known']:,} bad rows are known, and a batch with one of them fails",
             f'GET /v1/datasets/{name}/quarantine lists them; remove them, or set on_bad_row = "substitute" in penstock.toml',
         )
+    if unused := about["unused_columns"]:
+        return Check(
+            "warn",
+            "dataset",
+            f"{text}; {', '.join(unused)} of its shards not used: every token is learned, prompts and padding, too",
+            "leave padding out of the rows; to learn only responses, let the rows be text (prompt and response, or messages)",
+        )
     return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows give way to neighbours" if bad["known"] else text)
 
 

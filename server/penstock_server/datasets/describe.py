@@ -36,9 +36,21 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "cache": {"used_bytes": cache.used_bytes, "budget_bytes": cache.budget_bytes, "asked_bytes": cache.configured_bytes},
         "columns": list(snapshot.recipe.token_columns),
         "recipe": snapshot.recipe.describe(),
+        "unused_columns": list(snapshot.recipe.unused),
         "token_dtype": snapshot.token_dtype,
         "snapshot": snapshot.fingerprint,
     }
+
+
+def describe_unused(served: Served) -> str | None:
+    """What follows from columns of masks or labels that nothing is made of; None if there is none."""
+    if not (unused := served.snapshot.recipe.unused):
+        return None
+    return (
+        f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: every id of "
+        f"{served.snapshot.recipe.token_columns[0]} is learned, prompts and padding, too. Leave padding out of the rows; to "
+        f"learn only responses, let the rows be text, with prompt and response, or messages."
+    )
 
 
 def describe_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:

@@ -22,6 +22,7 @@ TENSOR_NAMES = {
     for side in ("", "chosen_", "rejected_")
     for name in "input_ids lengths prompt_lengths loss_mask labels label_lengths attention_mask position_ids".split()
 } | {"document_starts", "cu_seqlens"}
+MASKS = ("attention_mask", "labels", "loss_mask")
 FEATURES: Mapping[Kind, tuple[str, ...]] = {
     "tokens": ("tokens",),
     "text": ("tokens",),
@@ -51,6 +52,7 @@ class Recipe:
     eos_id        closes a text or a response, likewise
     chat          renders messages
     columns       what travels beside the tokens
+    unused        columns of pre-tokenized rows that say which ids are learned or padding: here all are learned, and none is
     filter        which rows are served; None for all
     validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
     max_bad_share more bad rows than this share of all are not substituted: the dataset is refused
@@ -65,6 +67,7 @@ class Recipe:
     pad_id: int = 0
     chat: ChatTemplate | None = None
     columns: tuple[Column, ...] = ()
+    unused: tuple[str, ...] = ()
     filter: Filter | None = None
     transform: Transform | None = None
     validation: float = 0.005
@@ -154,6 +157,8 @@ class Recipe:
             parts.append(f"transform {self.transform.name}")
         if self.columns:
             parts.append(f"with {', '.join(column.name for column in self.columns)}")
+        if self.unused:
+            parts.append(f"without {', '.join(self.unused)}")
         return ", ".join(parts)
 
 

@@ -37,7 +37,7 @@ from penstock_server.recipes.chat import ChatTemplate, TemplateError, load_chat_
 from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
 from penstock_server.recipes.fields import Field, FieldError, hint
 from penstock_server.recipes.filters import Filter, FilterError, parse_filter
-from penstock_server.recipes.recipe import Kind, Recipe, check_field, travelling
+from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, travelling
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import Transform, TransformError, load_transform
 
@@ -150,6 +150,7 @@ class _Reader:
             pad_id=self._pad(tokenizer, vocab_size, eos_id),
             chat=chat,
             columns=tuple(travelling(name, self._schema) for name in given.get("columns", [])),
+            unused=tuple(name for name in MASKS if kind == "tokens" and name in self._schema.names),
             filter=self._filter(),
             transform=self._transform,
             validation=float(given.get("validation", 0.005)),
