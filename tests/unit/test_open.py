@@ -251,6 +251,27 @@ def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) ->
     assert snapshot_of(data, tokenizer).recipe.token_columns == ("text",)
 
 
+def test_a_chat_template_alone_may_be_declared_and_needs_messages(data: Path, tokenizer: Path) -> None:
+    (data / "chat").mkdir(parents=True)
+    said = [[{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]]
+    pq.write_table(pa.table({"messages": said}), data / "chat" / "a.parquet")
+    (data / "chat" / "mine.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}")
+    (data / "chat" / "penstock.toml").write_text('chat_template = "mine.jinja"')
+    assert snapshot_of(data / "chat", tokenizer).recipe.kind == "messages"
+    write_text(data / "plain", ["one"])
+    (data / "plain" / "penstock.toml").write_text('chat_template = "mine.jinja"')
+    with pytest.raises(DatasetRefused, match="chat_template renders messages, and rows are made of text. Leave it out, or"):
+        snapshot_of(data / "plain", tokenizer)
+
+
+def test_who_asks_for_an_unknown_dataset_is_told_which_are_not_served(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "bad", 3)
+    (data / "bad" / "penstock.toml").write_text('tokens = "none"')
+    with pytest.raises(UnknownDataset, match=r"This server has: good\. Not served, for reasons that GET .* tells: bad\.$"):
+        open_all()["god"]
+
+
 def test_a_tokenizer_that_was_never_trained_is_refused(data: Path, tmp_path: Path) -> None:
     write_text(data, ["one"])
     Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))

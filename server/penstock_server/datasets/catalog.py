@@ -82,10 +82,12 @@ class Catalog:
                 f"{', '.join(known.mixtures[name].mix.datasets)}. Ask them, and name them in a mix. With "
                 f"mix={known.mixtures[name].mix} the schedule of a row is that in the mixture."
             )
-        names = [*known.datasets, *known.mixtures, *known.refused]
-        close = get_close_matches(name, names, n=1)
+        refused = self.refused
+        served = [other for other in (*known.datasets, *known.mixtures) if other not in refused]
+        close = get_close_matches(name, [*served, *refused], n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(names)}.")
+        kept_out = f" Not served, for reasons that GET /v1/datasets tells: {', '.join(refused)}." if refused else ""
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(served) or 'none'}.{kept_out}")
 
     def refresh(self, name: str) -> Change:
         """Takes in what changed in a dataset's folder, at once.

@@ -117,8 +117,6 @@ def read_declaration(folder: Path) -> dict[str, Any]:
     ]
     if "tokenizer" in given and "vocab_size" in given:
         problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
-    if "chat_template" in given and not {"messages", "chosen"} & set(given):
-        problems.append("chat_template renders messages; there are none")
     if problems:
         raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {', '.join(_KEYS)}.")
     return given
@@ -223,6 +221,12 @@ class _Reader:
 
     def _chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> ChatTemplate | None:
         if kind != "messages" and not (kind == "preference" and is_messages(dict(fields)["chosen"].type(self._schema))):
+            if "chat_template" in self._given:
+                names = " and ".join(source.text for _, source in fields)
+                raise DatasetRefused(
+                    f"{self._folder / FILE_NAME}: chat_template renders messages, and rows are made of {names}. Leave it out, "
+                    f'or name the column of messages: messages = "COLUMN".'
+                )
             return None
         # The path as it is given: a link may lead to a store where no template lies beside the file.
         path, named = self._tokenizer_path(kind), self._given.get("chat_template")
