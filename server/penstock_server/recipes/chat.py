@@ -92,7 +92,7 @@ class ChatTemplate:
     @property
     def digest(self) -> str:
         """A hash of all that a rendering depends on beside the messages."""
-        content = json.dumps(["penstock chat v1", self.text, sorted(self.special_tokens.items())])
+        content = json.dumps(["penstock chat v2", self.text, sorted(self.special_tokens.items())])
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message]) -> Rendered:

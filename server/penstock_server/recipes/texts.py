@@ -93,6 +93,7 @@ def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Re
 
 
 def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The text of a chat behind a prompt, and the spans that are learned. Raises ChatError: there is none of them."""
     assert recipe.chat
     if chat is None:
         raise ChatError("is null")
@@ -100,7 +101,11 @@ def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tupl
     rendered = recipe.chat.render(before + messages)
     # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
     answered = any(message.get("role") == "assistant" for message in before)
-    return rendered.text, rendered.spans[len(recipe.chat.render(before).spans) if answered else 0 :]
+    spans = rendered.spans[len(recipe.chat.render(before).spans) if answered else 0 :]
+    if not spans:
+        roles = dict.fromkeys(str(message["role"]) for message in messages)
+        raise ChatError(f"has a chat in which the assistant says nothing, so nothing is learned; its roles: {', '.join(roles)}")
+    return rendered.text, spans
 
 
 def _message(message: Any) -> dict[str, Any]:
