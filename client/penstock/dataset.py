@@ -20,6 +20,7 @@ from penstock.ledger import Book
 from penstock.mix import spell_mix
 from penstock.place import check_rank, find_rank, find_worker
 from penstock.progress import Progress
+from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
 from penstock.spec import IGNORED, Spec
 from penstock.start import Stretch
@@ -82,7 +83,7 @@ class RemoteDataset(IterableDataset[Batch]):
         snapshot: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        prefetch_bytes: int = 64 << 20,
+        prefetch_bytes: int = PREFETCH_BYTES,
         columns: Sequence[str] | None = None,
         device: str | int | torch.device | None = None,
         replay: int | None = None,

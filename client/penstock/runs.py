@@ -10,6 +10,7 @@ from penstock.spec import Spec
 from penstock.transport import Transport
 from penstock.wire import Frame
 
+PREFETCH_BYTES = 64 << 20  # for who says nothing else
 RUN_BYTES = 8 << 20  # a response of a few MiB: the cost of a request vanishes in it
 _LEAST_RUNS = 4  # that fit into a budget: one is taken apart, one is read, one is asked for, one is there
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any
 
 from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
+from penstock.wording import did_you_mean
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
 IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
+SIDES = ("", "chosen_", "rejected_")  # how tensors' names begin: those of sequences, and of the two of a preference pair
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 
@@ -201,6 +202,4 @@ def _parse(parameter: Field[Any], text: str) -> int | str:
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    close = get_close_matches(name, names, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    return f"{name!r} is not a parameter of a batch.{hint} Known: {', '.join(names)}"
+    return f"{name!r} is not a parameter of a batch.{did_you_mean(name, names)} Known: {', '.join(names)}"

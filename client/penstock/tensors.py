@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.errors import SpecError
-from penstock.spec import IGNORED
+from penstock.spec import IGNORED, SIDES
 from penstock.wire import Frame
 
 CPU = torch.device("cpu")
@@ -20,10 +20,9 @@ Batch = dict[str, Any]  # tensors, and lists of texts or bytes
 T = TypeVar("T")
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
-_SIDES = ("", "chosen_", "rejected_")
 _PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label_lengths")
 _LENGTHS, _TARGETS = 1, 4
-_ALL_LENGTHS = (*(f"{side}lengths" for side in _SIDES), "label_lengths")
+_ALL_LENGTHS = (*(f"{side}lengths" for side in SIDES), "label_lengths")
 # Torch has no arithmetic on these; nor on uint64, but no type with arithmetic holds all of that.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
@@ -156,7 +155,7 @@ def _sides(travelling: tuple[str, ...]) -> tuple[_Side, ...]:
             (f"{side}input_ids", f"{side}attention_mask", f"{side}labels"),
             tuple(side + name if side + name in travelling else "" for name in _PARTS),
         )
-        for side in _SIDES
+        for side in SIDES
         if f"{side}input_ids" in travelling
     )
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """The number and what it counts: "1 row", "2,000 rows"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question to put behind a sentence on a name that is none of the known ones; "" if none of them is close."""
+    close = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

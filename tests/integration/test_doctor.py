@@ -52,7 +52,7 @@ def test_a_server_that_is_away_fails_and_an_address_that_is_none_is_refused(serv
     assert (away.returncode, levels(away.stdout)["server"], away.stderr) == (1, "fail", "")
     unknown = penstock("doctor", f"{server.url}/numbrs", no_proxy="127.0.0.1")
     assert (unknown.returncode, levels(unknown.stdout)["data"]) == (1, "fail")
-    assert "Did you mean numbers?" in unknown.stdout
+    assert "Did you mean 'numbers'?" in unknown.stdout
     refused = penstock("doctor", "ftp://host")
     assert (refused.returncode, "is no address" in refused.stderr) == (2, True)
 

@@ -102,4 +102,4 @@ def test_bad_rows_end_it_with_their_place_and_other_datasets_are_prepared(data: 
     assert "long has no row that its filter keeps. Mend that" in done.stderr
     missing = prepare(data, tmp_path / "cache", "--dataset", "lang")
     assert missing.returncode == 2
-    assert "there is no dataset 'lang'. Did you mean long?" in missing.stderr
+    assert "there is no dataset 'lang'. Did you mean 'long'?" in missing.stderr

@@ -175,7 +175,7 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
         ("numbers/epochs/0/ranks/0/batches/150", 404, "step-out-of-range", "this epoch has 150 steps, 0 to 149"),
         ("numbers/epochs/0/ranks/0/batches?start=3&stop=151", 404, "step-out-of-range", "step 150 does not exist"),
         ("numbers/epochs/0/ranks/2/batches/0?world_size=2", 404, "rank-out-of-range", "ranks are 0 to 1"),
-        ("numbers/epochs/0/ranks/0/batches/0?batchsize=2", 422, "bad-parameter", "Did you mean batch_size?"),
+        ("numbers/epochs/0/ranks/0/batches/0?batchsize=2", 422, "bad-parameter", "Did you mean 'batch_size'?"),
         ("numbers/epochs/0/ranks/0/batches/0?start=2", 422, "bad-parameter", "'start' is not a parameter"),
         ("numbers?batch_size=3", 422, "bad-parameter", "batch_size: this URL takes no parameter"),
         ("numbers/spec?format=json", 422, "bad-parameter", "'format' is not a parameter"),

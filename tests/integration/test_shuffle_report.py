@@ -74,7 +74,7 @@ def test_epochs_have_reports_of_their_own_and_each_is_the_same_again(server: Ser
     [
         ({"format": "gif"}, "format"),
         ({"epoch": -1}, "epoch"),
-        ({"shufle": "none"}, "Did you mean shuffle?"),
+        ({"shufle": "none"}, "Did you mean 'shuffle'?"),
         ({"offset": 6000}, "leaves no step of the epoch"),
         ({"mix": "numbers:1,others:1", "mix_stop": "never", "epoch": 1}, "epoch 1 does not exist"),
     ],

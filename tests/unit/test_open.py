@@ -326,7 +326,7 @@ def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Ope
     assert list(catalog.datasets) == ["good"]
     with pytest.raises(DatasetRefused, match="half.parquet is truncated"):
         catalog["bad"].latest  # noqa: B018
-    with pytest.raises(UnknownDataset, match="no dataset 'goood'. Did you mean good"):
+    with pytest.raises(UnknownDataset, match="no dataset 'goood'. Did you mean 'good'"):
         catalog["goood"]
     shutil.rmtree(data / "good")
     with pytest.raises(DatasetRefused, match=r"nothing in .* can be served(.|\n)*half.parquet is truncated"):

@@ -18,7 +18,7 @@ def test_a_spec_comes_back_from_its_own_query() -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ([("batchsize", "3")], "Did you mean batch_size"),
+        ([("batchsize", "3")], "Did you mean 'batch_size'"),
         ([("flavour", "sweet")], "Known: batch_size, boundaries"),
         ([("seed", "1"), ("seed", "2")], "seed is given twice"),
         ([("seq_len", "-3")], "seq_len must be from 1 to 1,048,576, not -3"),

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.audit.reading import IntArray
 from penstock.ledger import Begin
-from penstock.skip import Ranges, before, behind
+from penstock.skip import Ranges, before, behind, kept
 
 _RUNS_AT_ONCE = 1 << 15
 
@@ -111,9 +111,7 @@ class Slicing:
         """Positions of samples: an interval that goes over skipped ones is several."""
         if not self.skipped:
             return numbers
-        inside = [(start, min(stop, self.num_sequences)) for start, stop in self.skipped if start < self.num_sequences]
-        starts = np.array([0, *(stop for _, stop in inside)], np.int64)
-        stops = np.array([*(start for start, _ in inside), self.num_sequences], np.int64)
+        starts, stops = np.array(kept(self.skipped, self.num_sequences), np.int64).reshape(-1, 2).T
         firsts = np.cumsum(stops - starts) - (stops - starts)
         low, high = (np.searchsorted(firsts, ends, side="right") - 1 for ends in (numbers[:, 0], numbers[:, 1] - 1))
         counts = high - low + 1

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from penstock.spec import IGNORED
-
-_SIDES = ("", "chosen_", "rejected_")
+from penstock.spec import IGNORED, SIDES
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ def _sequence(
     lengths = [source["stop"] - source["start"] for source in sources]
     passages: list[Passage] = []
     num_learned = 0
-    for side in _SIDES:
+    for side in SIDES:
         if f"{side}input_ids" not in facts:
             continue
         runs = [*_runs(facts, side)]

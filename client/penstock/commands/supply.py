@@ -10,15 +10,13 @@ from itertools import count
 from typing import Any
 
 from penstock.errors import PenstockError, SpecError
-from penstock.runs import fetch_ahead
+from penstock.runs import PREFETCH_BYTES, fetch_ahead
 from penstock.source import Resolved, Source
-from penstock.spec import IGNORED, Spec
+from penstock.spec import IGNORED, SIDES, Spec
 from penstock.transport import Transport
 from penstock.wire import Frame
 
 _RETRY_SECONDS = 10.0
-_PREFETCH_BYTES = 64 << 20  # RemoteDataset's own default
-_SIDES = ("", "chosen_", "rejected_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +64,7 @@ def tensors(server: str, dataset: str, query: Mapping[str, str], rank: int, epoc
         rank=rank,
         world_size=spec.world_size,
         retry_seconds=_RETRY_SECONDS,
-        prefetch_bytes=_PREFETCH_BYTES,
+        prefetch_bytes=PREFETCH_BYTES,
         **chosen,
     )
     _check_steps(data.steps_per_epoch, data.spec)
@@ -111,7 +109,7 @@ def frames(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch
 
 
 def _epoch(source: Source, transport: Transport, resolved: Resolved, epoch: int) -> Iterator[Frame]:
-    ahead = fetch_ahead(source, transport, resolved.spec, epoch, range(resolved.num_steps), _PREFETCH_BYTES)
+    ahead = fetch_ahead(source, transport, resolved.spec, epoch, range(resolved.num_steps), PREFETCH_BYTES)
     with closing(transport), closing(ahead):
         yield from ahead
 
@@ -134,7 +132,7 @@ def _check_steps(num_steps: int, spec: Spec) -> None:
 
 def _count_tensors(ignored: int | None, batch: Mapping[str, Any]) -> Count:
     """`ignored` is the label of what is not learned where labels are sequences of their own, as in seq2seq."""
-    masks = [batch[f"{side}attention_mask"] for side in _SIDES if f"{side}attention_mask" in batch]
+    masks = [batch[f"{side}attention_mask"] for side in SIDES if f"{side}attention_mask" in batch]
     if ignored is not None:
         masks.append(batch["labels"] != ignored)
     return Count(num_tokens=sum(int(mask.sum()) for mask in masks), num_positions=sum(mask.numel() for mask in masks))
@@ -142,7 +140,7 @@ def _count_tensors(ignored: int | None, batch: Mapping[str, Any]) -> Count:
 
 def _count_frame(frame: Frame) -> Count:
     num_tokens = num_positions = 0
-    for ids, lengths in (*((f"{side}input_ids", f"{side}lengths") for side in _SIDES), ("labels", "label_lengths")):
+    for ids, lengths in (*((f"{side}input_ids", f"{side}lengths") for side in SIDES), ("labels", "label_lengths")):
         if ids in frame.tensors and (ids != "labels" or lengths in frame.tensors):
             size = frame.tensors[ids].size
             num_positions += size

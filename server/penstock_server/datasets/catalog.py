@@ -6,12 +6,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
 from penstock.skip import spell_skip
 from penstock.spec import Spec
+from penstock.wording import did_you_mean
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.dataset import Change, Dataset
@@ -84,8 +84,7 @@ class Catalog:
             )
         refused = self.refused
         served = [other for other in (*known.datasets, *known.mixtures) if other not in refused]
-        close = get_close_matches(name, [*served, *refused], n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, [*served, *refused])
         kept_out = f" Not served, for reasons that GET /v1/datasets tells: {', '.join(refused)}." if refused else ""
         raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(served) or 'none'}.{kept_out}")
 

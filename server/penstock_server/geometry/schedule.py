@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.skip import Ranges, before
+from penstock.skip import Ranges, before, kept
 from penstock.wording import counted
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
@@ -65,7 +65,7 @@ class Schedule:
         samples = (starts[:, None] + np.arange(self.batch_size)) % self._num_kept
         if not self.skipped:
             return samples
-        starts, stops = self._kept()
+        starts, stops = np.array(kept(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
         firsts = starts_of(stops - starts)
         run = find(firsts, samples)
         return starts[run] + samples - firsts[run]
@@ -96,12 +96,3 @@ class Schedule:
     @cached_property
     def _num_kept(self) -> int:
         return before(self.skipped, self.num_positions)
-
-    def _kept(self) -> tuple[IntArray, IntArray]:
-        """The runs [start, stop) of positions between those that are skipped."""
-        inside = [(start, min(stop, self.num_positions)) for start, stop in self.skipped if start < self.num_positions]
-        starts = [0, *(stop for _, stop in inside)]
-        stops = [*(start for start, _ in inside), self.num_positions]
-        kept = [(start, stop) for start, stop in zip(starts, stops, strict=True) if stop > start]
-        both = np.array(kept, np.int64).reshape(-1, 2)
-        return both[:, 0], both[:, 1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from penstock.wording import did_you_mean
 from penstock_server.importing.source import ImportRefused, Survey
 from penstock_server.recipes.column_types import is_tokens
 
@@ -145,8 +145,7 @@ def check_names(option: str, columns: Sequence[str], surveys: Sequence[tuple[Pat
     known = list(dict.fromkeys(name for _, survey in surveys for name in survey.names))
     for name in columns:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, known)
             raise ImportRefused(f"{option}: no file has a column {name!r}.{hint} There are: {', '.join(known)}.")
 
 

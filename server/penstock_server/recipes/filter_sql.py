@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.errors import ParseError, SqlglotError
 
+from penstock.wording import did_you_mean
 from penstock_server.recipes import filter_functions as functions
 from penstock_server.recipes import filter_terms as terms
 from penstock_server.recipes.filter_terms import Mismatch, Term
@@ -103,10 +103,8 @@ class Meaning:
     def _hint(self, node: exp.Expr, path: Sequence[str], name: str, names: Sequence[str]) -> str:
         if ".".join(path) in self._schema.names:
             return f' A name with a dot stands in double quotes: "{".".join(path)}".'
-        close = get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         quoted = len(path) == 1 and node.this.args.get("quoted")
-        return hint + (f" A text stands in single quotes: '{name}'." if quoted else "")
+        return did_you_mean(name, names) + (f" A text stands in single quotes: '{name}'." if quoted else "")
 
     def _between(self, node: exp.Expr) -> Term:
         low = self._apply(node, partial(terms.compared, operator.ge), node.this, node.args["low"])
