@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import shutil
 import struct
@@ -30,6 +31,7 @@ log = logging.getLogger("penstock.cache")
 
 _USED = struct.Struct("<q")
 _SUFFIX, _TEMPORARY = ".block", ".tmp"
+_NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
 _ABANDONED_SECONDS = 60.0  # a temporary file that nobody has written to for so long belongs to a process that died
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
 _SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
@@ -53,6 +55,7 @@ class CacheFolder:
             free = shutil.disk_usage(folder).free
             self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
             self.configured_bytes = self.budget_bytes  # a full disk lowers the budget
+            self._told_bytes = math.inf  # as the log has it since
             if used.bytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes)
 
@@ -169,6 +172,9 @@ class CacheFolder:
     def _shrink(self, error: OSError) -> None:
         """A full disk lowers the budget to what is used now: jobs go on, with fewer blocks kept."""
         self.budget_bytes = min(self.budget_bytes, self.used_bytes)
+        if self.budget_bytes >= _NEWS * self._told_bytes:
+            return  # it was said: on a disk that others keep full each block fails
+        self._told_bytes = self.budget_bytes
         log.warning(
             "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
             "each time they are needed. Free disk space and restart, or name another folder with --cache-dir.",
