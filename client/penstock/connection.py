@@ -37,10 +37,11 @@ class Connection:
         self._buffers = _take_spare()
         self._is_fetching = False
         # A proxy is httpx's to find and to speak to, and then its own transport receives.
-        self._receives = not getproxies().keys() - {"no"}  # that is what needs none
-        receiving = ReceivingTransport(self._remember) if self._receives else None
+        has_proxies = bool(getproxies().keys() - {"no"})  # that is what needs none
+        self._receiving = None if has_proxies else ReceivingTransport(self._remember)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
-        self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=receiving)
+        self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=self._receiving)
+        self._requests: dict[str, httpx.Request] = {}
         self._aside: httpx.Client | None = None  # for another thread
 
     def fetch(self, server: str, target: str, *, then: str | None = None, silence_seconds: float) -> memoryview:
@@ -54,14 +55,21 @@ class Connection:
         self._hung_up = None
         named = server + target.partition("?")[0]
         timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
+        receiving = Body(self._buffers.allocate, self._hear)
         try:
             self._is_fetching = True
-            receiving = Body(self._buffers.allocate, self._hear)
-            url, extensions = server + target, dict[str, Any](trace=self._trace)
-            if self._receives:
-                url = named
-                extensions = {"body": receiving, "target": _encoded(server, target), "then": then and _encoded(server, then)}
-            response = self._client.get(_url(url), timeout=timeout, extensions=extensions)
+            if self._receiving is None:
+                response = self._client.get(_url(server + target), timeout=timeout, extensions={"trace": self._trace})
+            else:
+                # By itself: what the client does beside, as for cookies, takes longer than what the transport does.
+                request = self._request(named)
+                request.extensions = {
+                    "timeout": timeout.as_dict(),
+                    "body": receiving,
+                    "target": _encoded(server, target),
+                    "then": then and _encoded(server, then),
+                }
+                response = self._receiving.handle_request(request)
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
             raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error
@@ -104,6 +112,15 @@ class Connection:
         self._client.close()
         if self._aside:
             self._aside.close()
+
+    def _request(self, url: str) -> httpx.Request:
+        """A request for a URL, which is the same for all runs of an epoch but for its extensions."""
+        if url not in self._requests:
+            request = self._client.build_request("GET", _url(url))
+            if request.url.userinfo:
+                next(httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request))
+            self._requests[url] = request
+        return self._requests[url]
 
     def _hear(self) -> None:
         self.heard_at = time.monotonic()
