@@ -179,7 +179,7 @@ def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
     arrays = frame.tensors
     for side in _sides(tuple(arrays)):
         lengths = side.parts[_LENGTHS]
-        if lengths and _total(arrays[lengths]) == arrays[side.parts[0]].size:
+        if lengths and frame.total(lengths) == arrays[side.parts[0]].size:
             del arrays[lengths]
     if "document_starts" in arrays:
         starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])
@@ -225,19 +225,9 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
 
 def count_tokens(frame: Frame) -> int:
     """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
-    arrays, number = frame.alike, frame.number
-    if names := _lengths(tuple(arrays)):
-        return sum([_total(arrays[name][number]) for name in names])
-    return math.prod(arrays["input_ids"].shape[1:])  # what has no lengths has no padding
-
-
-def _total(lengths: npt.NDArray[Any]) -> int:
-    return _sum_of(lengths.tobytes(), lengths.dtype)
-
-
-@lru_cache(maxsize=4)  # a batch is asked twice, and without padding most are alike
-def _sum_of(content: bytes, dtype: np.dtype[Any]) -> int:
-    return int(np.add.reduce(np.frombuffer(content, dtype)))
+    if names := _lengths(tuple(frame.alike)):
+        return sum(map(frame.total, names))
+    return math.prod(frame.alike["input_ids"].shape[1:])  # what has no lengths has no padding
 
 
 def document_mask(batch: Batch) -> torch.Tensor:

@@ -11,7 +11,7 @@ def frame(**tensors: object) -> wire.Frame:
     for name, values in tensors.items():
         of_list = np.uint16 if name in ("input_ids", "labels") else np.int32
         alike[name] = (values if isinstance(values, np.ndarray) else np.array(values, of_list))[None]
-    return wire.Frame(address=address, digest="", nbytes=0, texts={}, substituted=0, alike=alike, number=0)
+    return wire.Frame(address=address, digest="", nbytes=0, texts={}, substituted=0, alike=wire.Arrays(alike), number=0)
 
 
 def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:

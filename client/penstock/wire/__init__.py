@@ -19,7 +19,7 @@ digests  of payloads, headers and other bodies
 """
 
 from penstock.wire.digests import content_digest, digest
-from penstock.wire.frame import Frame, decode
+from penstock.wire.frame import Arrays, Frame, decode
 from penstock.wire.head import VERSION, Address, Heads
 from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
 
@@ -29,6 +29,7 @@ __all__ = [
     "MEDIA_TYPE",
     "VERSION",
     "Address",
+    "Arrays",
     "Frame",
     "Heads",
     "Layout",

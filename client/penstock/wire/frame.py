@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgpack
+import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import VersionMismatch, WireError
@@ -20,13 +21,27 @@ _UNSEALED = {"header_digest", "pad"}
 _LARGEST_HEADER = 1 << 20
 
 
+class Arrays(dict[str, Array]):
+    """Each tensor in frames of one layout, shape [num_frames, *shape]; views of the received bytes."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        super().__init__(arrays)
+        self._totals: dict[str, list[int]] = {}
+
+    def totals(self, name: str) -> list[int]:
+        """The sum of a tensor's numbers in each frame; of all of them at once, when the first is asked for."""
+        if name not in self._totals:
+            self._totals[name] = self[name].reshape(len(self[name]), -1).sum(axis=1, dtype=np.int64).tolist()
+        return self._totals[name]
+
+
 class Frame(NamedTuple):
     """One batch as it came over the wire.
 
     nbytes       bytes of its payload
     texts        what columns of text hold
     substituted  how many sequences stand in for rows that cannot be used
-    alike        each tensor in frames of one layout, shape [num_frames, *shape]; views of the received bytes
+    alike        the tensors of this and of other frames
     number       which of those frames it is
     """
 
@@ -35,7 +50,7 @@ class Frame(NamedTuple):
     nbytes: int
     texts: dict[str, list[str] | list[bytes]]
     substituted: int
-    alike: Mapping[str, Array]
+    alike: Arrays
     number: int
 
     @property
@@ -43,6 +58,10 @@ class Frame(NamedTuple):
         """Its tensors, views of the received bytes."""
         number = self.number
         return {name: array[number] for name, array in self.alike.items()}
+
+    def total(self, name: str) -> int:
+        """The sum of a tensor's numbers."""
+        return self.alike.totals(name)[self.number]
 
 
 def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> Iterator[Frame]:
@@ -83,7 +102,7 @@ class _Alike:
             raise _cut(header.address, len(view) - at, header.layout)
         self._address = header.address
         self._heads = None if is_one else Heads(header.address, header.layout)
-        self._arrays = header.layout.arrays(view, at, self.frame_nbytes, 1 if is_one else num_frames)
+        self._arrays = Arrays(header.layout.arrays(view, at, self.frame_nbytes, 1 if is_one else num_frames))
         self._texts = [(t, self._arrays.pop(t.name)) for t in header.layout.tensors if t.dtype in TEXTS]
 
     def frame_of(self, step: int, start: int) -> Frame | None:
