@@ -1,11 +1,13 @@
 """Memory for bodies goes from one connection to the next, unless a thread may still write to it."""
 
+import socket
 import threading
+from base64 import b64encode
 from contextlib import closing, suppress
 
 import pytest
 
-from answering import pages
+from answering import pages, response
 from penstock.answers import Fault
 from penstock.connection import Connection
 
@@ -74,3 +76,21 @@ def test_that_hosts_need_no_proxy_takes_no_copy(monkeypatch: pytest.MonkeyPatch,
         body = fetch(connection, server)
         assert body == BODY
         assert isinstance(body.obj, bytearray) == is_read_in_place
+
+
+def test_the_name_and_the_password_of_an_address_are_sent() -> None:
+    asked: list[bytes] = []
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            asked.append(connection.recv(1 << 16))
+            connection.sendall(response(BODY))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(Connection()) as connection:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert fetch(connection, f"http://me:se%20cret@127.0.0.1:{listener.getsockname()[1]}") == BODY
+        thread.join(60)
+    [line] = [line for line in asked[0].split(b"\r\n") if line.lower().startswith(b"authorization:")]
+    assert line.split()[1:] == [b"Basic", b64encode(b"me:se cret")]
