@@ -158,6 +158,22 @@ def test_a_batch_is_shown_with_its_address_and_a_curl_line_that_gives_it(server:
         assert json.loads(fetched.stdout)["digest"] == page["digest"]
 
 
+def test_what_is_cut_off_rows_is_told(server: Server) -> None:
+    def said(*options: str) -> str:
+        return " ".join(
+            penstock("peek", f"{server.url}/texts", "--batch-size", "8", "--seq-len", "16", *options).stdout.split()
+        )
+
+    cut, whole = (views(server, "texts", 0, batch_size=8, seq_len=seq_len) for seq_len in (16, 4096))
+    lost = [b.num_tokens - a.num_tokens for a, b in zip(cut, whole, strict=True)]
+    assert ([view.num_behind for view in cut], any(view.num_behind for view in whole)) == (lost, False)
+    num_cut = sum(map(bool, lost))
+    told = f"{num_cut} of 8 rows are longer than seq_len, and {sum(lost):,} tokens behind it served nowhere: --long-rows split"
+    assert told in said()
+    for options in (("--long-rows", "split"), ("--packing", "concat")):
+        assert "served nowhere" not in said(*options)
+
+
 def test_a_batchs_url_shows_that_batch_and_an_option_goes_before_it(server: Server) -> None:
     url = f"{server.url}/v1/datasets/numbers/epochs/2/ranks/1/batches?start=4&stop=9&batch_size=3&world_size=2&format=msgpack"
     assert penstock("peek", url).stdout.startswith("numbers  epoch 2, rank 1 of 2, step 4 ")

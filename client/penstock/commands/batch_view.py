@@ -36,12 +36,18 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceView:
-    """One line of a batch; `num_positions` are its tokens and its padding, `columns` what travels with it."""
+    """One line of a batch.
+
+    num_positions  its tokens and its padding
+    num_behind     tokens of its last row that come behind those that it holds
+    columns        what travels with it
+    """
 
     index: int
     num_tokens: int
     num_positions: int
     num_learned: int
+    num_behind: int
     passages: tuple[Passage, ...]
     columns: Mapping[str, Any]
 
@@ -79,6 +85,7 @@ def _sequence(
         num_tokens=facts["num_tokens"],
         num_positions=sum(shapes[name][1] for name in facts if name in shapes and name.endswith(("input_ids", "labels"))),
         num_learned=num_learned,
+        num_behind=sources[-1]["row_tokens"] - sources[-1]["stop"] if sources else 0,
         passages=tuple(passages),
         columns=facts.get("columns", {}),
     )

@@ -13,6 +13,7 @@ from penstock.commands.batch_view import SequenceView, view
 from penstock.commands.remote import connected, dataset_of, get_json
 from penstock.commands.table import table
 from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal, printable
+from penstock.wording import counted
 
 _MUCH_PADDING = 0.5
 
@@ -62,6 +63,15 @@ def _foot(
     if padding >= _MUCH_PADDING and query.get("packing", "rows") == "rows" and "pad" not in query:
         packings = ", --packing best_fit or concat" if _can_be_packed(batch) else ""
         yield from terminal.paragraph(f"less padding: a smaller --seq-len, --pad longest{packings}", YELLOW)
+    if cut := [s for s in sequences if s.num_behind and _cuts_rows(query)]:
+        lost = counted(sum(s.num_behind for s in cut), "token")
+        packings = ": --long-rows split or --packing concat takes them in" if _can_be_packed(batch) else ""
+        are = "is" if len(cut) == 1 else "are"
+        yield from terminal.paragraph(
+            f"{len(cut)} of {counted(len(sequences), 'row')} {are} longer than seq_len, and {lost} behind it served nowhere"
+            f"{packings}",
+            YELLOW,
+        )
     if batch["substituted"]:
         named = f"GET /v1/datasets/{batch['dataset']}/quarantine lists them"
         yield from terminal.paragraph(f"{batch['substituted']} of these stand in for rows that cannot be used: {named}", YELLOW)
@@ -70,6 +80,11 @@ def _foot(
     if any(not run.learned for s in sequences for passage in s.passages for run in passage.runs):
         dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
         yield f"{dimmed}: no loss is taken there"
+
+
+def _cuts_rows(query: Mapping[str, str]) -> bool:
+    """Whether what does not fit into a sequence is in no other one either."""
+    return query.get("packing", "rows") == "rows" and query.get("long_rows", "truncate") == "truncate"
 
 
 def _can_be_packed(batch: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ _FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A row of a sequence. `row` counts from the start of its row group; [start, stop) are the row's tokens in it."""
+    """A row of a sequence. `row` counts from the start of its row group; of its `row_tokens` tokens [start, stop) are in it."""
 
     dataset: str
     shard: str
@@ -32,6 +32,7 @@ class Source:
     row: int
     start: int
     stop: int
+    row_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,8 @@ class Sequences:
         held = self.held[number]
         at = held.member.snapshot.block(held.index)
         row_in_group = at.first_row + int(held.block.rows[row])
-        return Source(held.member.name, at.shard.path.name, at.row_group, row_in_group, first, last)
+        [row_tokens] = held.block.row_lengths_of(np.array([row])).tolist()
+        return Source(held.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens)
 
 
 def _in_order(found: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray[Any]]:
