@@ -38,9 +38,9 @@ class Connection:
         self._is_fetching = False
         # A proxy is httpx's to find and to speak to, and then its own transport receives.
         has_proxies = bool(getproxies().keys() - {"no"})  # that is what needs none
-        self._receiving = None if has_proxies else ReceivingTransport(self._remember)
+        self._transport = None if has_proxies else ReceivingTransport(self._remember)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
-        self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=self._receiving)
+        self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=self._transport)
         self._requests: dict[str, httpx.Request] = {}
         self._aside: httpx.Client | None = None  # for another thread
 
@@ -58,7 +58,7 @@ class Connection:
         receiving = Body(self._buffers.allocate, self._hear)
         try:
             self._is_fetching = True
-            if self._receiving is None:
+            if self._transport is None:
                 response = self._client.get(_url(server + target), timeout=timeout, extensions={"trace": self._trace})
             else:
                 # By itself: what the client does beside, as for cookies, takes longer than what the transport does.
@@ -69,7 +69,7 @@ class Connection:
                     "target": _encoded(server, target),
                     "then": then and _encoded(server, then),
                 }
-                response = self._receiving.handle_request(request)
+                response = self._transport.handle_request(request)
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
             raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error

@@ -40,7 +40,7 @@ class Body:
         return self._memory[: self._num_bytes]
 
     def take(self) -> memoryview:
-        """What has come, and forgets it: httpx's request refers to this until garbage is collected, which keeps its memory."""
+        """What has come, and forgets it: httpx's request refers to this until the next one, which would keep its memory."""
         received, self._memory, self._num_bytes = self.received, memoryview(b""), 0
         return received
 

@@ -14,7 +14,7 @@ from penstock.errors import SpecError
 from penstock.mix import Mix
 from penstock.spec import Spec
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.recipe_file import FILE_NAME
+from penstock_server.recipes.declaration import FILE_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,7 @@
-r"""A dataset's penstock.toml: how its recipe is declared. Without the file the columns' names decide.
-
-text = "content"                   # a column, a nested field "meta.body", or a template "{title}\n\n{body}"
-prompt = "question"                # or prompt and response, joined as they are
-response = "answer"
-messages = "conversation"          # or a chat: a list of role and content, rendered with the tokenizer's chat template
-chosen = "good"                    # or a preference pair: text or chats, with or without a prompt
-rejected = "bad"
-tokens = "input_ids"               # or token ids
-
-tokenizer = "../tokenizer.json"    # relative to the folder
-chat_template = "chat.jinja"       # default: the one beside the tokenizer
-eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
-bos = "<s>"                        # a token or an id; default: none. Opens a text or a prompt
-pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
-vocab_size = 50257                 # of pre-tokenized data: ids must be below it
-columns = ["score", "meta.url"]    # travel with the tokens of their row
-filter = "lang = 'en' and score > 0.5"
-transform = "clean:strip_html"     # a function over record batches, of clean.py in the folder or of a module
-validation = 0.005                 # the share of rows in split=validation
-split_by = "document"              # rows of one value stay in one split; default: each row by its place
-on_bad_row = "substitute"          # or "fail"
-max_bad_share = 0.01               # with more bad rows than that the dataset is refused
-"""
+"""The recipe of a dataset: what penstock.toml declares, and where it says nothing, what the columns' names and types do."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +10,14 @@ import pyarrow as pa
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError, load_chat_template, load_special_tokens
 from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
-from penstock_server.recipes.fields import Field, FieldError, hint
+from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
+from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, FilterError, parse_filter
 from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, travelling
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import Transform, TransformError, load_transform
 
-FILE_NAME = "penstock.toml"
-
-_ROLES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("tokens", ("tokens",)),
     ("text", ("text",)),
     ("prompt_response", ("prompt", "response")),
@@ -51,37 +25,8 @@ _ROLES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("preference", ("prompt", "chosen", "rejected")),
 )
-_ROLE_NAMES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**32
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value)) and len(set(value)) == len(value)
-
-
-_KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(_ROLE_NAMES, (_is_text, "a text")),
-    **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
-    **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
-    "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
-    "columns": (_is_names, "a list of different names"),
-    "validation": (_is_share, "a share from 0 to below 1"),
-    "on_bad_row": (lambda value: value in ("fail", "substitute"), '"fail" or "substitute"'),
-    "max_bad_share": (_is_share, "a share from 0 to below 1"),
-}
 
 
 def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
@@ -98,28 +43,6 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
         said = str(error).rstrip(".")
         stop = "" if said.endswith("?") else "."
         raise DatasetRefused(f"{folder}: {said}{stop} Mend {FILE_NAME}, or the data.{hint}") from error
-
-
-def read_declaration(folder: Path) -> dict[str, Any]:
-    """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetRefused."""
-    path = folder / FILE_NAME
-    if not path.exists():
-        return {}
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
-    problems = [f"unknown key {key!r}{hint(key, list(_KEYS))}" for key in given if key not in _KEYS]
-    problems += [
-        f"{key} must be {_KEYS[key][1]}, not {value!r}"
-        for key, value in given.items()
-        if key in _KEYS and not _KEYS[key][0](value)
-    ]
-    if "tokenizer" in given and "vocab_size" in given:
-        problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
-    if problems:
-        raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {', '.join(_KEYS)}.")
-    return given
 
 
 class _Reader:
@@ -158,10 +81,10 @@ class _Reader:
         )
 
     def _fields(self) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
-        named = [role for role in _ROLE_NAMES if role in self._given]
+        named = [role for role in ROLES if role in self._given]
         if not named:
             return self._guess()
-        for kind, roles in _ROLES:
+        for kind, roles in _KINDS:
             if set(roles) == set(named):
                 fields = tuple((role, Field.parse(self._given[role], self._schema)) for role in roles)
                 for role, source in fields:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock_server.recipes.chat import FILES_BESIDE_TOKENIZER
-from penstock_server.recipes.recipe_file import FILE_NAME
+from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.snapshots.shard import Date
 
 QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date

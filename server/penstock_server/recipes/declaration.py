@@ -1,0 +1,87 @@
+r"""A dataset's penstock.toml: what it may say. Without the file the columns' names decide.
+
+text = "content"                   # a column, a nested field "meta.body", or a template "{title}\n\n{body}"
+prompt = "question"                # or prompt and response, joined as they are
+response = "answer"
+messages = "conversation"          # or a chat: a list of role and content, rendered with the tokenizer's chat template
+chosen = "good"                    # or a preference pair: text or chats, with or without a prompt
+rejected = "bad"
+tokens = "input_ids"               # or token ids
+
+tokenizer = "../tokenizer.json"    # relative to the folder
+chat_template = "chat.jinja"       # default: the one beside the tokenizer
+eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
+bos = "<s>"                        # a token or an id; default: none. Opens a text or a prompt
+pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
+vocab_size = 50257                 # of pre-tokenized data: ids must be below it
+columns = ["score", "meta.url"]    # travel with the tokens of their row
+filter = "lang = 'en' and score > 0.5"
+transform = "clean:strip_html"     # a function over record batches, of clean.py in the folder or of a module
+validation = 0.005                 # the share of rows in split=validation
+split_by = "document"              # rows of one value stay in one split; default: each row by its place
+on_bad_row = "substitute"          # or "fail"
+max_bad_share = 0.01               # with more bad rows than that the dataset is refused
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.fields import hint
+
+FILE_NAME = "penstock.toml"
+ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")  # of fields
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**32
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value)) and len(set(value)) == len(value)
+
+
+_KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(ROLES, (_is_text, "a text")),
+    **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
+    **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
+    "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
+    "columns": (_is_names, "a list of different names"),
+    "validation": (_is_share, "a share from 0 to below 1"),
+    "on_bad_row": (lambda value: value in ("fail", "substitute"), '"fail" or "substitute"'),
+    "max_bad_share": (_is_share, "a share from 0 to below 1"),
+}
+
+
+def read_declaration(folder: Path) -> dict[str, Any]:
+    """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetRefused."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return {}
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
+    problems = [f"unknown key {key!r}{hint(key, list(_KEYS))}" for key in given if key not in _KEYS]
+    problems += [
+        f"{key} must be {_KEYS[key][1]}, not {value!r}"
+        for key, value in given.items()
+        if key in _KEYS and not _KEYS[key][0](value)
+    ]
+    if "tokenizer" in given and "vocab_size" in given:
+        problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
+    if problems:
+        raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {', '.join(_KEYS)}.")
+    return given
