@@ -11,6 +11,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def rows_kept(num_rows: int, num_kept: int | None) -> str:
+    """The rows of a dataset and how many of them its filter keeps; None where that is not known yet."""
+    rows = counted(num_rows, "row")
+    if num_kept is None:
+        return f"{rows} before its filter"
+    return rows if num_kept == num_rows else f"{num_kept:,} of {rows}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question to put behind a sentence on a name that is none of the known ones; "" if none of them is close."""
     close = get_close_matches(name, list(known), n=1)

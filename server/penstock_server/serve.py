@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
-from penstock.wording import counted
+from penstock.wording import counted, rows_kept
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog, open_catalog
@@ -139,8 +139,9 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
     for name, dataset in catalog.datasets.items():
         snapshot = dataset.snapshot
+        rows, shards = rows_kept(snapshot.num_rows, dataset.index.num_rows), counted(len(snapshot.shards), "shard")
         lines += [
-            f"  {name}: {_rows(dataset)} in {counted(len(snapshot.shards), 'shard')}, snapshot {snapshot.fingerprint}",
+            f"  {name}: {rows} in {shards}, snapshot {snapshot.fingerprint}",
             f"    recipe: {snapshot.recipe.describe()}",
             f"    curl '{url}/v1/datasets/{quote(name, safe='')}/epochs/0/ranks/0/batches/0?format=json"
             f"{_small(snapshot.num_rows)}'",
@@ -149,14 +150,6 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
     return "\n".join([*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"])
-
-
-def _rows(served: Served) -> str:
-    num_rows, kept = served.snapshot.num_rows, served.index.num_rows
-    rows = counted(num_rows, "row")
-    if kept is None:
-        return f"{rows} before its filter"
-    return rows if kept == num_rows else f"{kept:,} of {rows}"
 
 
 def _small(num_rows: int) -> str:

@@ -20,6 +20,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
 ]
 
+with_any_workers = pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
+    ids=str,
+)
+
 
 def loader_of(url: str, ledger: Path | None = None, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -31,11 +37,7 @@ def rows(batches: Any) -> list[list[int]]:
     return [batch["input_ids"][:, 0].tolist() for batch in batches]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
-    ids=str,
-)
+@with_any_workers
 def test_the_rest_of_an_epoch_is_the_same_from_a_state_in_its_middle(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
     loader.dataset.set_epoch(3)
@@ -55,11 +57,7 @@ def test_the_rest_of_an_epoch_is_the_same_from_a_state_in_its_middle(url: str, o
     assert rows(resumed) == rows(loader) != first + rest
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
-    ids=str,
-)
+@with_any_workers
 @pytest.mark.parametrize("num_batches", [4, 7, 20])
 def test_the_ledgers_of_a_run_that_resumes_prove_it(
     url: str, tmp_path: Path, options: dict[str, Any], num_batches: int
@@ -85,11 +83,7 @@ def test_the_ledgers_of_a_run_that_resumes_prove_it(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
-    ids=str,
-)
+@with_any_workers
 def test_a_state_from_between_two_epochs_goes_on_with_the_one_that_is_set(url: str, options: dict[str, Any]) -> None:
     loader = loader_of(url, **options)
     rows(loader)

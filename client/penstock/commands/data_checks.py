@@ -13,7 +13,7 @@ from penstock.runs import RUN_BYTES
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.transport import Transport
-from penstock.wording import counted
+from penstock.wording import counted, rows_kept
 
 _TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 _FULL = 0.97
@@ -46,11 +46,7 @@ def _dataset(about: Mapping[str, Any]) -> Check:
         if about["tokens"] is None
         else counted(about["tokens"], "token")
     )
-    rows, kept = counted(about["rows"], "row"), about["rows_served"]
-    if kept is None:
-        rows += " before its filter"
-    elif kept != about["rows"]:
-        rows = f"{kept:,} of {rows}"
+    rows = rows_kept(about["rows"], about["rows_served"])
     text = f"{name}: {rows} in {counted(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
     if error := about.get("refresh_error"):
         return Check(
