@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -71,62 +71,53 @@ def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> I
     Raises VersionMismatch: the frames are of another version.
     """
     view = memoryview(body).cast("B")
-    likely = iter(steps)
-    alike: _Alike | None = None
-    start = 0
+    likely = list(steps)
+    start = number = 0
     while start < len(view):
-        step = next(likely, None)
-        frame = alike.frame_of(step, start) if alike and step is not None else None
-        if alike is None or frame is None:
-            header, at = _read_header(view, start)
-            # Where layouts change, to expect one more of the last would only take time.
-            is_one = step is None or alike is None or header.layout != alike.layout
-            alike = _Alike(view, start, at, header, is_one=is_one)
-            frame = alike.frame(header.address, header.digest, header.substituted, start)
-        yield frame
-        start += alike.frame_nbytes
+        header, at = _read_header(view, start)
+        alike = _Alike(view, start, at, header, likely, number)
+        yield from alike.frames()
+        start += len(alike.steps) * alike.frame_nbytes
+        number += len(alike.steps)
 
 
 class _Alike:
-    """Frames of one layout that stand one behind the other in a body, from the byte `start` on, if they are as is expected.
+    """Frames that stand one behind the other in a body, from the byte `start` on, of one layout and of the steps likely.
 
-    The first of them has this header, and its payload begins at byte `at`. `is_one`: no other is expected.
+    The first of them has this header, and its payload begins at byte `at`. It is the frame of that number in the body, and of
+    `likely[number]`, if that is right.
     """
 
-    def __init__(self, view: memoryview, start: int, at: int, header: Header, *, is_one: bool) -> None:
-        self.layout = header.layout
+    def __init__(self, view: memoryview, start: int, at: int, header: Header, likely: Sequence[int], number: int) -> None:
         self.frame_nbytes = at - start + header.layout.nbytes
-        self._view, self._start, self._head_nbytes = view, start, at - start
-        num_frames = (len(view) - start) // self.frame_nbytes
-        if not num_frames:
+        self._view, self._at, self._header = view, at, header
+        most = (len(view) - start) // self.frame_nbytes
+        if not most:
             raise _cut(header.address, len(view) - at, header.layout)
-        self._address = header.address
-        self._heads = None if is_one else Heads(header.address, header.layout)
-        self._arrays = Arrays(header.layout.arrays(view, at, self.frame_nbytes, 1 if is_one else num_frames))
+        self.steps, self._digests = [header.address.step], [header.digest]
+        # Where the next has another layout, to compare it would only take time: its payload mostly has another length, too.
+        if most > 1 and view[at - BIN32.size : at] == view[at - BIN32.size + self.frame_nbytes : at + self.frame_nbytes]:
+            following = likely[number + 1 : number + most]
+            memory = np.frombuffer(view[start:], np.uint8, most * self.frame_nbytes).reshape(most, self.frame_nbytes)
+            heads = memory[1 : 1 + len(following), : at - start]
+            self._digests += Heads(header.address, header.layout).recognise(heads, following)
+            self.steps += following[: len(self._digests) - 1]
+        self._arrays = Arrays(header.layout.arrays(view, at, self.frame_nbytes, len(self.steps)))
         self._texts = [(t, self._arrays.pop(t.name)) for t in header.layout.tensors if t.dtype in TEXTS]
 
-    def frame_of(self, step: int, start: int) -> Frame | None:
-        """The frame at `start`, if it is one of these and of this step. Raises WireError: see `frame`."""
-        if self._heads is None:
-            return None
-        expected = self._heads.recognise(bytes(self._view[start : start + self._head_nbytes]), step)
-        if expected is None:
-            return None
-        dataset, snapshot, epoch, rank, _ = self._address
-        return self.frame(Address(dataset, snapshot, epoch, rank, step), expected, 0, start)
-
-    def frame(self, address: Address, expected: str, substituted: int, start: int) -> Frame:
-        """The frame at `start`. Raises WireError: its payload is cut short, or its digest is not what was expected."""
-        payload = self._view[start + self._head_nbytes : start + self.frame_nbytes]
-        nbytes = self.layout.nbytes
-        if len(payload) < nbytes:
-            raise _cut(address, len(payload), self.layout)
-        actual = digest(payload)
-        if actual != expected:
-            raise WireError(f"the batch of step {address.step} was damaged on the way: digest {actual}, not {expected}")
-        number = (start - self._start) // self.frame_nbytes
-        texts = {tensor.name: unpack_texts(tensor, array[number]) for tensor, array in self._texts} if self._texts else {}
-        return Frame(address, actual, nbytes, texts, substituted, self._arrays, number)
+    def frames(self) -> Iterator[Frame]:
+        """Each of them. Raises WireError: its payload's digest is not what was expected."""
+        (dataset, snapshot, epoch, rank, _), layout = self._header.address, self._header.layout
+        substituted = self._header.substituted  # only the first may have any
+        start = self._at
+        for number, (step, expected) in enumerate(zip(self.steps, self._digests, strict=True)):
+            actual = digest(self._view[start : start + layout.nbytes])
+            if actual != expected:
+                raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
+            texts = {tensor.name: unpack_texts(tensor, array[number]) for tensor, array in self._texts} if self._texts else {}
+            address = Address(dataset, snapshot, epoch, rank, step)
+            yield Frame(address, actual, layout.nbytes, texts, substituted, self._arrays, number)
+            start, substituted = start + self.frame_nbytes, 0
 
 
 def _cut(address: Address, nbytes: int, layout: Layout) -> WireError:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from penstock.wire.digests import digest
 from penstock.wire.layout import ALIGNMENT, MOST_SEQUENCES, Layout, round_up
@@ -72,15 +76,38 @@ class Heads:
         longest = bare - len(number) + _MOST_BYTES
         return b"".join((sealed, _FILLERS[round_up(longest) - bare], self._mark))
 
-    def recognise(self, head: bytes, step: int) -> str | None:
-        """The payload's digest that a head tells, if it is that of this step, and nothing stands in for bad rows; else None.
+    def recognise(self, heads: npt.NDArray[np.uint8], steps: Sequence[int]) -> list[str]:
+        """The payloads' digests that heads tell, shape [len(steps), nbytes]: of those before the first that is unexpected.
 
-        Each field but its own digest and the filler is compared with what it must be, so that digest need not be made.
+        Expected of each is its step, and that nothing stands in for bad rows. Each field but the head's own digest and the
+        filler is compared with what it must be, so that digest need not be made.
         """
-        before = self._before + msgpack.packb(step) + _DIGEST
-        behind = len(before) + _DIGEST_BYTES
-        is_it = head.startswith(before) and head.startswith(self._unsubstituted, behind) and head.endswith(self._mark)
-        return str(head[len(before) : behind], "latin-1") if is_it else None
+        found: list[str] = []
+        for width, alike in groupby(map(msgpack.packb, steps), len):
+            spelled = b"".join(alike)
+            lines = heads[len(found) : len(found) + len(spelled) // width]
+            own = self._digests(lines, np.frombuffer(spelled, np.uint8).reshape(len(lines), width))
+            found += own
+            if len(own) < len(lines):
+                break
+        return found
+
+    def _digests(self, heads: npt.NDArray[np.uint8], steps: npt.NDArray[np.uint8]) -> list[str]:
+        """As `recognise`, of steps that are spelled with as many bytes each, shape [num_heads, width]."""
+        begin = len(self._before)
+        end = begin + steps.shape[1]
+        digest_begin = end + len(_DIGEST)
+        digest_end = digest_begin + _DIGEST_BYTES
+        expected = b"".join((self._before, bytes(steps[0]), _DIGEST, _NO_DIGEST.encode(), self._unsubstituted))
+        if heads.shape[1] < len(expected) + len(self._mark):
+            return []
+        is_same = heads[:, : len(expected)] == np.frombuffer(expected, np.uint8)
+        is_same[:, begin:end] = heads[:, begin:end] == steps
+        is_same[:, digest_begin:digest_end] = True
+        is_it = is_same.all(axis=1) & (heads[:, -len(self._mark) :] == np.frombuffer(self._mark, np.uint8)).all(axis=1)
+        count = len(is_it) if is_it.all() else int(is_it.argmin())
+        digests = str(heads[:count, digest_begin:digest_end].tobytes(), "latin-1")
+        return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
 
 
 def _packed(**fields: object) -> bytes:
