@@ -20,6 +20,7 @@ OURS = "penstock_http"
 NAMES = (
     OURS,
     "penstock_full",
+    "penstock_processes",
     "numpy_memmap",
     "numpy_samples",
     "litdata_tokens",
