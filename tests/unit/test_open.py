@@ -314,6 +314,9 @@ def test_columns_with_a_dot_in_their_name_are_no_part_of_others(data: Path, toke
     tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
     pq.write_table(pa.table({"tokens.n": [-1], "tokens": tokens}), data / "a.parquet")
     assert snapshot_of(data).vocab_size == 4
+    both = pa.array([[{"a": 9, "b": [8]}]], pa.list_(pa.struct({"a": pa.int32(), "b": pa.list_(pa.int32())})))
+    pq.write_table(pa.table({"tokens.m": both, "m": both, "tokens": tokens, "tokens.o": [[7]]}), data / "a.parquet")
+    assert snapshot_of(data).vocab_size == 4
     pq.write_table(pa.table({"text.lang": pa.array([None], pa.string()), "text": ["a"]}), data / "a.parquet")
     assert snapshot_of(data, tokenizer).num_rows == 1
 

@@ -68,8 +68,8 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     """
     with _opened(path) as file:
         date = Date.of(os.fstat(file.fileno()))
-        metadata = _metadata(path, file)
-        _check_columns(path, metadata.schema.to_arrow_schema(), recipe)
+        metadata, schema = _footer(path, file)
+        _check_columns(path, schema, recipe)
         digest = _file_digest(file, date.size_bytes)
         if Date.of(path.stat()) != date:  # by now it may be half of one file and half of another
             raise DatasetRefused(f"{path} is being written to: it changed while it was read. Wait until it is whole.")
@@ -83,14 +83,14 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         rows_per_group=tuple(g.num_rows for g in groups),
         bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
-        token_range=_token_range(metadata, recipe),
+        token_range=_token_range(metadata, schema, recipe),
     )
 
 
 def read_schema(path: Path) -> pa.Schema:
     """The columns of a Parquet file. Raises DatasetRefused: it is truncated, damaged or no Parquet."""
     with _opened(path) as file:
-        return _metadata(path, file).schema.to_arrow_schema()
+        return _footer(path, file)[1]
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -130,12 +130,13 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise _refused(path, what) from error
 
 
-def _metadata(path: Path, file: BinaryIO) -> pq.FileMetaData:
+def _footer(path: Path, file: BinaryIO) -> tuple[pq.FileMetaData, pa.Schema]:
     _check_footer(path, file)
     try:
-        metadata = pq.read_metadata(file)
-        metadata.schema.to_arrow_schema()
-        return metadata
+        # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
+        # that would be as many footers.
+        opened = pq.ParquetFile(file)
+        return opened.metadata, opened.schema_arrow
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")  # some span lines
         raise _refused(path, f"has a damaged footer: {reason}") from error
@@ -203,20 +204,30 @@ def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
     return max((s.null_count for s in found if s and s.has_null_count), default=0)
 
 
-def _token_range(metadata: pq.FileMetaData, recipe: Recipe) -> tuple[int, int] | None:
+def _token_range(metadata: pq.FileMetaData, schema: pa.Schema, recipe: Recipe) -> tuple[int, int] | None:
     """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
     if recipe.kind != "tokens" or recipe.transform:
         return None
     name = recipe.fields[0][1].text
     if name not in recipe.token_columns:
         return None  # inside a struct
-    leaves = [metadata.schema.column(c) for c in range(metadata.num_columns)]
-    # A flat column called "tokens.n" is no part of the lists in "tokens".
-    [leaf] = [c for c, leaf in enumerate(leaves) if leaf.path.startswith(f"{name}.") and leaf.max_repetition_level == 1][:1]
-    chunks = [metadata.row_group(g).column(leaf) for g in range(metadata.num_row_groups)]
+    chunks = [group.column(_leaf(group, schema, name)) for group in map(metadata.row_group, range(metadata.num_row_groups))]
     found = [c.statistics for c in chunks if c.num_values]
     unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
     ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]
     if unknown:
         return None
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
+
+
+def _leaf(group: pq.RowGroupMetaData, schema: pa.Schema, name: str) -> int:
+    """Which column chunk holds the values of a column of lists."""
+    # A column called "tokens.n" is no part of the lists in "tokens". Leaves stand in the order of the columns.
+    leaves = [c for c in range(group.num_columns) if group.column(c).path_in_schema.startswith(f"{name}.")]
+    before = [other for other in schema.names[: schema.names.index(name)] if other.startswith(f"{name}.")]
+    return leaves[sum(_num_leaves(schema.field(other).type) for other in before)]
+
+
+def _num_leaves(kind: pa.DataType) -> int:
+    """How many column chunks a column of this type has."""
+    return sum(_num_leaves(kind.field(n).type) for n in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
