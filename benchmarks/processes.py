@@ -46,16 +46,17 @@ def cpu_seconds(pid: int) -> float:
 
 def anonymous_bytes(pid: int) -> int:
     """Memory of a process, and of all that run below it, that is backed by no file."""
-    total = _anonymous_bytes(pid)
+    total = own_anonymous_bytes(pid)
     for child in _below(pid, _table()):
         with suppress(FileNotFoundError, ProcessLookupError, ValueError):  # it ended just now
-            total += _anonymous_bytes(child)
+            total += own_anonymous_bytes(child)
     return total
 
 
-def _anonymous_bytes(pid: int) -> int:
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    [kilobytes] = re.findall(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)
+def own_anonymous_bytes(pid: int) -> int:
+    """Memory of a process alone that is backed by no file."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    [kilobytes] = re.findall(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
     return int(kilobytes) * 1024
 
 
