@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import count
 from typing import Literal
 
 from fastapi import Request, Response
@@ -23,6 +24,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
+from penstock_server.storage.store import Soon
 from penstock_server.threads import InThread, in_one_of_many
 
 BatchFormat = Literal["msgpack", "json"]
@@ -207,22 +209,42 @@ async def _load(request: Request, making: _Making, in_thread: InThread, streams:
     futures = await in_thread(partial(_requested, chunk))
     try:
         # Only waited for, never cancelled: a client that leaves must not take a block from others.
-        there = [future for future in futures if future.done()]
-        pending = {asyncio.wrap_future(future) for future in futures if future not in there}
-        for waited in pending:  # the first failure is told; Python would log the others, with where they come from
-            waited.add_done_callback(lambda done: done.cancelled() or done.exception())
-        for future in there:
-            future.result()
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-            for future in done:
-                future.result()  # raises what its load raised
-            if pending and not streams and await request.is_disconnected():
+        is_over = _when_all_are_there(futures)
+        while not is_over.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await is_over.wait()
+            if not is_over.is_set() and not streams and await request.is_disconnected():
                 raise ClientDisconnect
+        for future in futures:
+            if future.done():
+                future.result()  # raises what its load raised, which is told while others are still being loaded
         blocks = [future.result() for future in futures]
         await (in_one_of_many if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
     finally:
         chunk.forget(futures)
+
+
+def _when_all_are_there(futures: Sequence[Soon]) -> asyncio.Event:
+    """Is set once all are answered, or one has failed.
+
+    A crowd that begins waits for dozens of blocks each, for all of which asyncio would have objects of its own: tens of
+    kilobytes a request.
+    """
+    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+    pending = [future for future in futures if isinstance(future, Future)]
+    left = count(len(pending) - 1, -1)
+
+    def answered(future: Future[Block]) -> None:
+        is_last = next(left) == 0  # in the thread that answers it
+        if (is_last or future.cancelled() or future.exception()) and not loop.is_closed():
+            loop.call_soon_threadsafe(is_over.set)
+
+    for future in pending:
+        future.add_done_callback(answered)
+    if not pending:
+        is_over.set()
+    return is_over
 
 
 def _may_wait(blocks: list[Block]) -> bool:
@@ -230,7 +252,7 @@ def _may_wait(blocks: list[Block]) -> bool:
     return any(block.bad for block in blocks)
 
 
-def _requested(chunk: Chunk) -> list[Future[Block]]:
+def _requested(chunk: Chunk) -> list[Soon]:
     """The blocks of a chunk, and behind them those that come next."""
     futures = chunk.request()
     chunk.read_ahead()

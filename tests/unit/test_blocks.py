@@ -2,7 +2,8 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,14 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(encode, "encode", counted)
     return reads
+
+
+def loading(blocks: Blocks, indices: Iterable[int]) -> list[Future[Block]]:
+    """What is asked for, none of which is mapped."""
+    asked = blocks.request(indices)
+    futures = [future for future in asked if isinstance(future, Future)]
+    assert futures == asked
+    return futures
 
 
 def encoding_waits(monkeypatch: pytest.MonkeyPatch, began: threading.Event, go_on: threading.Event) -> None:
@@ -166,7 +175,7 @@ def test_what_is_cached_waits_for_nothing_that_is_not(tmp_path: Path, cache_dir:
 
     monkeypatch.setattr(encode, "encode", slow)
     blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
-    cold = blocks.request(range(1, 20))
+    cold = loading(blocks, range(1, 20))
     assert rows_of(blocks.get([0])[0])[0] == [0]
     assert not any(future.done() for future in cold)
     gate.set()
@@ -415,7 +424,7 @@ def test_what_nobody_wants_any_more_is_not_made(
     blocks, began, go_on = open_blocks(), threading.Event(), threading.Event()
     encoding_waits(monkeypatch, began, go_on)
     # As many as there are threads, and more that queue up behind them.
-    futures = blocks.request(range(5)) + blocks.request(range(5))
+    futures = loading(blocks, range(5)) + loading(blocks, range(5))
     assert began.wait(30)
     queued = [number for number in range(5) if not futures[number].running()]
     blocks.forget(futures[1:5])
@@ -443,7 +452,7 @@ def test_a_crowd_that_comes_after_a_restart_has_each_stored_block_read_once(
 
     monkeypatch.setattr(CacheFolder, "read", waiting)
     blocks = open_blocks()
-    futures = [blocks.request(range(5)) for _ in range(20)]  # none of them waits
+    futures = [loading(blocks, range(5)) for _ in range(20)]  # none of them waits
     go_on.set()
     for few in futures:
         assert [future.result(30).num_rows for future in few] == [32, 2, 32, 2, 32]
@@ -469,7 +478,7 @@ def test_what_goes_wrong_with_a_block_once_it_is_made_reaches_who_waits_for_it(
 ) -> None:
     blocks = open_blocks()
     monkeypatch.setattr(blocks._store.cache, "read", Mock(side_effect=[None, None, MemoryError]))
-    [future] = blocks.request([0])
+    [future] = loading(blocks, [0])
     with pytest.raises(MemoryError):
         future.result(timeout=20)
 
@@ -486,9 +495,9 @@ def test_what_is_stored_does_not_wait_for_what_is_being_made_of_the_same_row_gro
     (cache_dir / f"{blocks._find_key(0)}.block").unlink()
     began, go_on = threading.Event(), threading.Event()
     encoding_waits(monkeypatch, began, go_on)
-    [first] = blocks.request([0])
+    [first] = loading(blocks, [0])
     assert began.wait(30)
-    [second] = blocks.request([1])
+    [second] = loading(blocks, [1])
     assert rows_of(second.result(30))
     assert not first.done()
     go_on.set()

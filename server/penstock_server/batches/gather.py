@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from penstock_server.batches.sequences import Held, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.packing import Spans, by_value
 from penstock_server.storage.block import Block
+from penstock_server.storage.store import Soon
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
 
@@ -47,7 +47,7 @@ class Chunk:
             found += blocks
         return found
 
-    def request(self) -> list[Future[Block]]:
+    def request(self) -> list[Soon]:
         """The blocks of all needs, soon."""
         return [future for need in self.needs for future in need.member.blocks.request(need.blocks)]
 
@@ -55,7 +55,7 @@ class Chunk:
         """Has those blocks loaded in the background that the job will need next."""
         self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
 
-    def forget(self, futures: list[Future[Block]]) -> None:
+    def forget(self, futures: list[Soon]) -> None:
         """Gives up what `request` gave: blocks that nobody else waits for are not made."""
         self.plan.members[0].blocks.forget(future for future in futures if not future.done())
 

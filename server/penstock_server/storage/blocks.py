@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Generator, Hashable, Iterable
-from concurrent.futures import Future
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from typing import Any
@@ -28,7 +27,7 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.decode import hashes_of_shard, reading, rows_of_group
 from penstock_server.storage.quarantine import Quarantine
-from penstock_server.storage.store import BlockStore, ready
+from penstock_server.storage.store import BlockStore, Soon, There
 
 log = logging.getLogger("penstock.blocks")
 
@@ -63,18 +62,17 @@ class Blocks:
         identity = _identity_of(self._snapshot.shards[shard])
         return _digest([identity, sizes, self._identity, self._snapshot.recipe.validation])
 
-    def request(self, indices: Iterable[int]) -> list[Future[Block]]:
+    def request(self, indices: Iterable[int]) -> list[Soon]:
         """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
         indices = list(indices)
-        futures = []
+        futures = list[Soon]()
         for index, block in zip(indices, self._store.mapped([self._key(index) for index in indices]), strict=True):
-            if block:
-                future = ready(block)
+            found = There(block) if block else self._soon(index)
+            if isinstance(found, There):
+                self.quarantine.look_in(index, found.block)
             else:
-                at = self._snapshot.block(index)
-                future = self._store.request(self._keys(at), at.number, partial(self._read, at))
-            future.add_done_callback(partial(self.quarantine.look_at, index))
-            futures.append(future)
+                found.add_done_callback(partial(self.quarantine.look_at, index))
+            futures.append(found)
         return futures
 
     def mapped(self, indices: Iterable[int]) -> list[Block] | None:
@@ -100,7 +98,7 @@ class Blocks:
             self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
         return [self.of_split(block, split) for block in blocks]
 
-    def forget(self, futures: Iterable[Future[Block]]) -> None:
+    def forget(self, futures: Iterable[Soon]) -> None:
         """Who asked for these no longer wants them."""
         for future in futures:
             self._store.forget(future)
@@ -153,6 +151,10 @@ class Blocks:
             f'Mend the shard, or set on_bad_row = "substitute" in {self._snapshot.folder / "penstock.toml"} to serve a '
             f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
         )
+
+    def _soon(self, index: int) -> Soon:
+        at = self._snapshot.block(index)
+        return self._store.request(self._keys(at), at.number, partial(self._read, at))
 
     def _find_key(self, index: int) -> str:
         address = self._snapshot.block(index)

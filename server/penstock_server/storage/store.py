@@ -34,6 +34,24 @@ _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster f
 Decoder = Callable[[Callable[[int], bool]], Generator[tuple[int, pa.RecordBatch], None, None]]
 
 
+@dataclass(frozen=True, slots=True)
+class There:
+    """A block that is asked for and there. A future would take 1.4 KB, and a crowd that begins asks for tens of thousands."""
+
+    block: Block
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> Block:
+        """The block."""
+        return self.block
+
+
+Soon = There | Future[Block]
+
+
 @dataclass(slots=True)
 class _Open:
     block: Block
@@ -76,7 +94,7 @@ class BlockStore:
         self._wanted: dict[str, _Wanted] = {}  # of each row group of which something is
         self._loads: dict[Future[Block], _Load] = {}  # of each of those
 
-    def request(self, group: Sequence[str], number: int, decode: Decoder) -> Future[Block]:
+    def request(self, group: Sequence[str], number: int, decode: Decoder) -> Soon:
         """The block `number` of a row group whose blocks have these keys, soon.
 
         What is stored is mapped, by threads that do nothing else. What is not is made by `decode`, with all that is asked
@@ -85,7 +103,7 @@ class BlockStore:
         """
         with self._lock:
             if found := self._open.get(group[number]):
-                return ready(found.block)
+                return There(found.block)
             wanted = self._wanted.setdefault(group[0], _Wanted())
             future = wanted.futures.get(number)
             if future is None:
@@ -99,8 +117,10 @@ class BlockStore:
             self._loads[future].num_askers += 1
             return future
 
-    def forget(self, future: Future[Block]) -> None:
+    def forget(self, future: Soon) -> None:
         """One of those who asked no longer wants the block; a load that nobody wants any more is dropped."""
+        if isinstance(future, There):
+            return
         with self._lock:
             load = self._loads.get(future)
             if load is None:  # it is being answered, and what is cancelled now could not be
@@ -286,10 +306,3 @@ class BlockStore:
             return 0
         finally:
             self._let_go()
-
-
-def ready(block: Block) -> Future[Block]:
-    """A block that is there."""
-    future: Future[Block] = Future()
-    future.set_result(block)
-    return future
