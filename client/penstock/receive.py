@@ -115,8 +115,7 @@ class ReceivingTransport(httpx.BaseTransport):
     Every request has a Body as its extension "body"; the response itself is empty. The extension "target" is asked for instead
     of the URL's own path and query: for long ones httpx takes longer than for all else. The extension "then" is the target
     that is likely to be asked for next, of the same server, or None: it is asked ahead over a second connection, so that the
-    server makes the one answer while the other is received; before the other has begun to come, if that was asked ahead, too.
-    If something else is requested next, that answer is given up.
+    server makes the one answer while the other is received. If something else is requested next, that answer is given up.
     `on_connect` is given each new socket. Raises what httpx's own transport raises.
     """
 
@@ -135,7 +134,7 @@ class ReceivingTransport(httpx.BaseTransport):
             body: Body = request.extensions["body"]
             with response:  # one that ends its connection keeps the socket for itself
                 _check(response)
-                if response.status == http.client.OK and not response.will_close and not self._asked:
+                if response.status == http.client.OK and not response.will_close:
                     self._ask_ahead(request)
                 body.read(response)
         except (OSError, http.client.HTTPException) as error:
@@ -191,9 +190,7 @@ class ReceivingTransport(httpx.BaseTransport):
         connections = self._connections.get(server) or deque((self._connect(request),))
         self._connections[server] = connections
         connections[0].sock.settimeout(request.extensions["timeout"]["read"])
-        if is_asked:
-            self._ask_ahead(request)
-        else:
+        if not is_asked:
             _send(connections[0], request, _target(request))
         return connections[0].getresponse()
 
