@@ -23,8 +23,8 @@ def measure(scale: Scale) -> list[Ratio]:
     processes = len(os.sched_getaffinity(0))  # one a core, as one would for so many ranks
     with penstock(data.corpus(scale).parquet, cache, "--processes", str(processes)) as server:
         _load(server.address, 8 * processes, scale, 2.0)  # each block is looked at once, by each process
-        before = _load(server.address, 1, scale, scale.rank_seconds / 4)
         _load(server.address, 8 * processes, scale, 2.0)  # and by those that had not begun to serve the first time
+        before = _load(server.address, 1, scale, scale.rank_seconds / 4)
         small = anonymous_bytes(server.pid)
         many = _load(server.address, scale.num_ranks, scale, scale.rank_seconds)
         crowded = anonymous_bytes(server.pid)

@@ -216,9 +216,9 @@ async def _load(request: Request, making: _Making, in_thread: InThread, streams:
                     await is_over.wait()
             if not is_over.is_set() and not streams and await request.is_disconnected():
                 raise ClientDisconnect
-        for future in futures:
-            if future.done():
-                future.result()  # raises what its load raised, which is told while others are still being loaded
+        for future in futures:  # what a load raised is told while others are still being loaded
+            if isinstance(future, Future) and future.done() and (error := future.exception()):
+                raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
         blocks = [future.result() for future in futures]
         await (in_one_of_many if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
     finally:

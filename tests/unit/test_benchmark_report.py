@@ -94,5 +94,5 @@ def test_every_peer_says_all_that_the_page_tells_of_it(name: str) -> None:
     assert peer.environment in ("product", "peers", "mosaicml")
     assert peer.name
     assert peer.packages
-    assert peer.ahead.endswith(".") or peer.serve is peers.load(peers.OURS).serve
+    assert peer.ahead.endswith(".") or peer.packages == peers.load(peers.OURS).packages
     assert name not in peers.QUICK or peer.environment == "product"

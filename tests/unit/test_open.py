@@ -321,6 +321,23 @@ def test_columns_with_a_dot_in_their_name_are_no_part_of_others(data: Path, toke
     assert snapshot_of(data, tokenizer).num_rows == 1
 
 
+def test_text_that_another_writer_has_marked_as_json_is_text(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    pq.write_table(pa.table({"text": pa.array(['{"a": 1}'], pa.json_())}), data / "a.parquet", store_schema=False)
+    snapshot = snapshot_of(data, tokenizer)
+    assert (snapshot.recipe.kind, snapshot.num_rows) == ("text", 1)
+
+
+def test_other_columns_may_be_of_any_type_and_bear_one_name(data: Path) -> None:
+    data.mkdir()
+    tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
+    opaque = pa.opaque(pa.struct({"a": pa.int32(), "b": pa.int32()}), "pair", "somebody")
+    pair = pa.ExtensionArray.from_storage(opaque, pa.array([{"a": 900, "b": 901}], opaque.storage_type))
+    table = pa.table([pair, pair, tokens], names=["tokens.x", "tokens.x", "tokens"])
+    pq.write_table(table, data / "a.parquet")
+    assert snapshot_of(data).vocab_size == 4
+
+
 def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Opener) -> None:
     write_numbered(data / "good", 10)
     (data / "bad").mkdir()

@@ -90,6 +90,23 @@ def test_frames_of_one_layout_are_recognised_and_not_read(monkeypatch: pytest.Mo
     assert read.call_count == 1
 
 
+@pytest.mark.parametrize("bad", [[1], [1, 0], [0, 0, 1]])
+def test_frames_that_are_not_as_expected_are_not_compared_over_and_over(
+    monkeypatch: pytest.MonkeyPatch, bad: list[int]
+) -> None:
+    compared, digests = list[int](), wire.Heads._digests
+
+    def counting(self: wire.Heads, heads: npt.NDArray[np.uint8], steps: npt.NDArray[np.uint8]) -> list[str]:
+        compared.append(len(heads))
+        return digests(self, heads, steps)
+
+    monkeypatch.setattr(wire.Heads, "_digests", counting)
+    steps = range(300)
+    body = b"".join(frame_bytes(step=step, substituted=bad[step % len(bad)]) for step in steps)
+    assert [frame.address.step for frame in wire.decode(body, steps)] == list(steps)
+    assert sum(compared) <= 9 * len(steps)
+
+
 @pytest.mark.parametrize("steps", [(), (1, 2, 3)])
 def test_no_flipped_bit_goes_unnoticed(steps: tuple[int, ...]) -> None:
     sound = frame_bytes(step=1) + frame_bytes(step=2) + frame_bytes(step=3)

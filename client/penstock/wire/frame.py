@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -64,18 +64,17 @@ class Frame(NamedTuple):
         return self.alike.totals(name)[self.number]
 
 
-def decode(body: bytes | bytearray | memoryview, steps: Iterable[int] = ()) -> Iterator[Frame]:
+def decode(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> Iterator[Frame]:
     """The frames of a body, in order; their tensors share the body's memory. If they are of these `steps`, it takes less time.
 
     Raises WireError: the bytes are not frames, a frame is cut short, or a digest does not match.
     Raises VersionMismatch: the frames are of another version.
     """
     view = memoryview(body).cast("B")
-    likely = list(steps)
     start = number = 0
     while start < len(view):
         header, at = _read_header(view, start)
-        alike = _Alike(view, start, at, header, likely, number)
+        alike = _Alike(view, start, at, header, steps, number)
         yield from alike.frames()
         start += len(alike.steps) * alike.frame_nbytes
         number += len(alike.steps)

@@ -83,11 +83,14 @@ class Heads:
         filler is compared with what it must be, so that digest need not be made.
         """
         found: list[str] = []
-        for width, alike in groupby(map(msgpack.packb, steps), len):
-            spelled = b"".join(alike)
-            lines = heads[len(found) : len(found) + len(spelled) // width]
-            own = self._digests(lines, np.frombuffer(spelled, np.uint8).reshape(len(lines), width))
+        most = 1  # at a time, ever more: where the first is another, to look at all of them would be in vain
+        while some := steps[len(found) : len(found) + most]:
+            _, alike = next(groupby(map(msgpack.packb, some), len))
+            spelled = list(alike)
+            lines = heads[len(found) : len(found) + len(spelled)]
+            own = self._digests(lines, np.frombuffer(b"".join(spelled), np.uint8).reshape(len(lines), -1))
             found += own
+            most *= 8
             if len(own) < len(lines):
                 break
         return found

@@ -135,7 +135,7 @@ def _footer(path: Path, file: BinaryIO) -> tuple[pq.FileMetaData, pa.Schema]:
     try:
         # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
         # that would be as many footers.
-        opened = pq.ParquetFile(file)
+        opened = pq.ParquetFile(file, arrow_extensions_enabled=False)
         return opened.metadata, opened.schema_arrow
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")  # some span lines
@@ -224,10 +224,11 @@ def _leaf(group: pq.RowGroupMetaData, schema: pa.Schema, name: str) -> int:
     """Which column chunk holds the values of a column of lists."""
     # A column called "tokens.n" is no part of the lists in "tokens". Leaves stand in the order of the columns.
     leaves = [c for c in range(group.num_columns) if group.column(c).path_in_schema.startswith(f"{name}.")]
-    before = [other for other in schema.names[: schema.names.index(name)] if other.startswith(f"{name}.")]
-    return leaves[sum(_num_leaves(schema.field(other).type) for other in before)]
+    before = [field for field in list(schema)[: schema.names.index(name)] if field.name.startswith(f"{name}.")]
+    return leaves[sum(_num_leaves(field.type) for field in before)]
 
 
 def _num_leaves(kind: pa.DataType) -> int:
     """How many column chunks a column of this type has."""
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
     return sum(_num_leaves(kind.field(n).type) for n in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
