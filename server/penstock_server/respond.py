@@ -24,7 +24,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
-from penstock_server.storage.store import Soon
+from penstock_server.storage.soon import Soon
 from penstock_server.threads import InThread, in_one_of_many
 
 BatchFormat = Literal["msgpack", "json"]

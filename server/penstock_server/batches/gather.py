@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from penstock_server.batches.sequences import Held, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.packing import Spans, by_value
 from penstock_server.storage.block import Block
-from penstock_server.storage.store import Soon
+from penstock_server.storage.soon import Soon
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
 
@@ -57,7 +58,8 @@ class Chunk:
 
     def forget(self, futures: list[Soon]) -> None:
         """Gives up what `request` gave: blocks that nobody else waits for are not made."""
-        self.plan.members[0].blocks.forget(future for future in futures if not future.done())
+        pending = [future for future in futures if isinstance(future, Future) and not future.done()]
+        self.plan.members[0].blocks.forget(pending)
 
 
 def steps_per_chunk(plan: Plan) -> int:

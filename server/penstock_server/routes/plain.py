@@ -26,8 +26,8 @@ class PlainRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        is_mine = scope["method"] in (self.methods or ()) and iscoroutinefunction(self.endpoint)
-        values = _plain(scope, *self._bounds) if is_mine else None
+        known = self._parameters if scope["method"] in (self.methods or ()) else None
+        values = _plain(scope, *known) if known else None
         if values is None:
             await super().handle(scope, receive, send)
         else:
@@ -35,8 +35,10 @@ class PlainRoute(APIRoute):
             await response(scope, receive, send)
 
     @cached_property
-    def _bounds(self) -> tuple[_Bounds, _Bounds]:
-        """What may stand in the path, and in the query."""
+    def _parameters(self) -> tuple[_Bounds, _Bounds] | None:
+        """What may stand in the path, and in the query; None where FastAPI reads it in any case."""
+        if not iscoroutinefunction(self.endpoint):
+            return None
         fields = self.dependant.path_params, self.dependant.query_params
         in_path, in_query = ({field.name: _bounds(field.field_info) for field in own} for own in fields)
         return in_path, in_query

@@ -83,7 +83,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         rows_per_group=tuple(g.num_rows for g in groups),
         bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
-        token_range=_token_range(metadata, schema, recipe),
+        token_range=_token_range(groups, schema, recipe),
     )
 
 
@@ -204,14 +204,15 @@ def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
     return max((s.null_count for s in found if s and s.has_null_count), default=0)
 
 
-def _token_range(metadata: pq.FileMetaData, schema: pa.Schema, recipe: Recipe) -> tuple[int, int] | None:
+def _token_range(groups: list[pq.RowGroupMetaData], schema: pa.Schema, recipe: Recipe) -> tuple[int, int] | None:
     """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
     if recipe.kind != "tokens" or recipe.transform:
         return None
     name = recipe.fields[0][1].text
     if name not in recipe.token_columns:
         return None  # inside a struct
-    chunks = [group.column(_leaf(group, schema, name)) for group in map(metadata.row_group, range(metadata.num_row_groups))]
+    leaf = _leaf(groups[0], schema, name) if groups else 0  # in all of them the same
+    chunks = [group.column(leaf) for group in groups]
     found = [c.statistics for c in chunks if c.num_values]
     unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
     ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Generator, Hashable, Iterable
+from concurrent.futures import Future
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from typing import Any
@@ -27,7 +28,8 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.decode import hashes_of_shard, reading, rows_of_group
 from penstock_server.storage.quarantine import Quarantine
-from penstock_server.storage.store import BlockStore, Soon, There
+from penstock_server.storage.soon import Soon, There
+from penstock_server.storage.store import BlockStore
 
 log = logging.getLogger("penstock.blocks")
 
@@ -98,7 +100,7 @@ class Blocks:
             self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
         return [self.of_split(block, split) for block in blocks]
 
-    def forget(self, futures: Iterable[Soon]) -> None:
+    def forget(self, futures: Iterable[Future[Block]]) -> None:
         """Who asked for these no longer wants them."""
         for future in futures:
             self._store.forget(future)

@@ -21,6 +21,7 @@ from penstock_server.problems import Problem
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.read_ahead import ReadAhead
+from penstock_server.storage.soon import Soon, There
 from penstock_server.storage.splits import Splits
 
 log = logging.getLogger("penstock.store")
@@ -32,24 +33,6 @@ _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster f
 
 # Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.
 Decoder = Callable[[Callable[[int], bool]], Generator[tuple[int, pa.RecordBatch], None, None]]
-
-
-@dataclass(frozen=True, slots=True)
-class There:
-    """A block that is asked for and there. A future would take 1.4 KB, and a crowd that begins asks for tens of thousands."""
-
-    block: Block
-
-    def done(self) -> bool:
-        """True."""
-        return True
-
-    def result(self) -> Block:
-        """The block."""
-        return self.block
-
-
-Soon = There | Future[Block]
 
 
 @dataclass(slots=True)
@@ -117,10 +100,8 @@ class BlockStore:
             self._loads[future].num_askers += 1
             return future
 
-    def forget(self, future: Soon) -> None:
+    def forget(self, future: Future[Block]) -> None:
         """One of those who asked no longer wants the block; a load that nobody wants any more is dropped."""
-        if isinstance(future, There):
-            return
         with self._lock:
             load = self._loads.get(future)
             if load is None:  # it is being answered, and what is cancelled now could not be
