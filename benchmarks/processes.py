@@ -87,12 +87,14 @@ def run(command: Sequence[str], *, timeout_seconds: float, environment: Mapping[
 
 
 @contextmanager
-def serving(command: Sequence[str], *, timeout_seconds: float = 120) -> Iterator[Server]:
+def serving(
+    command: Sequence[str], *, timeout_seconds: float = 120, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """A server that tells its address, as http://... or grpc://..., among the first that it writes to stdout.
 
     Raises ProcessFailed: it ended before it did, or did not in time.
     """
-    with TemporaryFile("w+") as errors, _start(command, None, errors) as process:
+    with TemporaryFile("w+") as errors, _start(command, environment, errors) as process:
         try:
             yield Server(_address(process, errors, timeout_seconds), process.pid)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,9 +17,11 @@ def serve_command(data_dir: Path, cache_dir: Path) -> list[str]:
     return [*_PENSTOCK, "serve", str(data_dir), "--cache-dir", str(cache_dir), "--poll-seconds", "0", "--port", "0"]
 
 
-def penstock(data_dir: Path, cache_dir: Path, *flags: str) -> AbstractContextManager[Server]:
-    """A server on a folder of datasets."""
-    return serving([*serve_command(data_dir, cache_dir), *flags])
+def penstock(
+    data_dir: Path, cache_dir: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
+    """A server on a folder of datasets, with these variables beside those of this process."""
+    return serving([*serve_command(data_dir, cache_dir), *flags], environment=environment)
 
 
 def prepare(data_dir: Path, cache_dir: Path, *flags: str) -> None:

@@ -1,10 +1,16 @@
-"""A first epoch from text, the cache empty, against `tokenizers` alone on the same texts and cores."""
+"""A first epoch from text, the cache empty, against `tokenizers` alone on the same texts and cores.
+
+Where mimalloc is installed, also of a server that allocates with it, as the one in the image does.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
+from ctypes.util import find_library
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -18,6 +24,8 @@ from servers import penstock
 
 _SEQ_LEN = 256  # longer than any of the texts
 _TEXTS = 1_000  # encoded in one call
+_MIMALLOC = find_library("mimalloc")
+_ALLOCATORS: dict[str, dict[str, str]] = {"": {}} | ({", with mimalloc": {"LD_PRELOAD": _MIMALLOC}} if _MIMALLOC else {})
 
 
 def measure(scale: Scale) -> list[Ratio]:
@@ -29,21 +37,21 @@ def measure(scale: Scale) -> list[Ratio]:
     ]
     tokens = sum(_encode(tokenizer, texts))
     cache = scale.work / "cold-cache"
+    ways = list(product(("rows", "concat"), _ALLOCATORS))
     alone, *ours = in_turn(
         scale.num_repeats,
         partial(seconds, lambda: _encode(tokenizer, texts)),
-        partial(_epoch, folder, cache, "rows"),
-        partial(_epoch, folder, cache, "concat"),
+        *(partial(_epoch, folder, cache, packing, _ALLOCATORS[allocator]) for packing, allocator in ways),
     )
     return [
         Ratio(
-            what=f"first epoch from text, packing={packing}, cache empty",
+            what=f"first epoch from text, packing={packing}, cache empty{allocator}",
             against="tokenizers alone, same texts, same cores",
             ours=tokens / took,
             theirs=tokens / alone,
             unit="tokens/s",
         )
-        for packing, took in zip(("rows", "concat"), ours, strict=True)
+        for (packing, allocator), took in zip(ways, ours, strict=True)
     ]
 
 
@@ -52,9 +60,9 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
     return [len(found.ids) for batch in batches for found in tokenizer.encode_batch_fast(batch)]
 
 
-def _epoch(folder: Path, cache: Path, packing: str) -> float:
+def _epoch(folder: Path, cache: Path, packing: str, environment: Mapping[str, str]) -> float:
     shutil.rmtree(cache, ignore_errors=True)
-    with penstock(folder, cache) as server:
+    with penstock(folder, cache, environment=environment) as server:
         return seconds(partial(_consume, server.address, packing))
 
 

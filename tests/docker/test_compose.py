@@ -85,6 +85,8 @@ def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected
     assert project("exec", "-T", "server", "id", "-u").strip() == "10001"
     writes = "touch /data/x /usr/x 2>/dev/null && echo wrote || echo refused"
     assert project("exec", "-T", "server", "sh", "-c", writes).strip() == "refused"
+    can_be_had = "libmimalloc" in project("exec", "-T", "server", "find", "/usr/lib")
+    assert ("libmimalloc" in project("exec", "-T", "server", "cat", "/proc/1/maps")) == can_be_had
 
 
 def test_the_demo_profile_trains_in_a_second_container_and_exits_0(project: Compose) -> None:
