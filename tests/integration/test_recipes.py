@@ -290,7 +290,9 @@ def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server
         tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.05'
     )
     write_tokenizer(tmp_path / "tokenizer.json")
-    with serve(tmp_path) as server:
+    with serve(tmp_path) as server:  # which knows nothing of them when it is asked for all batches at once
+        answer = server.get("/v1/datasets/holes/epochs/0/ranks/0/batches", batch_size=10)
+        assert (answer.status_code, answer.json()["type"]) == (500, "urn:penstock:problem:dataset-refused")
         with pytest.raises(DataError, match=r"of 200 rows .* are known to be bad, more than max_bad_share = 0\.05 allows"):
             list(dataset(server, "holes", batch_size=10))
         (tmp_path / "holes" / "penstock.toml").write_text(

@@ -89,7 +89,10 @@ def load(chunk: Chunk) -> list[Block]:
 
 
 def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
-    """The sequences of all batches of a chunk, batch by batch. Raises BadRow: see usable_rows."""
+    """The sequences of all batches of a chunk, batch by batch.
+
+    Raises BadRow: see usable_rows. Raises DatasetRefused: too many rows are bad.
+    """
     count = len(chunk.steps) * chunk.plan.spec.batch_size
     substituted = np.zeros(count, np.bool_)
     held: list[Held] = []
@@ -114,6 +117,8 @@ def _with_stand_ins(need: Need, blocks: dict[int, Block]) -> Spans:
     """The spans with good rows in place of bad ones; the blocks that these are in are added."""
     if not any(blocks[index].bad for index in need.blocks):
         return need.spans
+    # Again, now that these blocks were met: a run may ask for a whole small dataset before any of it was.
+    need.member.blocks.quarantine.check()
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):
         if blocks[index].bad:
