@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
 from penstock_server.accepting import Seat
+from penstock_server.logs import begin_log
 from penstock_server.problems import DatasetRefused
 from penstock_server.settings import Settings, SettingsError
 
@@ -36,6 +37,7 @@ _context = multiprocessing.get_context("spawn")
 
 def serve_with_several(settings: Settings, listener: socket.socket) -> int:
     """Serves until a signal says stop. The exit status, which is not 0 if no process can begin."""
+    begin_log(tells_news=False)
     with _stop_signals() as stop:
         began, begins = _context.Pipe(duplex=False)
         seats = Seat.of(settings.processes)

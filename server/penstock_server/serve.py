@@ -25,6 +25,7 @@ from penstock_server.datasets.held import Served
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
 from penstock_server.listening import listen
+from penstock_server.logs import begin_log
 from penstock_server.settings import Settings, SettingsError
 from penstock_server.stalled import STALLED_SECONDS, cut_stalled
 from penstock_server.storage.cache import CacheFolder
@@ -59,6 +60,7 @@ def run(
         print(_greeting(catalog, settings, listener))
         sys.stdout.flush()
     begin(store.cache.configured_bytes)
+    begin_log(tells_news=seat is None or seat.number == 0)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
     with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
         Server(app, seat=seat).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more

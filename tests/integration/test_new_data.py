@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +79,11 @@ def until(condition: Callable[[], object]) -> None:
 def until_another_snapshot(server: Server, than: str) -> str:
     until(lambda: server.json(NUMBERS)["snapshot"] != than)
     return str(server.json(NUMBERS)["snapshot"])
+
+
+def told(log: str) -> list[str]:
+    """The lines of a log, without the time of each, and how grave it is."""
+    return re.findall(r"^[0-9-]{10} [0-9:]{8} [A-Z]+ (.*)$", log, re.MULTILINE)
 
 
 def drop_blocks(tmp_path: Path) -> None:
@@ -178,6 +185,23 @@ def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folde
     assert change["snapshot"] != first
     assert refresh(server, "nope").status_code == 404
     assert httpx.post(f"{server.url}{NUMBERS}/refresh?now=1", timeout=60).status_code == 422
+    (folder / "penstock.toml").write_text("eos = 9")
+    assert refresh(server).json()["previous"] == change["snapshot"]
+    latest = server.json(NUMBERS)["snapshot"]
+    assert told(server.stop()) == [
+        f"numbers: 2 shards added, 1 shard removed, 1 shard rewritten; snapshot {change['snapshot']} follows {first}",
+        f"numbers: its recipe changed; snapshot {latest} follows {change['snapshot']}",
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="several processes share a socket on Linux")
+def test_of_several_processes_one_tells_what_changed(start: Callable[..., Server], folder: Path) -> None:
+    server = start(*POLL, "--processes", "2")
+    first = server.json(NUMBERS)["snapshot"]
+    write_shard(folder / "part-100.parquet", 1000)
+    until(lambda: all(httpx.get(f"{server.url}{NUMBERS}", timeout=60).json()["snapshot"] != first for _ in range(4)))
+    latest = server.json(NUMBERS)["snapshot"]
+    assert told(server.stop()) == [f"numbers: 1 shard added; snapshot {latest} follows {first}"]
 
 
 def test_the_snapshots_that_are_held_are_listed_newest_first(start: Callable[..., Server], folder: Path) -> None:
@@ -280,6 +304,8 @@ def test_datasets_come_and_go_and_a_job_on_one_that_is_gone_is_told(
     (tmp_path / "aside").rename(folder)
     until(lambda: server.get(NUMBERS).status_code == 200)
     assert contents(data) == expected
+    more, odd = (server.json(f"/v1/datasets/{name}")["snapshot"] for name in ("more", "odd"))
+    assert {f"more: is new: 3 shards; snapshot {more}", f"odd: is new: 1 shard; snapshot {odd}"} < {*told(server.stop())}
 
 
 def test_an_emptied_data_folder_is_taken_for_a_lost_disk_and_jobs_go_on_from_the_cache(

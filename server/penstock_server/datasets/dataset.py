@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.wording import counted
 from penstock_server.counts.index import Index
 from penstock_server.datasets.held import Held, Served
 from penstock_server.datasets.history import History
@@ -50,6 +51,16 @@ class Change:
             removed=len(old.keys() - new.keys()),
             rewritten=sum(old[name] != new[name] for name in old.keys() & new.keys()),
         )
+
+    def __str__(self) -> str:
+        """For the log."""
+        if self.previous is None:
+            return f"is new: {counted(self.added, 'shard')}; snapshot {self.snapshot}"
+        if not self.changed:
+            return f"can be opened again, with nothing changed; snapshot {self.snapshot}"
+        counts = {"added": self.added, "removed": self.removed, "rewritten": self.rewritten}
+        shards = [f"{counted(number, 'shard')} {how}" for how, number in counts.items() if number]
+        return f"{', '.join(shards) or 'its recipe changed'}; snapshot {self.snapshot} follows {self.previous}"
 
 
 class Dataset:
@@ -149,7 +160,7 @@ class Dataset:
             self._follow(None, None, {}, reason)
 
     def _take_in(self, sight: Sight, *, settled: bool) -> Change:
-        reliable, before, reading = settled or sight.is_quiet(), self._held.latest, None
+        reliable, before, reading = settled or sight.is_quiet(), self._held, None
         try:
             reading = self._read_folder(sight, settled=settled)
             latest = self._latest_of(reading)
@@ -165,7 +176,10 @@ class Dataset:
             self._refuse(reason, None, sight)
             raise DatasetRefused(reason) from error
         self._read = sight if reliable else None
-        return Change.between(before.snapshot if before else None, latest.snapshot)
+        change = Change.between(before.latest.snapshot if before.latest else None, latest.snapshot)
+        if change.changed or before.error:
+            log.info("%s: %s", self.name, change)
+        return change
 
     def _read_folder(self, sight: Sight, *, settled: bool) -> Reading:
         reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, settled=settled)
