@@ -27,6 +27,7 @@ from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
+from penstock.whole import plain
 from penstock.wording import counted
 
 
@@ -90,6 +91,7 @@ class RemoteDataset(IterableDataset[Batch]):
         retry_seconds: float = 600.0,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
+        replay = plain(replay)
         _check_amount("prefetch_bytes", prefetch_bytes)
         _check_amount("retry_seconds", retry_seconds)
         if replay is not None and (isinstance(replay, bool) or not isinstance(replay, int) or replay < 1):
@@ -111,7 +113,7 @@ class RemoteDataset(IterableDataset[Batch]):
             split=split,
             packing=packing,
             long_rows=long_rows,
-            pad=str(pad),
+            pad=str(plain(pad)),
             group_by_length=group_by_length,
             boundaries=boundaries,
             task=task,
@@ -151,6 +153,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch. Another epoch starts at its first step; the same one keeps its place."""
+        epoch = plain(epoch)
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise SpecError(f"epoch must be a whole number from 0, not {epoch!r}", ("epoch",))
         if epoch != self.epoch:
@@ -281,6 +284,7 @@ def _warn_if_nothing_is_learned(batch: Batch, spec: Spec) -> None:
 
 
 def _check_amount(name: str, amount: object) -> None:
+    amount = plain(amount)
     if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
         raise SpecError(f"{name} must be a number from 0, not {amount!r}", (name,))
 

@@ -9,6 +9,7 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from penstock.errors import PenstockError, SpecError
+from penstock.whole import plain
 
 
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -22,6 +23,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return _of_environment()
+    rank, world_size = plain(rank), plain(world_size)
     if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
         raise SpecError(
             f"rank={rank!r} and world_size={world_size!r} must be whole numbers, rank from 0 and below world_size",

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
+from penstock.whole import plain
 from penstock.wording import did_you_mean
 
 LARGEST_SEED = 2**63 - 1
@@ -93,6 +94,8 @@ class Spec:
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
 
     def __post_init__(self) -> None:
+        for name in _COUNTS:
+            object.__setattr__(self, name, plain(getattr(self, name)))
         problems = [(f.name, text) for f in fields(self) if (text := _problem(f, getattr(self, f.name)))]
         problems = problems or [*self._contradictions()]
         if problems:
@@ -155,6 +158,9 @@ class Spec:
     def to_dict(self) -> dict[str, int | str | None]:
         """Every parameter by its name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+_COUNTS = tuple(f.name for f in fields(Spec) if "low" in f.metadata)
 
 
 def describe() -> list[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,6 +129,13 @@ def test_a_replay_consumes_nothing_and_its_state_says_so(server: Server) -> None
 def test_what_can_not_be_replayed_is_refused(server: Server, replay: object) -> None:
     with pytest.raises(SpecError, match="replay must be a whole number from 1"):
         dataset(server, replay=replay)
+
+
+def test_numbers_of_numpy_are_as_good_as_plain_ones(server: Server) -> None:
+    data = dataset(server, rank=np.int64(0), world_size=np.int64(1), replay=np.int64(2), prefetch_bytes=np.int64(1 << 20))
+    data.set_epoch(np.int64(1))  # type: ignore[arg-type]
+    assert (data.rank, data.world_size, data.epoch) == (0, 1, 1)
+    assert len(list(data)) == len(data)
 
 
 def test_on_the_cpu_batches_are_as_without_a_device(server: Server) -> None:

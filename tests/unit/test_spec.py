@@ -1,6 +1,8 @@
 import inspect
 
+import numpy as np
 import pytest
+import torch
 
 from penstock import RemoteDataset, Spec, SpecError
 
@@ -46,6 +48,14 @@ def test_all_wrong_parameters_are_listed_at_once() -> None:
 def test_a_bool_is_no_number() -> None:
     with pytest.raises(SpecError):
         Spec(seed=True)
+
+
+def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones() -> None:
+    spec = Spec(batch_size=np.int64(3), seq_len=torch.tensor(7), target_len=np.uint8(5), task="seq2seq")  # type: ignore[arg-type]
+    assert spec == Spec(batch_size=3, seq_len=7, target_len=5, task="seq2seq")
+    assert spec.to_query() == Spec(batch_size=3, seq_len=7, target_len=5, task="seq2seq").to_query()
+    with pytest.raises(SpecError, match="batch_size must be a whole number"):
+        Spec(batch_size=np.float64(3))  # type: ignore[arg-type]
 
 
 def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
