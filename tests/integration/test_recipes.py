@@ -284,6 +284,26 @@ def test_nulls_that_refuse_a_dataset_before_it_is_read_are_listed_by_row_group(
         assert [group["row_group"] for group in listed["row_groups"]] == [0, 4, 6]
 
 
+@pytest.mark.parametrize(("num_bad", "limit"), [(1, ""), (3, " and raise max_bad_share, 0.01,")])
+def test_who_meets_a_bad_row_is_told_all_that_helps(
+    serve: Callable[..., Server], tmp_path: Path, num_bad: int, limit: str
+) -> None:
+    write(tmp_path / "holes", {"text": [*["fox"] * (200 - num_bad), *[""] * num_bad]}, 'tokenizer = "../tokenizer.json"')
+    write_tokenizer(tmp_path / "tokenizer.json")
+    with serve(tmp_path) as server, pytest.raises(DataError) as refusal:
+        list(dataset(server, "holes", batch_size=10))
+    assert f'or set on_bad_row = "substitute"{limit} in {tmp_path}' in str(refusal.value)
+
+
+@pytest.mark.parametrize(("num_null", "limit"), [(1, ""), (3, " and a max_bad_share above 0.01")])
+def test_who_has_nulls_is_told_all_that_helps(serve: Callable[..., Server], tmp_path: Path, num_null: int, limit: str) -> None:
+    write(tmp_path / "holes", {"text": ["fox"] * (200 - num_null) + [None] * num_null}, 'tokenizer = "../tokenizer.json"')
+    write_tokenizer(tmp_path / "tokenizer.json")
+    write(tmp_path / "whole", {"text": ["fox"] * 8}, 'tokenizer = "../tokenizer.json"')
+    with serve(tmp_path) as server:
+        assert f'or on_bad_row = "substitute"{limit} to serve a neighbour' in server.get("/v1/datasets/holes").json()["detail"]
+
+
 def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server], tmp_path: Path) -> None:
     texts = ["fox" if n % 10 else "" for n in range(200)]
     write(

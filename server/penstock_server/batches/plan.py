@@ -238,11 +238,13 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         skipped=skipped,
     )
     if spec.offset == 0 and schedule.num_steps == 0:
+        is_cut = (spec.packing, spec.long_rows, spec.task) == ("rows", "truncate", "causal")
+        more = "make several sequences of long rows with long_rows=split or packing=concat, " if is_cut else ""
         raise BadParameter(
             f"no step fits: {dataset} has {counted(num_positions, 'sequence')}"
             f"{', too many of them skipped' if skipped else ''}, one step takes batch_size x world_size = "
-            f"{spec.batch_size * spec.world_size:,}. Lower them, or ask for tail=wrap, which fills the step from the epoch's "
-            f"start."
+            f"{spec.batch_size * spec.world_size:,}. Lower them, {more}or ask for tail=wrap, which "
+            f"fills the step from the epoch's start."
         )
     plan = Plan(dataset, members, sizes, mixture, spec, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:

@@ -138,7 +138,10 @@ class Catalog:
             self._add(found, *datasets)
         if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
             if not self.refused:
-                raise DatasetRefused(f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it.")
+                raise DatasetRefused(
+                    f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Other files become "
+                    f"shards by penstock import."
+                )
             reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
             raise DatasetRefused(f"nothing in {self._data_dir} can be served.\n{reasons}")
 

@@ -226,8 +226,11 @@ def _check_rows(snapshot: Snapshot) -> None:
             )
         for group, nulls in enumerate(shard.null_rows):
             if nulls and recipe.on_bad_row == "fail":
+                num_bad = sum(sum(each.null_rows) for each in snapshot.shards)
+                too_many = num_bad > recipe.max_bad_share * snapshot.num_rows
+                limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
                 raise DatasetRefused(
                     f"{shard.path}, row group {group}: {nulls:,} rows are null in {' or '.join(recipe.token_columns)}. Remove "
                     f"them, or say in penstock.toml filter = {json.dumps(not_null(recipe.token_columns), ensure_ascii=False)} "
-                    f'to leave them out, or on_bad_row = "substitute" to serve a neighbour in their place.'
+                    f'to leave them out, or on_bad_row = "substitute"{limit} to serve a neighbour in their place.'
                 )

@@ -114,9 +114,17 @@ class Quarantine:
 
     def check(self, num_counted: int = 0) -> None:
         """Raises DatasetRefused: more rows, met or counted, are bad than the recipe allows to substitute."""
-        recipe, num_bad = self._snapshot.recipe, max(num_counted, self.num_bad_rows)
-        if recipe.on_bad_row == "substitute" and num_bad > recipe.max_bad_share * self._snapshot.num_rows:
+        num_bad = max(num_counted, self.num_bad_rows)
+        if self._snapshot.recipe.on_bad_row == "substitute" and self._are_too_many(num_bad):
             raise too_many_bad_rows(self._snapshot, num_bad)
+
+    @property
+    def has_too_many(self) -> bool:
+        """Whether more rows than the recipe allows to substitute are known to be bad."""
+        return self._are_too_many(self.num_bad_rows)
+
+    def _are_too_many(self, num_bad: int) -> bool:
+        return num_bad > self._snapshot.recipe.max_bad_share * self._snapshot.num_rows
 
 
 def too_many_bad_rows(snapshot: Snapshot, num_bad: int) -> DatasetRefused:
