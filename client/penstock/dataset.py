@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from penstock.device import check_device, find_destination
-from penstock.errors import PenstockError, SpecError
+from penstock.errors import PenstockError, SpecError, StateMismatch
 from penstock.feed import Feed
 from penstock.ledger import Book
 from penstock.mix import spell_mix
@@ -22,7 +22,7 @@ from penstock.place import check_rank, find_rank, find_worker
 from penstock.progress import Progress
 from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
-from penstock.spec import IGNORED, Spec
+from penstock.spec import IGNORED, LARGEST_COUNT, Spec
 from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
@@ -154,8 +154,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch. Another epoch starts at its first step; the same one keeps its place."""
         epoch = plain(epoch)
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise SpecError(f"epoch must be a whole number from 0, not {epoch!r}", ("epoch",))
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= LARGEST_COUNT:
+            raise SpecError(f"epoch must be a whole number from 0 to {LARGEST_COUNT:,}, not {epoch!r}", ("epoch",))
         if epoch != self.epoch:
             if num_left := self._progress.discards:
                 warnings.warn(
@@ -256,8 +256,10 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises StateMismatch: the state is refused; the message lists what differs. Or it is no state.
         """
-        position = read_state(state, self.dataset, self.spec, strict=strict)
-        self._progress.go_to(self._stretch(position), find_worker())
+        stretch = self._stretch(read_state(state, self.dataset, self.spec, strict=strict))
+        if stretch.position.step > stretch.num_steps + 1:  # one more than there are, where the last was filled and is dropped now
+            raise StateMismatch(f"this state is damaged: it is at step {stretch.position.step:,} of {stretch.num_steps:,}.")
+        self._progress.go_to(stretch, find_worker())
         if self._book:
             self._book.num_loads += 1
 

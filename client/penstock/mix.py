@@ -85,7 +85,12 @@ def _exact(name: str, weight: float) -> Fraction:
     if isinstance(weight, str) or not 0 <= number < inf:
         raise SpecError(f"mix: the weight of {name} must be a number from 0, not {weight!r}", ("mix",))
     simple = Fraction(number).limit_denominator(10_000)
-    return simple if isclose(simple, number, rel_tol=1e-12) else Fraction(str(weight))
+    if isclose(simple, number, rel_tol=1e-12):
+        return simple
+    try:
+        return Fraction(str(weight))
+    except ValueError:  # one of torch's
+        return Fraction(str(number))
 
 
 def _weights(text: str, body: str) -> dict[str, Fraction]:

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import StateMismatch
+from penstock.errors import SpecError, StateMismatch
 from penstock.skip import behind, parse_skip
-from penstock.spec import Spec
+from penstock.spec import LARGEST_COUNT, Spec
+from penstock.whole import plain
 
 _VERSION = 1
 # What decides which sample stands where in an epoch.
 _ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
 # What does so where rows are joined, cut or sorted only; None elsewhere.
 _CUT = ("seq_len", "task")
-_COUNTS = ("epoch", "step", "offset", "batch_size", "world_size")
+_COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}  # the least that each may be
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +54,10 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
         what = f"it has the keys {list(state)[:10]!r}" if isinstance(state, Mapping) else f"it is a {type(state).__name__}"
         raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {what}")
-    counts = {name: state.get(name) for name in _COUNTS}
-    wrong = [f"{name}={n!r}" for name, n in counts.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0]
+    counts = {name: plain(state.get(name)) for name in _COUNTS}
+    wrong = [f"{name}={n!r} must be a whole number from {_COUNTS[name]}" for name, n in counts.items() if not _counts(name, n)]
     if wrong:
-        raise StateMismatch(f"this state is damaged: {', '.join(wrong)} must be whole numbers from 0.")
+        raise StateMismatch(f"this state is damaged: {', '.join(wrong)}.")
     differing = _differing(state, dataset, spec)
     if differing and strict:
         then = state.get("snapshot")
@@ -66,10 +67,13 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
             f"skip others. Make the dataset with the same values{known}, or start the epoch anew without the state, or take "
             f"the same number of samples for consumed: load_state_dict(state, strict=False)."
         )
-    epoch, step, offset, batch_size, world_size = (int(state[name]) for name in _COUNTS)
+    epoch, step, offset, batch_size, world_size = counts.values()
     skip = state.get("skip")
     if differing or batch_size * world_size != spec.batch_size * spec.world_size or skip != spec.skip:
-        skipped = parse_skip(skip, batch_size * world_size) if isinstance(skip, str) else ()
+        try:
+            skipped = parse_skip(skip, batch_size * world_size) if isinstance(skip, str) else ()
+        except SpecError as error:
+            raise StateMismatch(f"this state is damaged: {error}.") from error
         offset, step = behind(skipped, offset, step * batch_size * world_size), 0
     if differing:
         warnings.warn(
@@ -78,6 +82,11 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
             stacklevel=3,
         )
     return Position(epoch=epoch, offset=offset, step=step)
+
+
+def _counts(name: str, value: object) -> bool:
+    """Whether a value of the state is a number that it may be."""
+    return isinstance(value, int) and not isinstance(value, bool) and _COUNTS[name] <= value <= LARGEST_COUNT
 
 
 def _order(spec: Spec) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as worker_module
 
 from corpora import write_numbered
-from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGone, StateMismatch
+from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGone, SpecError, StateMismatch
 from serving import Server
 
 NUM_ROWS = 200
@@ -187,12 +188,29 @@ def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_a
     assert rows(data) == whole[12:]
 
 
-@pytest.mark.parametrize("change", [None, {"version": 9}, {"step": "3"}, {"step": -1}, {"offset": None}, {"epoch": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        None, {"version": 9}, {"step": "3"}, {"step": -1}, {"offset": None}, {"epoch": True}, {"batch_size": 0},
+        {"world_size": 0}, {"step": 10**6}, {"step": 2**70}, {"epoch": 2**70}, {"skip": "garbage"},
+    ],
+)  # fmt: skip
 def test_what_is_no_state_is_refused(server: Server, change: dict[str, Any] | None) -> None:
     data = dataset(server)
     state = None if change is None else data.state_dict() | change
     with pytest.raises(StateMismatch, match=r"no state of a RemoteDataset|this state is damaged"):
         data.load_state_dict(state)  # type: ignore[arg-type]
+
+
+def test_numbers_that_numpy_wrote_are_as_good_as_plain_ones(server: Server) -> None:
+    data = dataset(server)
+    data.load_state_dict(data.state_dict() | {"step": np.int64(3)})
+    assert len(data) == len(dataset(server)) - 3
+
+
+def test_an_epoch_beyond_all_counting_is_refused(server: Server) -> None:
+    with pytest.raises(SpecError, match="epoch must be a whole number from 0 to 9,007,199,254,740,992"):
+        dataset(server).set_epoch(2**64)
 
 
 def test_the_end_of_a_wrapped_epoch_resumes_under_another_world_size(server: Server) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,6 +101,12 @@ def test_numbers_for_weights_are_exact(weights: tuple[float, float], spelled: st
 def test_what_is_no_weight_is_refused(weight: Any) -> None:
     with pytest.raises(SpecError, match="the weight of b must be a number from 0, not"):
         spell_mix({"a": 1, "b": weight})
+
+
+def test_weights_of_torch_are_numbers_too() -> None:
+    assert spell_mix({"a": torch.tensor(0.5), "b": torch.tensor(1)}) == "a:1,b:2"  # type: ignore[dict-item]
+    with pytest.raises(SpecError, match="round"):
+        parse_mix(spell_mix({"a": torch.tensor(0.3), "b": 0.7}))  # type: ignore[dict-item]
 
 
 def test_weights_of_too_many_digits_are_refused() -> None:
