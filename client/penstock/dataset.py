@@ -173,6 +173,10 @@ class RemoteDataset(IterableDataset[Batch]):
                 stacklevel=2,
             )
 
+    def rewind(self) -> None:
+        """Puts the next iteration at the first step of epoch 0, whatever was consumed or loaded; for the ledger no load."""
+        self._progress.set_epoch(0)
+
     def __len__(self) -> int:
         """Batches of the next iteration: an epoch's, or what is left of it after load_state_dict."""
         return self._progress.num_left
@@ -201,10 +205,14 @@ class RemoteDataset(IterableDataset[Batch]):
                 columns=self._columns,
             )
             self._feeds.append(feed)
+            number, is_counted = 0, True
             try:
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
                         _warn_if_nothing_is_learned(item.batch, self.spec)
+                    if is_counted and not self._progress.counts(this):
+                        is_counted = False
+                        _warn_of_another_place(at.epoch, number)
                     if self._replay is None:
                         self._progress.count(this, number)
                     if ledger:
@@ -212,6 +220,10 @@ class RemoteDataset(IterableDataset[Batch]):
                     yield item.batch
                 if ledger:
                     ledger.finish()
+            except BaseException:
+                if not number and not worker:
+                    self._progress.give_back(this)
+                raise
             finally:
                 feed.close()
                 self._feeds.remove(feed)
@@ -257,7 +269,7 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises StateMismatch: the state is refused; the message lists what differs. Or it is no state.
         """
         stretch = self._stretch(read_state(state, self.dataset, self.spec, strict=strict))
-        if stretch.position.step > stretch.num_steps + 1:  # one more than there are, where the last was filled and is dropped now
+        if stretch.position.step > stretch.num_steps + 1:  # the last may have been filled, and be dropped now
             raise StateMismatch(f"this state is damaged: it is at step {stretch.position.step:,} of {stretch.num_steps:,}.")
         self._progress.go_to(stretch, find_worker())
         if self._book:
@@ -283,6 +295,15 @@ def _warn_if_nothing_is_learned(batch: Batch, spec: Spec) -> None:
             f"Do the prompts fill seq_len={spec.seq_len}? Raise it, or learn from prompts, too: loss='all'.",
             stacklevel=3,
         )
+
+
+def _warn_of_another_place(epoch: int, number: int) -> None:
+    warnings.warn(
+        f"a loop goes on with batch {number:,} of its iteration of epoch {epoch}, though set_epoch, load_state_dict or another "
+        f"iteration of this dataset came meanwhile: state_dict tells the place of that, and not of this loop. Call them "
+        f"between two loops, and look at single batches with a dataset of their own.",
+        stacklevel=3,
+    )
 
 
 def _check_amount(name: str, amount: object) -> None:

@@ -99,7 +99,7 @@ class _Place(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
         data = self._data
         if not state.global_step:
-            data.load_state_dict(data.state_dict() | {"epoch": 0, "step": 0, "offset": 0})
+            data.rewind()  # a load would have the audit believe that this start resumes
             return
         saved = state.stateful_callbacks.get(_KEY)
         if saved is None:

@@ -64,12 +64,12 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins the epoch at its first step."""
-        self._start.set(self._whole(epoch), by_state=False)
+        self._set(self._whole(epoch), by_state=False)
 
     def go_to(self, stretch: Stretch, worker: Worker | None) -> None:
         """The next iteration runs over this; where a worker says so, its own does, and the others' have the epoch of it."""
         if worker is None:
-            self._start.set(stretch, by_state=True)
+            self._set(stretch, by_state=True)
             return
         # The loop may have turned to another epoch since, which a state at the end of one knows nothing of.
         if _steps_of(stretch, worker) or stretch.position.epoch > self.epoch:
@@ -89,12 +89,26 @@ class Progress:
         self._counted = (num_sets, stretch.position, 0)
         return Round(stretch=stretch, steps=_steps_of(stretch, worker), number=self._num_rounds, num_sets=num_sets)
 
+    def give_back(self, round_: Round) -> None:
+        """The iteration failed before its first batch: the next one runs over the same, unless another was begun or set."""
+        if self.counts(round_) and round_.num_sets == self._start.num_sets:
+            self._set(round_.stretch, by_state=self._start.is_by_state)
+
+    def counts(self, round_: Round) -> bool:
+        """Whether the position is that of this iteration. Once another began, or the start is set here, that one's is."""
+        return round_.number == self._num_rounds and round_.num_sets == self._counted[0]
+
     def count(self, round_: Round, num_batches: int) -> None:
-        """So many batches of the iteration are consumed. Once another began, or the start is set, that one's word holds."""
-        # Whether the start is set is looked at when somebody asks for the position: of each batch it would take microseconds.
-        if round_.number == self._num_rounds and round_.num_sets == self._counted[0]:
+        """So many batches of the iteration are consumed."""
+        # Whether a worker set the start is looked at when somebody asks for the position: of each batch it would take
+        # microseconds.
+        if self.counts(round_):
             # All workers add their number to it when they start: what they share is the turn.
             self._counted = (round_.num_sets, round_.stretch.position, num_batches * round_.steps.step)
+
+    def _set(self, stretch: Stretch, *, by_state: bool) -> None:
+        self._num_rounds += 1  # what still iterates is no longer counted
+        self._start.set(stretch, by_state=by_state)
 
     def _whole(self, epoch: int) -> Stretch:
         return Stretch(position=Position(epoch=epoch), num_steps=self._steps_per_epoch)

@@ -47,6 +47,7 @@ def train(batches: Iterator[Any]) -> None:
         raise ValueError("the loss is nan")
 
 
+@pytest.mark.filterwarnings("ignore:a loop goes on")  # two of one dataset do
 def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, change: Callable[[], None], tmp_path: Path) -> None:
     with nothing_left():
         data = dataset(server, ledger=tmp_path / "run.ledger")

@@ -224,11 +224,17 @@ def test_the_end_of_a_wrapped_epoch_resumes_under_another_world_size(server: Ser
 
 def test_choosing_an_epoch_in_mid_loop_skips_nothing_of_it(server: Server) -> None:
     data = dataset(server)
-    for number, _ in enumerate(data):
-        if number == 2:
-            data.set_epoch(1)
-        if number == 5:
-            break
+
+    def loop() -> None:
+        for number, _ in enumerate(data):
+            if number == 2:
+                data.set_epoch(1)
+            if number == 5:
+                break
+
+    with pytest.warns(UserWarning, match="goes on with batch 4 of its iteration of epoch 0, .* Call them between two") as told:
+        loop()
+    assert len(told) == 1
     assert (data.state_dict()["epoch"], data.state_dict()["step"]) == (1, 0)
     assert len(contents(data)) == NUM_ROWS // 4
 
@@ -334,6 +340,34 @@ def test_a_server_that_stays_away_is_one_clear_error(server: Server) -> None:
     with pytest.raises(ServerUnavailable, match=r"no answer within retry_seconds=0.5 from http://127.0.0.1:\d+"):
         list(batches)
     assert data.state_dict()["step"] >= 1
+
+
+def test_an_iteration_that_gave_nothing_consumes_nothing(server: Server) -> None:
+    """Whoever tries again after the server came back goes on where the state was taken."""
+    data = dataset(server, retry_seconds=0.2)
+    whole = contents(dataset(server))
+    data.load_state_dict(state_after(dataset(server), 7))
+    server.kill()
+    for _ in range(2):
+        with pytest.raises(ServerUnavailable):
+            next(iter(data))
+        assert (data.state_dict()["step"], len(data)) == (7, len(whole) - 7)
+    server.start()
+    assert contents(data) == whole[7:]
+    assert contents(data) == whole
+
+
+def test_a_look_at_a_batch_in_mid_loop_is_told_to_cost_the_place(server: Server) -> None:
+    data = dataset(server)
+
+    def loop() -> None:
+        for number, _ in enumerate(data):
+            if number == 3:
+                next(iter(data))
+
+    with pytest.warns(UserWarning, match="state_dict tells the place of that, and not of this loop"):
+        loop()
+    assert data.state_dict()["step"] == 1
 
 
 def train_badly(data: RemoteDataset) -> None:
