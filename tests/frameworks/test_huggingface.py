@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock import RemoteDataset, SpecError, StateMismatch
+from penstock.audit import audit
 from recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "transformers"
@@ -63,6 +64,16 @@ def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch
 
     assert first == whole_run(url, 10, num_ranks=2)
     assert again == first[6:10] + first[16:]
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_run_that_forgets_to_resume_is_not_proven(url: str, tmp_path: Path, *, resumes: bool) -> None:
+    ledger, first = tmp_path / "run.ledger", tmp_path / "first"
+    for out, max_steps in ((first, 5), (tmp_path / "again", 10)):
+        data = RemoteDataset(url, "numbers", **SPEC, ledger=ledger)
+        one = trainer(url, out, data=data, max_steps=max_steps, save_steps=5)
+        one.train(resume_from_checkpoint=str(first / "checkpoint-5") if resumes and out != first else None)
+    assert audit([ledger]).is_proven == resumes
 
 
 def test_it_evaluates_on_a_dataset_of_this_kind(url: str, tmp_path: Path) -> None:
