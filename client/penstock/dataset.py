@@ -30,6 +30,9 @@ from penstock.tensors import ALL, Batch, names_of
 from penstock.whole import plain
 from penstock.wording import counted
 
+_MOST_LOOKED_AT = 1024  # rows
+_CUT_SHARE = 0.1  # of the tokens of some rows; who cuts fewer means to
+
 
 class RemoteDataset(IterableDataset[Batch]):
     """The batches of one rank and epoch, pulled from Penstock servers ahead of the training loop.
@@ -131,6 +134,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.vocab_size = resolved.vocab_size
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
+        self._is_looked_at = False  # whether its rows are cut
         self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
         self._feeds: list[Feed] = []
         self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
@@ -192,11 +196,12 @@ class RemoteDataset(IterableDataset[Batch]):
         destination = find_destination(self._device, worker)
         this = self._progress.begin(worker)
         at = this.stretch.position
-        ledger = self._book and self._book.open(replace(self.spec, offset=at.offset), at, worker)
+        spec = replace(self.spec, offset=at.offset)
+        ledger = self._book and self._book.open(spec, at, worker)
         with closing(ledger) if ledger else nullcontext():
             feed = Feed(
                 self._source,
-                replace(self.spec, offset=at.offset),
+                spec,
                 at.epoch,
                 this.steps,
                 prefetch_bytes=self._prefetch_bytes,
@@ -210,6 +215,8 @@ class RemoteDataset(IterableDataset[Batch]):
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
                         _warn_if_nothing_is_learned(item.batch, self.spec)
+                    if number == 2 and not self._is_looked_at and self.rank == 0 and (not worker or worker.first == 0):
+                        self._warn_if_rows_are_cut(spec, at.epoch, this.steps[0])
                     if is_counted and not self._progress.counts(this):
                         is_counted = False
                         _warn_of_another_place(at.epoch, number)
@@ -274,6 +281,21 @@ class RemoteDataset(IterableDataset[Batch]):
         self._progress.go_to(stretch, find_worker())
         if self._book:
             self._book.num_loads += 1
+
+    def _warn_if_rows_are_cut(self, spec: Spec, epoch: int, step: int) -> None:
+        """Else most of a dataset of long documents would be left out without a word. One rank asks once, of its first batch."""
+        self._is_looked_at = True
+        if (spec.packing, spec.long_rows, spec.task) != ("rows", "truncate", "causal") or spec.batch_size > _MOST_LOOKED_AT:
+            return
+        rows = self._source.rows_of(spec, epoch, step)
+        num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
+        if num_cut > _CUT_SHARE * sum(rows):
+            warnings.warn(
+                f"{num_long:,} of the {counted(len(rows), 'row')} of the first batch are longer than seq_len={spec.seq_len:,}, "
+                f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. "
+                f"long_rows='split' makes several sequences of a long row, packing='best_fit' or 'concat' packs them.",
+                stacklevel=3,
+            )
 
     def _stretch(self, position: Position) -> Stretch:
         """What is left of an epoch from a position on."""

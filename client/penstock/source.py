@@ -16,6 +16,8 @@ from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.spec import Spec
 from penstock.transport import Transport
 
+_AT_ONCE_SECONDS = 1.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
@@ -75,6 +77,16 @@ class Source:
         # who asks for that step alone. Step by step all that is before it is delivered, and its reason is heard.
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(decode(body)))
+
+    def rows_of(self, spec: Spec, epoch: int, step: int) -> list[int]:
+        """The lengths, in tokens, of the rows that a batch was cut from; none if the server does not tell at once."""
+        path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches/{step}/provenance"
+        try:
+            server = self._servers[self._rank % len(self._servers)]
+            answer = httpx.get(f"{server}{path}?{_query_of(spec)}", timeout=_AT_ONCE_SECONDS).raise_for_status().json()
+            return [int(row["row_tokens"]) for sequence in answer["sequences"] for row in sequence["sources"]]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return []
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
         def decode(body: memoryview) -> Iterator[wire.Frame]:

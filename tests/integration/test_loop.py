@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
-from corpora import write_numbered, write_pairs, write_tokenizer
+from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import PenstockError, RemoteDataset, SpecError
 from penstock.prefetch import OBJECT_BYTES
+from penstock.source import Source
 from penstock.stats import Stats
 from penstock.wire import Layout
 from serving import Server
@@ -137,6 +140,36 @@ def test_numbers_of_numpy_are_as_good_as_plain_ones(server: Server) -> None:
     data.set_epoch(np.int64(1))  # type: ignore[arg-type]
     assert (data.rank, data.world_size, data.epoch) == (0, 1, 1)
     assert len(list(data)) == len(data)
+
+
+def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_shards(tmp_path / "long", "input_ids", [[[7] * 100, [7] * 10] * 8], type_=pa.list_(pa.int32()), row_group_size=16)
+    with serve(tmp_path) as long:
+
+        def warnings_of(**spec: Any) -> list[str]:
+            settings: dict[str, Any] = {"batch_size": 8, "seq_len": 20, "shuffle": "none"} | spec
+            data = RemoteDataset(long.url, "long", **settings)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    list(data)
+            return [str(warning.message) for warning in told]
+
+        [said] = warnings_of()
+        expected = (
+            "4 of the 8 rows of the first batch are longer than seq_len=20, and 73% of the tokens of these rows are in no"
+        )
+        assert said.startswith(expected)
+        for spec in (
+            {"seq_len": 95},
+            {"long_rows": "split"},
+            {"packing": "concat"},
+            {"rank": 1, "world_size": 2, "batch_size": 4},
+        ):
+            assert warnings_of(**spec) == []
+        data = RemoteDataset(long.url, "long", batch_size=8, seq_len=20, retry_seconds=0.1)
+        long.kill()
+        assert Source(long.url, "long", rank=0, retry_seconds=0.1).rows_of(data.spec, 0, 0) == []
 
 
 def test_on_the_cpu_batches_are_as_without_a_device(server: Server) -> None:
