@@ -26,7 +26,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.lookup import find_row, show_row
-from penstock_server.problems import BadParameter, BadRow
+from penstock_server.problems import BadParameter, BadRow, DatasetRefused
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -160,6 +160,10 @@ def test_whatever_the_data_and_the_spec(
             assert any(not good_blocks(member) for member in whole.members)
             event("nothing to serve")
             assume(False)
+        except DatasetRefused:
+            assert any(member.blocks.quarantine.num_bad_rows > 0.99 * member.snapshot.num_rows for member in whole.members)
+            event("too much is bad")
+            assume(False)
         try:
             plan = plan_of(catalog, "a", **spec, **run)
         except BadParameter:
@@ -289,6 +293,8 @@ def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> 
     found = find_row(plan, "a", 3, 0)
     assert len(found) == 100
     assert [occurrence["step"] // 15 for occurrence in found] == list(range(100))
+    behind = find_row(plan_of(catalog, "a", mix="a:1,b:2", mix_stop="never", batch_size=1, offset=15_000), "a", 3, 0)
+    assert [occurrence["step"] // 15 for occurrence in behind] == list(range(100))  # those that are shown, not those left out
     with pytest.raises(BadParameter, match="epoch 1 does not exist: with mix_stop=never the first does not end"):
         find_row(plan, "a", 3, 1)
     with pytest.raises(BadParameter, match="are counted as far as epoch"):

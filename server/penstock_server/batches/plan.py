@@ -8,10 +8,10 @@ A plain dataset is a mixture of one member.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -179,13 +179,14 @@ class Plan:
         begin = epoch * self.schedule.num_positions
         return [s - begin for s in samples if s is not None and begin <= s < begin + self.schedule.num_positions]
 
-    def own_epochs(self, member: int, epoch: int) -> range:
-        """The epochs of a member that an epoch shows, whole or in part."""
+    def own_epochs(self, member: int, epoch: int) -> Iterable[int]:
+        """The epochs of a member that an epoch shows, whole or in part, from that on which its first step shows."""
         if self.mixture is None:
             return range(epoch, epoch + 1)
-        ends = (epoch * self.schedule.num_positions, (epoch + 1) * self.schedule.num_positions)
-        first, last = (self.mixture.num_before(member, end) // self.sizes[member] for end in ends)
-        return range(first, last + 1)
+        begin, end = epoch * self.schedule.num_positions, (epoch + 1) * self.schedule.num_positions
+        shown = begin + int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else begin
+        first, at, last = (self.mixture.num_before(member, sample) // self.sizes[member] for sample in (begin, shown, end))
+        return chain(range(at, last + 1), range(first, at))  # a wrapped tail shows the epoch's start again
 
     def _by_member(self, epoch: int, positions: IntArray) -> list[tuple[int, int, IntArray, IntArray]]:
         """The positions in parts of one member and one of its epochs: (member, its epoch, which of them, its own positions)."""

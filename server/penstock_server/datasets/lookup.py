@@ -113,7 +113,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
         return []
     found = []
     most = max(_FEWEST_PASSES, min(_MOST_PASSES, _MOST_POOLS // member.snapshot.num_blocks))
-    for own_epoch in plan.own_epochs(number, epoch)[:most]:
+    for own_epoch in islice(plan.own_epochs(number, epoch), most):
         own = _positions(member, block, index, held, own_epoch)
         for position in plan.positions_of(number, epoch, own, own_epoch):
             found += [Occurrence(epoch, *place) for place in islice(plan.schedule.locate(position), _MOST_OCCURRENCES)]
