@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from penstock.advice import Advice
 from penstock.device import check_device, find_destination
 from penstock.errors import PenstockError, SpecError, StateMismatch
 from penstock.feed import Feed
@@ -22,16 +23,13 @@ from penstock.place import check_rank, find_rank, find_worker
 from penstock.progress import Progress
 from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
-from penstock.spec import IGNORED, LARGEST_COUNT, Spec
+from penstock.spec import LARGEST_COUNT, Spec
 from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
 from penstock.whole import plain
 from penstock.wording import counted
-
-_MOST_LOOKED_AT = 1024  # rows
-_CUT_SHARE = 0.1  # of the tokens of some rows; who cuts fewer means to
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -134,7 +132,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.vocab_size = resolved.vocab_size
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
-        self._is_looked_at = False  # whether its rows are cut
+        self._has_asked = False  # where a batch is from: once is enough
         self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
         self._feeds: list[Feed] = []
         self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
@@ -210,16 +208,13 @@ class RemoteDataset(IterableDataset[Batch]):
                 columns=self._columns,
             )
             self._feeds.append(feed)
-            number, is_counted = 0, True
+            asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
+            self._has_asked = True
+            advice = Advice(self._source if asks else None, spec, at.epoch, this.stretch.position.step)
+            number = 0
             try:
                 for number, item in enumerate(feed, start=1):
-                    if number == 1:
-                        _warn_if_nothing_is_learned(item.batch, self.spec)
-                    if number == 2 and not self._is_looked_at and self.rank == 0 and (not worker or worker.first == 0):
-                        self._warn_if_rows_are_cut(spec, at.epoch, this.steps[0])
-                    if is_counted and not self._progress.counts(this):
-                        is_counted = False
-                        _warn_of_another_place(at.epoch, number)
+                    advice.look_at(item.batch, number, has_place=self._progress.counts(this))
                     if self._replay is None:
                         self._progress.count(this, number)
                     if ledger:
@@ -282,21 +277,6 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._book:
             self._book.num_loads += 1
 
-    def _warn_if_rows_are_cut(self, spec: Spec, epoch: int, step: int) -> None:
-        """Else most of a dataset of long documents would be left out without a word. One rank asks once, of its first batch."""
-        self._is_looked_at = True
-        if (spec.packing, spec.long_rows, spec.task) != ("rows", "truncate", "causal") or spec.batch_size > _MOST_LOOKED_AT:
-            return
-        rows = self._source.rows_of(spec, epoch, step)
-        num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
-        if num_cut > _CUT_SHARE * sum(rows):
-            warnings.warn(
-                f"{num_long:,} of the {counted(len(rows), 'row')} of the first batch are longer than seq_len={spec.seq_len:,}, "
-                f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. "
-                f"long_rows='split' makes several sequences of a long row, packing='best_fit' or 'concat' packs them.",
-                stacklevel=3,
-            )
-
     def _stretch(self, position: Position) -> Stretch:
         """What is left of an epoch from a position on."""
         if not position.offset:
@@ -306,26 +286,6 @@ class RemoteDataset(IterableDataset[Batch]):
         position = replace(position, offset=min(position.offset, num_sequences))
         num_steps = self._source.resolve(replace(self.spec, offset=position.offset)).num_steps
         return Stretch(position=position, num_steps=num_steps)
-
-
-def _warn_if_nothing_is_learned(batch: Batch, spec: Spec) -> None:
-    """Of a batch on a GPU nothing is known without waiting for it."""
-    labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
-    if labels and not any(value.is_cuda or (value != IGNORED).any() for value in labels):
-        warnings.warn(
-            f"nothing is learned from the first batch: all of its labels are {IGNORED}, and a mean over none of them is NaN. "
-            f"Do the prompts fill seq_len={spec.seq_len}? Raise it, or learn from prompts, too: loss='all'.",
-            stacklevel=3,
-        )
-
-
-def _warn_of_another_place(epoch: int, number: int) -> None:
-    warnings.warn(
-        f"a loop goes on with batch {number:,} of its iteration of epoch {epoch}, though set_epoch, load_state_dict or another "
-        f"iteration of this dataset came meanwhile: state_dict tells the place of that, and not of this loop. Call them "
-        f"between two loops, and look at single batches with a dataset of their own.",
-        stacklevel=3,
-    )
 
 
 def _check_amount(name: str, amount: object) -> None:

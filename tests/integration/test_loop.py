@@ -142,6 +142,15 @@ def test_numbers_of_numpy_are_as_good_as_plain_ones(server: Server) -> None:
     assert len(list(data)) == len(data)
 
 
+def test_a_later_batch_from_which_nothing_is_learned_is_told_of_once(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs", [("fox", "dog"), *[("the quick brown fox jumps over " * 2, "dog")] * 5])
+    with serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json"))) as server:
+        data = RemoteDataset(server.url, "pairs", batch_size=1, seq_len=10, shuffle="none")
+        with pytest.warns(UserWarning, match=r"nothing is learned from batch 2: all of its labels") as told:
+            assert len(list(data)) == 6
+    assert [Path(warning.filename).name for warning in told] == ["test_loop.py"]
+
+
 def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Callable[..., Server], tmp_path: Path) -> None:
     write_shards(tmp_path / "long", "input_ids", [[[7] * 100, [7] * 10] * 8], type_=pa.list_(pa.int32()), row_group_size=16)
     with serve(tmp_path) as long:

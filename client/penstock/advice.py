@@ -1,0 +1,72 @@
+"""Advice: what a loop is warned of, because its loss or its checkpoints would tell too late, or never."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from penstock.source import Source
+from penstock.spec import IGNORED, Spec
+from penstock.tensors import Batch
+from penstock.wording import counted
+
+_MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
+_MOST_ROWS = 1024  # of a batch whose rows are looked at
+_CUT_SHARE = 0.1  # of their tokens; who cuts fewer means to
+
+
+class Advice:
+    """Of one iteration, each warning once. `source` is asked where the batch of its first step is from; None: it is not."""
+
+    def __init__(self, source: Source | None, spec: Spec, epoch: int, first_step: int) -> None:
+        self._source, self._spec, self._epoch, self._first_step = source, spec, epoch, first_step
+        self._had_labels = self._had_place = True
+
+    def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
+        """The loop is given batch `number` of the iteration; `has_place`: what state_dict tells is the place of this loop."""
+        if self._had_labels and number <= _MOST_CHECKED:
+            self._had_labels = self._check_labels(batch, number)
+        if self._source and number == 2:  # behind the first, which nobody is to wait longer for
+            self._check_rows(self._source)
+        if self._had_place:
+            self._had_place = self._check_place(number, has_place=has_place)
+
+    def _check_place(self, number: int, *, has_place: bool) -> bool:
+        if not has_place:
+            _warn(
+                f"a loop goes on with batch {number:,} of its iteration of epoch {self._epoch}, though set_epoch, "
+                f"load_state_dict or another iteration of this dataset came meanwhile: state_dict tells the place of that, and "
+                f"not of this loop. Call them between two loops, and look at single batches with a dataset of their own."
+            )
+        return has_place
+
+    def _check_labels(self, batch: Batch, number: int) -> bool:
+        """Whether anything is learned from a batch. Of one on a GPU nobody knows without waiting for it."""
+        labels = [value for name, value in batch.items() if name.endswith("labels") and isinstance(value, torch.Tensor)]
+        is_fine = not labels or any(value.is_cuda or (value != IGNORED).any() for value in labels)
+        if not is_fine:
+            _warn(
+                f"nothing is learned from {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
+                f"{IGNORED}, and a mean over none of them is NaN. Do the prompts fill seq_len={self._spec.seq_len}? Raise it, "
+                f"or learn from prompts, too: loss='all'."
+            )
+        return is_fine
+
+    def _check_rows(self, source: Source) -> None:
+        """Else most of a dataset of long documents would be left out without a word."""
+        spec = self._spec
+        if (spec.packing, spec.long_rows, spec.task) != ("rows", "truncate", "causal") or spec.batch_size > _MOST_ROWS:
+            return
+        rows = source.rows_of(spec, self._epoch, self._first_step)
+        num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
+        if num_cut > _CUT_SHARE * sum(rows):
+            _warn(
+                f"{num_long:,} of the {counted(len(rows), 'row')} of the first batch are longer than seq_len={spec.seq_len:,}, "
+                f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. long_rows='split' "
+                f"makes several sequences of a long row, packing='best_fit' or 'concat' packs them."
+            )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)  # in the loop: before it are the iteration, look_at, what it calls, and this
