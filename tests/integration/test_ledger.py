@@ -155,6 +155,28 @@ def test_a_run_that_forgets_its_state_is_found(server: Server, ledger: Path) -> 
     assert audited(ledger, "--trust-starts")[0] == 0
 
 
+@pytest.mark.parametrize(("first", "second"), [(5, 5), (5, 7), (7, 5)])
+def test_ranks_that_go_on_from_different_states_are_no_proof(server: Server, ledger: Path, first: int, second: int) -> None:
+    states: list[list[dict[str, Any]]] = [[], []]
+    for rank in range(2):
+        data = dataset(server, ledger, rank=rank, world_size=2)
+        for number, _ in enumerate(data):
+            states[rank].append(data.state_dict())
+            if number == 9:
+                break
+    for rank, step in enumerate((first, second)):
+        data = dataset(server, ledger, rank=rank, world_size=2)
+        data.load_state_dict(states[rank][step - 1])
+        assert len(list(data)) == NUM_ROWS // 8 - step
+    status, said = audited(ledger)
+    if first == second:
+        assert status == 0
+    else:
+        assert status == 1
+        assert "NOT PROVEN: 1 rank went on from another state than the first" in said
+        assert f"APART rank 1 went on at epoch 0, step {second}, where the others went on at epoch 0, step {first}" in said
+
+
 def test_loader_workers_that_are_forked_in_mid_loop_leave_the_ledger_alone(server: Server, ledger: Path) -> None:
     evaluated = RemoteDataset(server.url, "numbers", batch_size=60, seq_len=8, rank=0, world_size=1)
     data = dataset(server, ledger)

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.audit.account import Epoch, Gap, account_for
 from penstock.audit.course import Course, course_of, follow, reaches
-from penstock.audit.history import Place, StartKey
+from penstock.audit.history import Place, Start, StartKey
 from penstock.audit.intervals import size
 from penstock.audit.rank import Changed, OrderKey, RankHistory, RankRecord, Thrown, history_of, order_of, record_of
 from penstock.audit.reading import Damage, IntArray, Part, read_ledger, read_ranks
@@ -19,17 +19,28 @@ _MOST_LISTED = 1000  # intervals of positions in JSON; how many there are is tol
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """A rank that went on from another state than the leader: no checkpoint makes what both trained on one run."""
+
+    rank: int
+    start: Start
+    leader: Start
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """What became of one order of samples: of one run, unless the ledgers are of several.
 
     leader   the rank whose ledgers say how the run went
     absent   ranks that took part, and of which there is no ledger
+    apart    ranks that did not go on from the leader's states
     """
 
     key: OrderKey
     ranks: list[RankHistory]
     leader: RankHistory
     absent: list[int]
+    apart: list[Apart]
     epochs: list[Epoch]
     changed: list[Changed]
 
@@ -41,7 +52,7 @@ class Order:
     @property
     def is_proven(self) -> bool:
         """Whether each sample that was due was trained on exactly once an epoch, and was the same whenever it was seen."""
-        return all(epoch.is_proven for epoch in self.epochs) and not self.changed
+        return all(epoch.is_proven for epoch in self.epochs) and not self.changed and not self.apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +119,16 @@ def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:
     first = _leader(records)
     course = course_of(first.iterations, reach)
     leader = history_of(first, course)
-    histories = [leader if record is first else history_of(record, _path(record, course, first, reach)) for record in records]
+    courses = [course if record is first else _path(record, course, first, reach) for record in records]
+    histories = [leader if record is first else history_of(record, own) for record, own in zip(records, courses, strict=True)]
+    apart = [_apart(record, own, first, course) for record, own in zip(records, courses, strict=True)]
     took_part = {rank for start in leader.starts for rank in range(start.slicing.world_size)}
     return Order(
         key=key,
         ranks=histories,
         leader=leader,
         absent=sorted(took_part - {record.rank for record in records}),
+        apart=[found for found in apart if found],
         epochs=list(account_for(leader, histories)),
         changed=[changed for record in records for changed in record.changed],
     )
@@ -138,12 +152,26 @@ def _path(record: RankRecord, course: Course, leader: RankRecord, reach: Mapping
     return course_of(record.iterations, reach) if on_course is None else on_course
 
 
+def _apart(record: RankRecord, course: Course, leader: RankRecord, leads: Course) -> Apart | None:
+    """Whether each of the two has a start in its course that the other has not at all, though both should."""
+    mine, theirs = ({start.key for start in each.starts} for each in (record, leader))
+    own = [kept.iteration.start for kept in course if kept.iteration.start.key not in theirs]
+    others = [kept.iteration.start for kept in leads if kept.iteration.start.key not in mine]
+    others = [start for start in others if record.rank < start.slicing.world_size]
+    return Apart(record.rank, own[0], others[0]) if own and others else None
+
+
 def _order(order: Order) -> dict[str, Any]:
     return {
         "proven": order.is_proven,
         **dict(order.key),
         "ranks": [history.rank for history in order.ranks],
         "absent_ranks": order.absent,
+        "apart": [
+            {"rank": a.rank, "epoch": a.start.begin.epoch, "step": a.start.begin.step}
+            | {"leader_epoch": a.leader.begin.epoch, "leader_step": a.leader.begin.step}
+            for a in order.apart
+        ],
         "starts": [
             {
                 "time": start.begin.time.isoformat(),

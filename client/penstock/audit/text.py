@@ -9,7 +9,7 @@ from penstock.audit.history import Start
 from penstock.audit.intervals import clip, join, size, without
 from penstock.audit.rank import Changed, Stretch, Thrown
 from penstock.audit.reading import Damage, IntArray
-from penstock.audit.report import Order, Report
+from penstock.audit.report import Apart, Order, Report
 
 _MOST_RANGES = 8
 _MOST_LINES = 20
@@ -43,6 +43,8 @@ def _verdict(report: Report) -> str:
         "{} trained on more than once": sum(size(epoch.twice) for epoch in epochs),
     }
     found = [text.format(_number(count, "sample")) for text, count in reasons.items() if count]
+    if apart := sum(len(order.apart) for order in report.orders):
+        found.append(f"{_number(apart, 'rank')} went on from another state than the first")
     if changed := sum(len(order.changed) for order in report.orders):
         found.append(f"{_number(changed, 'batch', 'batches')} changed")
     if lines := sum(d.last - d.first + 1 for d in report.damages if not d.is_torn):
@@ -91,6 +93,14 @@ def _thrown(thrown: Thrown, epochs: Iterable[Epoch]) -> str:
     return f"{steps} were thrown away: {resumed}"
 
 
+def _apart(apart: Apart) -> str:
+    (own, own_step), (first, first_step) = ((s.begin.epoch, s.begin.step) for s in (apart.start, apart.leader))
+    return (
+        f"  APART rank {apart.rank} went on at epoch {own}, step {own_step:,}, where the others went on at epoch {first}, step "
+        f"{first_step:,}: they loaded different states, or of each start a rank was killed before its first batch"
+    )
+
+
 def _left_out(epochs: list[Epoch]) -> Iterator[str]:
     seen = {epoch.epoch for epoch in epochs}
     if left_out := sorted(set(range(min(seen), max(seen))) - seen):
@@ -98,6 +108,7 @@ def _left_out(epochs: list[Epoch]) -> Iterator[str]:
 
 
 def _problems(order: Order) -> Iterator[str]:
+    yield from _some(map(_apart, order.apart))
     for epoch in order.epochs:
         yield from _some(map(_gap, epoch.gaps))
         rest = without(epoch.missing, join([gap.positions for gap in epoch.gaps]))
