@@ -12,7 +12,10 @@ from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
+# Behind them is a cell for each worker, with the value of SETS for which it last took a start.
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE = range(8)
+_WORKERS, _MOST_WORKERS = 8, 1024
+_NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,7 @@ class Start:
     """
 
     def __init__(self, stretch: Stretch) -> None:
-        self._cells = torch.zeros(8, dtype=torch.int64, device="cpu")  # whatever torch's default is
+        self._cells = torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64, device="cpu")  # whatever torch's default is
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
         self.set(stretch, by_state=False)
 
@@ -95,7 +98,15 @@ class Start:
         claim = (worker.loader_seed + number) % (1 << 62) + 1 if worker else -number
         if not self.is_taken:
             self._cells[_CLAIM] = claim
-        return int(self._cells[_CLAIM]) == claim
+        if int(self._cells[_CLAIM]) != claim:
+            return False
+        if worker and worker.first < _MOST_WORKERS:
+            taken_for = self._cells[_WORKERS + worker.first]
+            if taken_for == self.num_sets:  # in a round of the same seed: who seeds torch anew for each has all alike
+                self._cells[_CLAIM] = _NOBODYS
+                return False
+            taken_for.fill_(self.num_sets)
+        return True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

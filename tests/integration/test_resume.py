@@ -285,6 +285,17 @@ def test_workers_go_on_where_the_state_was_taken_and_then_with_whole_epochs(serv
         assert rows_of(loader) == whole
 
 
+def test_workers_of_loaders_with_one_seed_resume_once(server: Server) -> None:
+    whole = rows_of(dataset(server))
+    data = dataset(server)
+    data.load_state_dict(state_after(dataset(server), 9))
+    loader = DataLoader(data, batch_size=None, num_workers=2)
+    for expected in (whole[9:], whole, whole):
+        torch.manual_seed(0)
+        assert len(data) == len(expected)
+        assert rows_of(loader) == expected
+
+
 def test_workers_that_are_left_at_once_start_over_together(server: Server) -> None:
     whole = rows_of(dataset(server))
     data = dataset(server)
