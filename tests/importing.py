@@ -31,12 +31,15 @@ def imported(
     *files: Path,
     columns: Sequence[str] | None = None,
     text: Sequence[str] = (),
+    delimiter: str | None = None,
     shape: Shape | None = None,
     overwrite: bool = False,
 ) -> pa.Table:
     """What an import of the files wrote."""
     shape = shape or Shape()
-    Import(files=files, out_dir=out_dir, columns=columns, text=text, shape=shape, overwrite=overwrite).run()
+    Import(
+        files=files, out_dir=out_dir, columns=columns, text=text, delimiter=delimiter, shape=shape, overwrite=overwrite
+    ).run()
     return read_back(out_dir)
 
 

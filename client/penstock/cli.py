@@ -25,11 +25,13 @@ def main() -> int:
 def _run() -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_server_commands(commands)
     add_commands(commands)
-    chosen = parser.parse_args()
-    if not hasattr(chosen, "run"):
+    chosen, unknown = parser.parse_known_args()
+    if unknown:  # parse_args would tell the usage of `penstock` alone
+        commands.choices.get(chosen.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    if not chosen.command:
         parser.print_help(sys.stderr)
         return 2
     status: int = chosen.run(chosen)

@@ -27,6 +27,19 @@ def test_without_a_command_the_commands_are_listed() -> None:
     assert penstock("--version").stdout.startswith("penstock 0.")
 
 
+def test_an_option_that_a_command_has_not_is_told_with_the_usage_of_that_command() -> None:
+    for command, usage in ((["serve", "data"], "usage: penstock serve"), ([], "usage: penstock [-h]")):
+        done = penstock(*command, "--prot")
+        assert done.returncode == 2
+        assert usage in done.stderr
+        assert "error: unrecognized arguments: --prot" in done.stderr
+
+
+def test_a_delimiter_is_one_character() -> None:
+    done = penstock("import", "a.csv", "out", "--delimiter", "::")
+    assert (done.returncode, "must be one character, such as ';'" in done.stderr) == (2, True)
+
+
 def test_without_the_servers_packages_its_commands_say_what_to_install_and_the_clients_work(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
@@ -76,7 +89,7 @@ def test_a_server_that_cannot_start_says_why_and_what_to_do(tmp_path: Path, argu
     write_numbered(tmp_path / "numbers", 9)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = {"tmp": str(tmp_path), "taken": str(taken.getsockname()[1])}
-        done = penstock(*(argument.format(**names) for argument in arguments))
+        done = penstock(*(argument.format(**names) for argument in arguments), PENSTOCK_PORT="0")
     assert done.returncode == 2
     assert message.format(**names) in done.stderr
     assert "Traceback" not in done.stderr

@@ -164,6 +164,9 @@ def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, content: bytes, mess
         ("x.csv", b"", "there is no column to import"),
         ("x.csv", b"a,b\n", "there is not one row to import"),
         ("x.csv", b"a,a\n1,2\n", "header: 2 columns are called 'a'.*Rename all but one"),
+        ("x.csv", b"a;b\n1;2\n", "header: it would be one column, 'a;b'.*--delimiter ';', or --delimiter ',' if it is one"),
+        ("x.csv", b"a\tb\n1\t2\n", r"--delimiter '\\t', or --delimiter ','"),
+        ("x.tsv", b"a,b\n1,2\n", r"--delimiter ',', or --delimiter '\\t'"),
         ("x.csv", b"a,\xff\n1,2\n", "line 1: it is not UTF-8"),
         ("x.csv", "a,b\n1,2\n".encode("utf-16"), "is UTF-16.*iconv"),
         ("x.csv.gz", b"a,b\n1,2\n", "cannot be read: .*not what its ending says"),
@@ -175,3 +178,9 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path, name: str, content: 
     with pytest.raises(ImportRefused, match=message):
         imported(tmp_path / "out", tmp_path / name)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_delimiter_that_is_told_is_believed(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.csv", ["a", "b"], [[1, "x;y"], [2, "z"]], delimiter=";")
+    assert imported(tmp_path / "two", path, delimiter=";").to_pydict() == {"a": [1, 2], "b": ["x;y", "z"]}
+    assert imported(tmp_path / "one", path, delimiter=",").to_pydict() == {"a;b": ['1;"x;y"', "2;z"]}

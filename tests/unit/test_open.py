@@ -272,6 +272,21 @@ def test_who_asks_for_an_unknown_dataset_is_told_which_are_not_served(data: Path
         open_all()["god"]
 
 
+def test_who_asks_for_a_folder_of_other_files_is_told_to_import_them(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    (data / "raw" / "mail").mkdir(parents=True)
+    (data / "raw" / "mail" / "a.csv").write_text("text\nx\n")
+    with pytest.raises(UnknownDataset, match="mail holds a.csv and no file that ends in .parquet: make shards by"):
+        open_all()["raw.mail"]
+
+
+def test_shards_may_end_in_capitals(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    for shard in (data / "good").glob("*.parquet"):
+        shard.rename(shard.with_suffix(".PARQUET"))
+    assert open_all()["good"].latest.snapshot.num_rows == 3
+
+
 def test_a_tokenizer_that_was_never_trained_is_refused(data: Path, tmp_path: Path) -> None:
     write_text(data, ["one"])
     Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))

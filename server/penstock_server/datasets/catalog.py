@@ -30,11 +30,15 @@ _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The datasets, opened or not, mixtures, and names that stand for none, with the reason; never changed, but followed."""
+    """The datasets, opened or not, mixtures, and names that stand for none, with the reason; never changed, but followed.
+
+    `others` gives of folders without shards a file that they hold instead.
+    """
 
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
     mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, Path] = field(default_factory=dict)
 
 
 class Catalog:
@@ -84,7 +88,10 @@ class Catalog:
             )
         refused = self.refused
         served = [other for other in (*known.datasets, *known.mixtures) if other not in refused]
-        hint = did_you_mean(name, [*served, *refused])
+        if other := known.others.get(name):
+            hint = f" {other.parent} holds {other.name} and no file that ends in .parquet: make shards by penstock import."
+        else:
+            hint = did_you_mean(name, [*served, *refused])
         kept_out = f" Not served, for reasons that GET /v1/datasets tells: {', '.join(refused)}." if refused else ""
         raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(served) or 'none'}.{kept_out}")
 
@@ -162,7 +169,7 @@ class Catalog:
                         refused[name] = f"{folder} mixes {', '.join(missing)}, of which there is no folder here."
             except DatasetRefused as refusal:
                 refused[name] = str(refusal)
-        self._known = _Known(dict(sorted(known.items())), mixtures, refused)
+        self._known = _Known(dict(sorted(known.items())), mixtures, refused, found.others)
 
     def _miss(self, dataset: Dataset, found: Survey) -> str:
         """Tells a dataset that its folder holds no shards any more; gives the reason."""

@@ -34,6 +34,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--text", metavar="A,B", type=_names, default=[], help="CSV columns that are text even where they look like numbers"
     )
+    parser.add_argument(
+        "--delimiter", metavar="C", type=_delimiter, help="what is between the columns of CSV (default: a comma, in .tsv a tab)"
+    )
     parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="data of a shard, uncompressed (default: 256MB)")
     parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR, once all is written")
     parser.set_defaults(run=_import)
@@ -41,6 +44,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _delimiter(text: str) -> str:
+    text = text.replace("\\t", "\t")
+    if len(text) != 1 or not text.isascii() or text in '"\r\n\0':
+        raise argparse.ArgumentTypeError(rf"must be one character, such as ';' or '\t', not {text!r}")
+    return text
 
 
 def _import(arguments: argparse.Namespace) -> int:
@@ -59,6 +69,7 @@ def _import(arguments: argparse.Namespace) -> int:
         out_dir=arguments.out_dir,
         columns=arguments.columns,
         text=arguments.text,
+        delimiter=arguments.delimiter,
         shape=Shape(shard_bytes=shard_bytes),
         overwrite=arguments.overwrite,
     )

@@ -16,6 +16,7 @@ from penstock_server.importing.stream import Stream, opened, portions
 _ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the server takes for text without being told
 # pyarrow reads 32 blocks ahead of us, and a row that is larger than a block stops it: so blocks are small until one does.
 _FIRST_BLOCK_BYTES, _LARGEST_BLOCK_BYTES = 1 << 20, 4 << 20
+_DELIMITERS = (";", "\t", "|", ",")  # that a header of one column may have been meant to have
 _RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 # Numbers that the type gives back, but for digits far behind the point: 007, and a whole number of twenty digits, are text.
 _NUMBERS = {
@@ -29,12 +30,18 @@ class _RowTooLarge(ImportRefused):
 
 
 class Delimited:
-    """A file of comma- or tab-separated values under a header. An empty field is null; columns in `text` are never numbers."""
+    """A file of values under a header, with a delimiter between them: `delimiter`, or else that of the file's ending.
 
-    def __init__(self, path: Path, columns: Sequence[str] | None, delimiter: str, text: Sequence[str] = ()) -> None:
+    An empty field is null; columns in `text` are never numbers.
+    """
+
+    def __init__(
+        self, path: Path, columns: Sequence[str] | None, usual: str, delimiter: str | None = None, text: Sequence[str] = ()
+    ) -> None:
         self.path = path
         self._columns = columns
-        self._delimiter = delimiter
+        self._delimiter = delimiter or usual
+        self._is_told = delimiter is not None
         self._text = {*_ALWAYS_TEXT, *text}
         self._block_bytes = _FIRST_BLOCK_BYTES
 
@@ -82,6 +89,14 @@ class Delimited:
         for name in names:
             if names.count(name) > 1:
                 raise self._refused("header", f"{names.count(name)} columns are called {name!r}", "Rename all but one")
+        others = [other for other in _DELIMITERS if other in names[0]]
+        if len(names) == 1 and others and not self._is_told:
+            raise self._refused(
+                "header",
+                f"it would be one column, {names[0][:80]!r}",
+                f"Say what is between the columns: --delimiter {others[0]!r}, or --delimiter "
+                f"{self._delimiter!r} if it is one column indeed",
+            )
         return names
 
     def _read(self, types: Mapping[str, pa.DataType], report: Report, last: str | None = None) -> Iterator[pa.Table]:

@@ -29,12 +29,16 @@ _PARQUET = (".parquet",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Import:
-    """What to import. `columns` are all if None; those in `text` are text in CSV whatever they look like."""
+    """What to import. `columns` are all if None.
+
+    In CSV those in `text` are text whatever they look like, and the delimiter is that of the file's ending if None.
+    """
 
     files: Sequence[Path]
     out_dir: Path
     columns: Sequence[str] | None = None
     text: Sequence[str] = ()
+    delimiter: str | None = None
     shape: Shape = field(default_factory=Shape)
     overwrite: bool = False
 
@@ -83,7 +87,7 @@ class Import:
         if ending in _JSON:
             return JsonLines(path, self.columns)
         if ending in _DELIMITERS:
-            return Delimited(path, self.columns, _DELIMITERS[ending], self.text)
+            return Delimited(path, self.columns, _DELIMITERS[ending], self.delimiter, self.text)
         if ending in _ARROW and not compressed:
             return ArrowFile(path, self.columns)
         if ending in _PARQUET and not compressed:

@@ -20,11 +20,15 @@ _ABSENT = Date(-1, 0, 0)  # of a link to nothing; no file is like it
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What is directly in a folder: the date of each shard by its name, in the order of names, the folders, and a recipe."""
+    """What is directly in a folder: the date of each shard by its name, in the order of names, the folders, and a recipe.
+
+    `other` is the name of a file that is neither, "" if there is none.
+    """
 
     shards: Mapping[str, Date]
     folders: tuple[str, ...]
     has_recipe: bool
+    other: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +49,32 @@ class Survey:
     """The dataset folders below the data folder, by name: the path below it, joined with dots.
 
     `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder,
-    or for more than one, with the reason.
+    or for more than one, with the reason. `others` gives of folders with neither a file that is there instead.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
     shards: dict[str, Mapping[str, Date]] = field(default_factory=dict)
     declared: dict[str, Path] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    others: dict[str, Path] = field(default_factory=dict)
 
 
 def list_folder(folder: Path) -> Listing:
     """Looks into a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
-    shards, folders, has_recipe = {}, [], False
+    shards, folders, has_recipe, other = {}, [], False, ""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name[0] in "._":
                 continue
             if entry.is_dir():
                 folders.append(entry.name)
-            elif entry.name.endswith(".parquet"):
+            elif entry.name.lower().endswith(".parquet"):
                 shards[entry.name] = _date_of(entry)
-            has_recipe = has_recipe or entry.name == FILE_NAME
-    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), has_recipe)
+            elif entry.name == FILE_NAME:
+                has_recipe = True
+            else:
+                other = entry.name
+    return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), has_recipe, other)
 
 
 def survey(data_dir: Path) -> Survey:
@@ -95,6 +103,8 @@ def survey(data_dir: Path) -> Survey:
             found.folders[name], found.shards[name] = folder, listing.shards
         elif listing.has_recipe and folder != data_dir:
             found.declared[name] = folder
+        elif listing.other:
+            found.others[name] = folder / listing.other
     for name, folders in twice.items():
         if len(folders) > 1:
             del found.folders[name], found.shards[name]
