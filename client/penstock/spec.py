@@ -189,7 +189,7 @@ def _problem(parameter: Field[Any], value: object) -> str | None:
         if value not in about["also"] and not (is_number and 1 <= int(str(value)) <= 65_536):
             return f"{parameter.name} must be {', '.join(about['also'])} or a whole number from 1 to 65,536, not {value!r}"
     elif not isinstance(value, str) or not value:
-        return f"{parameter.name} must be a text, as: {about['doc']}; not {value!r}"
+        return f"{parameter.name} must be a text ({about['doc']}), not {value!r}"
     return None
 
 

@@ -30,7 +30,7 @@ def test_a_spec_comes_back_from_its_own_query() -> None:
         ([("seq_len", "")], "seq_len must be a whole number"),
         ([("seed", "1.5")], "seed must be a whole number"),
         ([("shuffle", "yes")], "shuffle must be one of none, window, global"),
-        ([("snapshot", "")], "snapshot must be a text, as: fingerprint"),
+        ([("snapshot", "")], "snapshot must be a text \\(fingerprint"),
     ],
 )
 def test_a_wrong_parameter_is_named_with_its_bound(query: list[tuple[str, str]], message: str) -> None:
