@@ -21,6 +21,7 @@ import numpy as np
 from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey
 from penstock_server.batches.plan import make_plan
+from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.counts.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
@@ -69,7 +70,7 @@ def main() -> None:
 
     for shuffle in ("window", "global"):
         spec = Spec(shuffle=shuffle, batch_size=32, world_size=8, snapshot=snapshot.fingerprint)
-        member = Member("synthetic", snapshot, blocks, index, OrderKey.of(spec))
+        member = Member("synthetic", snapshot, blocks, index, PlannedEpochs(), OrderKey.of(spec))
         member.epoch(0)
         planning = seconds(partial(member.epoch, 1))
         tracemalloc.start()

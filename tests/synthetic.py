@@ -10,6 +10,7 @@ from typing import Any
 from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey
 from penstock_server.batches.plan import Plan, make_plan
+from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.counts.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
@@ -30,7 +31,8 @@ def synthetic_plan(cache_dir: Path, datasets: Mapping[str, Geometry], member: ty
     for name in sorted(datasets):
         snapshot = _snapshot(name, datasets[name])
         blocks = Blocks(snapshot, BlockStore(cache))
-        members.append(member(name, snapshot, blocks, Index(name, snapshot, blocks, cache.folder), OrderKey.of(asked)))
+        index = Index(name, snapshot, blocks, cache.folder)
+        members.append(member(name, snapshot, blocks, index, PlannedEpochs(), OrderKey.of(asked)))
     fingerprint = "+".join(member.snapshot.fingerprint for member in members)
     return make_plan(members[0].name, tuple(members), replace(asked, snapshot=fingerprint))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.spec import LARGEST_COUNT, Spec
+from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
 from penstock_server.counts.bins import BestFit
 from penstock_server.counts.index import Index
 from penstock_server.geometry.length_order import LengthOrder
@@ -17,10 +17,6 @@ from penstock_server.geometry.order import EpochOrder, IntArray, key
 from penstock_server.geometry.packing import Concat, Packing, Rows, SplitRows, by_value
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
-
-_PLANNED_POOLS = 1 << 25  # of all epochs that are remembered, a few words each
-_LEAST_POOLS = 1 << 13  # as which an epoch counts at least: the smallest take memory, too
-_Epoch = tuple[Packing, EpochOrder | LengthOrder]
 
 
 class OrderKey(NamedTuple):
@@ -52,12 +48,13 @@ class OrderKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A dataset and the order in which it is read."""
+    """A dataset and the order in which it is read; `planned` are the epochs of its snapshot, in whatever order."""
 
     name: str
     snapshot: Snapshot
     blocks: Blocks
     index: Index
+    planned: PlannedEpochs
     order: OrderKey
 
     @property
@@ -65,9 +62,9 @@ class Member:
         """Sequences of each of its epochs. Raises what Index raises."""
         return self.epoch(0)[1].num_sequences
 
-    def epoch(self, epoch: int) -> _Epoch:
+    def epoch(self, epoch: int) -> PlannedEpoch:
         """How blocks become sequences in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
-        return _PLANNED.get(self, epoch)
+        return self.planned.get((self.order, epoch), partial(_plan, self, epoch))
 
     def read_ahead(self, epoch: int, position: int) -> None:
         """Has the blocks of the window behind a position's loaded in the background, if the cache has room for both."""
@@ -80,46 +77,7 @@ class Member:
         self.blocks.read_ahead((self.snapshot, self.order, epoch), window, blocks)
 
 
-class _Planned:
-    """The epochs that were planned last, of all members: thousands of small ones, of which a mixture may need many at once."""
-
-    def __init__(self) -> None:
-        self._epochs: OrderedDict[tuple[Member, int], _Epoch] = OrderedDict()
-        self._num_pools = 0
-        self._lock, self._planning = threading.Lock(), threading.Lock()
-
-    def get(self, member: Member, epoch: int) -> _Epoch:
-        """The epoch as it was planned, or is now. Raises what Index raises."""
-        if found := self._find(member, epoch):
-            return found
-        with self._planning:  # all ranks come to an epoch at once, and one of them is to plan it
-            if found := self._find(member, epoch):
-                return found
-            made = _plan(member, epoch)
-        with self._lock:
-            self._epochs[member, epoch] = made
-            self._num_pools += _num_pools(made)
-            while self._num_pools > _PLANNED_POOLS and len(self._epochs) > 1:
-                _, oldest = self._epochs.popitem(last=False)
-                self._num_pools -= _num_pools(oldest)
-        return made
-
-    def _find(self, member: Member, epoch: int) -> _Epoch | None:
-        with self._lock:
-            found = self._epochs.get((member, epoch))
-            if found:
-                self._epochs.move_to_end((member, epoch))
-            return found
-
-
-_PLANNED = _Planned()
-
-
-def _num_pools(epoch: _Epoch) -> int:
-    return max(_LEAST_POOLS, len(epoch[0].sequences_per_pool))
-
-
-def _plan(member: Member, epoch: int) -> _Epoch:
+def _plan(member: Member, epoch: int) -> PlannedEpoch:
     of = member.order
     packing = _packing(member, epoch)
     groups = member.snapshot.blocks_per_group

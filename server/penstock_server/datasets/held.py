@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.spec import Spec
 from penstock_server.batches.member import Member, OrderKey
+from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.counts.index import Index
 from penstock_server.datasets.history import Record
 from penstock_server.problems import DatasetRefused, SnapshotGone
@@ -30,11 +31,12 @@ class Served:
     snapshot: Snapshot
     blocks: Blocks
     index: Index
+    planned: PlannedEpochs = field(default_factory=PlannedEpochs)
 
     def member(self, spec: Spec) -> Member:
         """The snapshot as a spec reads it. Raises DatasetRefused: too many rows are bad."""
         self.blocks.quarantine.check()
-        return Member(self.name, self.snapshot, self.blocks, self.index, OrderKey.of(spec))
+        return Member(self.name, self.snapshot, self.blocks, self.index, self.planned, OrderKey.of(spec))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,12 @@ class LengthOrder:
         self._lock = threading.Lock()
         self.num_sequences = order.num_sequences
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that it takes once it remembers as many windows as it can."""
+        places = min(_REMEMBERED_WINDOWS * self._order.largest_window, self.num_sequences)
+        return self._order.nbytes + 2 * np.dtype(np.int32).itemsize * places
+
     def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
         """The (pool, index in the pool) at each position; positions are in [0, num_sequences)."""
         return self._order.sequences(self._moved(positions, inverse=False))

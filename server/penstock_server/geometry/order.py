@@ -190,6 +190,16 @@ class EpochOrder:
         else:
             self._window_starts = np.array([0, self.num_sequences])
 
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that it takes."""
+        return self._pools.nbytes + self._pool_starts.nbytes + self._window_starts.nbytes
+
+    @property
+    def largest_window(self) -> int:
+        """Sequences in the largest window."""
+        return int(np.diff(self._window_starts).max())
+
     def sequences(self, positions: IntArray) -> tuple[IntArray, IntArray]:
         """The (pool, index in the pool) at each position; positions are in [0, num_sequences)."""
         slots = self._in_windows(positions, permute_together) if self._shuffled else positions

@@ -1,0 +1,90 @@
+"""Planned epochs: each is planned once, and what is remembered of them stays within its budget."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from penstock_server.batches import planned
+from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
+from penstock_server.geometry.length_order import LengthOrder
+from penstock_server.geometry.order import EpochOrder
+from penstock_server.geometry.packing import Rows
+
+POOLS = 1000
+
+
+def epoch(number: int) -> PlannedEpoch:
+    rows = np.full(POOLS, 10)
+    return Rows(rows, 8), EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=number)
+
+
+def test_a_crowd_plans_an_epoch_once() -> None:
+    made, epochs = Counter[int](), PlannedEpochs()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def plan(number: int) -> PlannedEpoch:
+        made[number] += 1
+        return epoch(number)
+
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda number: epochs.get(number, lambda: plan(number)), [*range(30)] * 20))
+    finally:
+        sys.setswitchinterval(before)
+    assert set(made.values()) == {1}
+    assert all(one is found[number % 30] for number, one in enumerate(found))
+
+
+def test_the_epochs_that_were_asked_for_longest_ago_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, epochs = list[int](), PlannedEpochs()
+
+    def get(number: int) -> PlannedEpoch:
+        def plan() -> PlannedEpoch:
+            made.append(number)
+            return epoch(number)
+
+        return epochs.get(number, plan)
+
+    packing, order = epoch(0)
+    each = packing.sequences_per_pool.nbytes + order.nbytes
+    assert each >= 3 * 8 * POOLS
+    monkeypatch.setattr(planned, "_BUDGET_BYTES", 5 * (each + planned._LEAST_BYTES))
+    for number in (0, 1, 2, 3, 4, 0, 5, 0, 2, 5, 1):
+        get(number)
+    assert made == [0, 1, 2, 3, 4, 5, 1]
+    monkeypatch.setattr(planned, "_BUDGET_BYTES", 0)
+    for number in (6, 7, 8, 9, 6, 7, 8, 9, 10, 6):
+        get(number)
+    assert made[7:] == [6, 7, 8, 9, 10, 6]  # four stay in any case
+
+
+def test_another_snapshot_does_not_wait_for_one_that_takes_long() -> None:
+    may_end = threading.Event()
+
+    def slow() -> PlannedEpoch:
+        assert may_end.wait(30)
+        return epoch(0)
+
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(PlannedEpochs().get, 0, slow)
+        PlannedEpochs().get(0, lambda: epoch(0))
+        assert not waiting.done()
+        may_end.set()
+        waiting.result(30)
+
+
+def test_windows_that_are_sorted_by_length_count() -> None:
+    rows = np.full(POOLS, 10)
+    order = EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=0)
+    sorted_ = LengthOrder(order, lambda pools, _: pools, 8, 1)
+    before = sorted_.nbytes
+    sorted_.sequences(np.arange(10 * POOLS))
+    remembered = sum(places.nbytes for window in range(4) for places in sorted_._arranged(window))
+    assert before == sorted_.nbytes == order.nbytes + remembered
