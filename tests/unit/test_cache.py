@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock_server.sealed import write_sealed
 from penstock_server.storage.cache import CacheFolder
 
 KIB = 1 << 10
@@ -160,6 +161,7 @@ def test_threads_that_write_at_once_never_exceed_the_budget(tmp_path: Path) -> N
 FULL_DISK = """
 import logging, sys
 from pathlib import Path
+from penstock_server.sealed import write_sealed
 from penstock_server.storage.cache import CacheFolder
 logging.basicConfig(format="%(message)s")
 folder = Path(sys.argv[1])
@@ -203,3 +205,22 @@ def test_a_disk_that_stays_full_is_not_told_of_for_each_block(
         assert not cache.write(name, content(0))
     [line] = [record.getMessage() for record in caplog.records]
     assert f"the budget of the block cache is lowered to {cache.budget_bytes:,} bytes" in line
+
+
+def test_counts_that_are_stored_beside_the_blocks_meanwhile_disturb_nobody(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    is_over = threading.Event()
+
+    def store_counts() -> None:
+        while not is_over.is_set():
+            write_sealed(tmp_path / "some.lengths", [bytes(KIB)], "")
+
+    storing = threading.Thread(target=store_counts)
+    storing.start()
+    try:
+        for number in range(500):
+            assert CacheFolder(tmp_path, 9 * KIB).budget_bytes == 9 * KIB
+            assert cache.write(str(number), content(number))
+    finally:
+        is_over.set()
+        storing.join()

@@ -25,7 +25,6 @@ from penstock_server.counts.lengths import SUFFIX, RowLengths, count_lengths, le
 from penstock_server.counts.turn import turn
 from penstock_server.geometry.best_fit import Bins, pack
 from penstock_server.geometry.order import IntArray
-from penstock_server.geometry.packing import SplitRows
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
@@ -89,7 +88,8 @@ class Index:
 
     def parts_per_block(self, split: str, seq_len: int) -> IntArray:
         """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
-        return self._sound_lengths(split).sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
+        parts: IntArray = self._sound_lengths(split).parts_per_block(split, seq_len)
+        return parts
 
     def bins(self, split: str, seq_len: int) -> PackedPools:
         """The bins of each pool of blocks; see best_fit. Raises BadRow."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from penstock_server.counts.turn import turn
 from penstock_server.geometry.order import IntArray, starts_of
+from penstock_server.geometry.packing import SplitRows
 from penstock_server.recipes.encode import is_validation
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
@@ -25,6 +26,7 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 
 SUFFIX = ".lengths"
+_REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _AT_A_TIME = 8  # blocks that are loaded side by side
 _VALIDATION = np.uint32(1 << 31)
 
@@ -42,7 +44,9 @@ class RowLengths:
 
     def __init__(self, first_block: IntArray, shards: list[_ShardLengths]) -> None:
         self._first_block, self._shards = first_block, shards
-        self.per_block = lru_cache(maxsize=16)(self._per_block)
+        # Each takes a look at all rows.
+        self.per_block = lru_cache(maxsize=_REMEMBERED)(self._per_block)
+        self.parts_per_block = lru_cache(maxsize=_REMEMBERED)(self._parts_per_block)
 
     def of_block(self, block: int, split: str) -> IntArray:
         """Tokens of each row of a block that is in the split, shape [rows]; 0 for a bad row."""
@@ -51,18 +55,22 @@ class RowLengths:
         lengths, inside = _split(found.words[found.starts[number] : found.starts[number + 1]], split)
         return lengths[inside]
 
-    def sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
+    def _per_block(self, split: str) -> IntArray:
+        """Rows, tokens and bad rows of each block, shape [3, num_blocks]; the last few splits asked for are remembered."""
+        functions = (np.ones_like, lambda lengths: lengths, lambda lengths: lengths == 0)
+        return np.array([self._sum_per_block(split, function) for function in functions])
+
+    def _parts_per_block(self, split: str, seq_len: int) -> IntArray:
+        """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several; the last few remembered."""
+        return self._sum_per_block(split, lambda lengths: SplitRows.count(lengths, seq_len))
+
+    def _sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
         """The sums over each block of what a function makes of its rows' lengths, shape [num_blocks]."""
         sums = []
         for shard in self._shards:
             lengths, inside = _split(shard.words, split)
             sums.append(np.diff(starts_of(np.where(inside, function(lengths), 0))[shard.starts]))
         return np.concatenate(sums)
-
-    def _per_block(self, split: str) -> IntArray:
-        """Rows, tokens and bad rows of each block, shape [3, num_blocks]; the last few splits asked for are remembered."""
-        functions = (np.ones_like, lambda lengths: lengths, lambda lengths: lengths == 0)
-        return np.array([self.sum_per_block(split, function) for function in functions])
 
 
 def _split(words: npt.NDArray[np.uint32], split: str) -> tuple[IntArray, npt.NDArray[np.bool_]]:

@@ -197,10 +197,15 @@ class CacheFolder:
         """The bytes in the folder; what crashed processes left half written is removed."""
         total = 0
         for entry in os.scandir(self.folder):
-            stat = entry.stat()
+            if not entry.name.endswith((_SUFFIX, _TEMPORARY)):
+                continue
+            try:
+                stat = entry.stat()
+            except FileNotFoundError:  # of counts, which are written here too, without the lock
+                continue
             if entry.name.endswith(_TEMPORARY) and time.time() - stat.st_mtime > _ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
-            elif entry.name.endswith((_SUFFIX, _TEMPORARY)):
+            else:
                 total += stat.st_size
         return total
 
