@@ -92,7 +92,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        store = BlockStore(open_cache(settings))
+        store = BlockStore(open_cache(settings), settings.num_decoders)
         catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
         names = arguments.dataset or catalog.datasets
         datasets = [catalog[name].latest for name in names]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from penstock_server.memory import memory_bytes
+from penstock_server.machine import memory_bytes, num_cores
 
 _MOST_PROCESSES = 256
 _INFLIGHT_SHARE = 4  # the rest is for what is decoded, for counts, and for the kernel to keep files in
+_DECODING_SHARE, _DECODER_BYTES = 2, 128 << 20  # a thread that tokenizes blocks of 7 MB takes some 140 MB
 
 
 class SettingsError(Exception):
@@ -91,8 +92,9 @@ class Settings:
 
     @property
     def num_decoders(self) -> int:
-        """Threads of one process that decode."""
-        return max(1, (os.cpu_count() or 1) // self.processes)
+        """Threads of one process that decode, by the cores and the memory that there are."""
+        affordable = memory_bytes() // _DECODING_SHARE // _DECODER_BYTES
+        return max(1, min(num_cores(), affordable) // self.processes)
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

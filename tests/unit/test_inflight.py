@@ -1,9 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from penstock_server.inflight import InFlight
-from penstock_server.memory import memory_bytes
+from penstock_server.machine import memory_bytes
 from penstock_server.problems import Busy
 from penstock_server.settings import Settings
 
@@ -56,31 +54,6 @@ def test_what_a_chunk_takes_counts_once_it_is_known_beyond_the_budget_too_and_is
     for _ in range(2):
         hold.release()
     assert (in_flight.num_holds, in_flight.held_bytes) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "limit"),
-    [
-        ("0::/", {"memory.max": "5000000\n"}, 5_000_000),
-        ("0::/a/b", {"a/memory.max": "6000000\n", "a/b/memory.max": "max\n"}, 6_000_000),
-        ("5:cpu:/x\n4:memory:/docker/12", {"memory/memory.limit_in_bytes": "7000000\n"}, 7_000_000),
-        ("0::/", {"memory.max": "max\n"}, None),
-        (None, {}, None),
-    ],
-    ids=["container", "group above", "version 1", "no limit", "no groups"],
-)
-def test_the_memory_of_a_container_counts_not_that_of_its_machine(
-    tmp_path: Path, groups: str | None, files: dict[str, str], limit: int | None
-) -> None:
-    contents = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    if groups is not None:
-        contents["proc/self/cgroup"] = groups + "\n"
-    for name, text in contents.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    machine = memory_bytes(tmp_path / "none")
-    assert machine > 10_000_000
-    assert memory_bytes(tmp_path) == (limit or machine)
 
 
 def test_the_budget_is_what_was_set_or_a_quarter_of_the_memory() -> None:

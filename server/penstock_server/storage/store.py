@@ -6,7 +6,6 @@ A block is stored as an uncompressed Arrow IPC stream of what `encode` makes.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from penstock_server.machine import num_cores
 from penstock_server.problems import Problem
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
@@ -70,7 +70,7 @@ class BlockStore:
         self.ahead = ReadAhead()
         self.splits = Splits()
         self._mappers = ThreadPoolExecutor(_MAPPERS, thread_name_prefix="penstock-map")
-        self._threads = ThreadPoolExecutor(num_threads or os.cpu_count() or 1, thread_name_prefix="penstock-blocks")
+        self._threads = ThreadPoolExecutor(num_threads or num_cores(), thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._checked_at = time.monotonic()
