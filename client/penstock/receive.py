@@ -19,6 +19,7 @@ _LARGEST_BUFFER = 16 << 20
 _SPARE_BYTES = 32 << 20  # for who comes next: a loop that waits for data goes through three runs in turn
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
+_LARGEST_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
 _Server = tuple[str, str, int | None]  # scheme, host, port
 _PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
 
@@ -60,9 +61,12 @@ class Body:
 
     def _collect(self, response: http.client.HTTPResponse) -> None:
         parts: list[bytes] = []
+        num_bytes = 0
         try:
             while part := response.read1(_READ_BYTES):
                 parts.append(part)
+                num_bytes += len(part)
+                _check_size(num_bytes)
                 self._on_bytes()
         finally:
             self._memory = memoryview(b"".join(parts))
@@ -253,12 +257,18 @@ def _server(request: httpx.Request) -> _Server:
 def _check(response: http.client.HTTPResponse) -> None:
     """Whether the headers came whole. http.client takes those that end in mid-line for all there are.
 
-    Raises HTTPException: they did not, or the body is packed.
+    Raises HTTPException: they did not, or the body is packed, or larger than any.
     """
+    _check_size(response.length or 0)
     if response.length is None and not response.chunked:
         raise http.client.HTTPException("the answer does not tell its length, or its headers were cut")
     if (packed := response.getheader("Content-Encoding", "identity")) != "identity":
         raise http.client.HTTPException(f"the answer is packed with {packed}, which was not asked for")
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > _LARGEST_BODY:
+        raise http.client.HTTPException(f"the answer is of {num_bytes:,} bytes or more, larger than any batch")
 
 
 def _as_httpx(error: OSError | http.client.HTTPException) -> type[httpx.TransportError]:

@@ -138,8 +138,11 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     """Each once; http:// may be left out."""
     try:
         given = [a if "://" in a else f"http://{a}" for a in ((servers,) if isinstance(servers, str) else servers)]
-        sound = bool(given) and all(httpx.URL(a).scheme in ("http", "https") and httpx.URL(a).host for a in given)
-    except (httpx.InvalidURL, TypeError):
+        # As socket encodes a host: empty labels, as in a..b, make it fail.
+        sound = bool(given) and all(
+            httpx.URL(a).scheme in ("http", "https") and httpx.URL(a).host.encode("idna") for a in given
+        )
+    except (httpx.InvalidURL, TypeError, UnicodeError):
         sound = False
     if not sound:
         raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))

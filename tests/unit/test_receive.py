@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from penstock import receive
 from penstock.receive import Body, Buffers, ReceivingTransport
 
 CONTENT = bytes(range(256)) * 5000
@@ -200,6 +201,13 @@ def test_what_came_of_a_body_that_was_cut_is_kept(server: ThreadingHTTPServer, k
         assert CONTENT.startswith(body.received)
         client.get(url_of(server, "sized"), extensions={"body": after})  # nothing of the old answer is taken for the new
         assert after.received == CONTENT
+
+
+@pytest.mark.parametrize("kind", ["sized", "chunked"])
+def test_no_body_is_larger_than_any_batch(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(receive, "_LARGEST_BODY", len(CONTENT) - 1)
+    with client_of() as client, pytest.raises(httpx.RemoteProtocolError, match="1,280,000 bytes or more, larger than any"):
+        get(client, server, kind, kind)
 
 
 def test_a_server_that_is_away_or_speaks_no_http_is_told_as_httpx_tells_it() -> None:

@@ -100,7 +100,19 @@ def test_an_answer_that_tells_its_digest_is_held_to_it() -> None:
         assert transport.num_damaged == 1
 
 
-@pytest.mark.parametrize("given", ["", "ftp://a:1", "http://", "::1", "a:port", [], ["a:1", 3], None])
+def test_a_length_that_no_answer_has_is_a_fault_as_any_other() -> None:
+    absurd = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\nx"
+    with (
+        server(absurd, response(b"sound")) as url,
+        closing(Source(url, "docs", rank=0, retry_seconds=9).connect()) as transport,
+    ):
+        assert transport.get("/", bytes) == b"sound"
+        assert transport.num_retries == 1
+
+
+@pytest.mark.parametrize(
+    "given", ["", "ftp://a:1", "http://", "::1", "a:port", "http://a..b:80", "a" * 64, [], ["a:1", 3], None]
+)
 def test_what_is_no_address_of_a_server_is_refused(given: object) -> None:
     with pytest.raises(SpecError, match="servers must be addresses such as"):
         Source(given, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
