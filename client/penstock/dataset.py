@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from penstock.advice import Advice
-from penstock.device import check_device, find_destination
+from penstock.device import Destination, check_device, find_destination
 from penstock.errors import PenstockError, SpecError, StateMismatch
 from penstock.feed import Feed
 from penstock.ledger import Book
@@ -195,41 +195,51 @@ class RemoteDataset(IterableDataset[Batch]):
         this = self._progress.begin(worker)
         at = this.stretch.position
         spec = replace(self.spec, offset=at.offset)
-        ledger = self._book and self._book.open(spec, at, worker)
-        with closing(ledger) if ledger else nullcontext():
-            feed = Feed(
-                self._source,
-                spec,
-                at.epoch,
-                this.steps,
-                prefetch_bytes=self._prefetch_bytes,
-                destination=destination,
-                replay=self._replay,
-                columns=self._columns,
-            )
-            self._feeds.append(feed)
-            asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
-            self._has_asked = True
-            advice = Advice(self._source if asks else None, spec, at.epoch, this.stretch.position.step)
-            number = 0
-            try:
+        number = 0
+        try:
+            ledger = self._book and self._book.open(spec, at, worker)
+            with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, this.steps, destination) as feed:
+                asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
+                self._has_asked = True
+                advice = Advice(self._source if asks else None, spec, at.epoch, at.step)
                 for number, item in enumerate(feed, start=1):
+                    if number == 1:
+                        self._progress.take(this)
                     advice.look_at(item.batch, number, has_place=self._progress.counts(this))
                     if self._replay is None:
                         self._progress.count(this, number)
                     if ledger:
                         ledger.record(item.address, item.digest)
                     yield item.batch
+                if not this.stretch.num_left:
+                    self._progress.take(this)
                 if ledger:
                     ledger.finish()
-            except BaseException:
-                if not number and not worker:
-                    self._progress.give_back(this)
-                raise
-            finally:
-                feed.close()
-                self._feeds.remove(feed)
-                self._stats += replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
+        except BaseException:
+            if not number:
+                self._progress.give_back(this)
+            raise
+
+    @contextmanager
+    def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> Iterator[Feed]:
+        """A feed of these steps, whose figures count among this dataset's."""
+        feed = Feed(
+            self._source,
+            spec,
+            epoch,
+            steps,
+            prefetch_bytes=self._prefetch_bytes,
+            destination=destination,
+            replay=self._replay,
+            columns=self._columns,
+        )
+        self._feeds.append(feed)
+        try:
+            yield feed
+        finally:
+            feed.close()
+            self._feeds.remove(feed)
+            self._stats += replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
 
     def __repr__(self) -> str:
         rank = f"rank {self.rank} of {self.world_size}"

@@ -13,6 +13,7 @@ from penstock.state import Position
 class Round:
     """One iteration of this process: the steps that are its, of a stretch. `number` and `num_sets` tell it from others."""
 
+    worker: Worker | None
     stretch: Stretch
     steps: range
     number: int
@@ -42,13 +43,13 @@ class Progress:
 
     @property
     def discards(self) -> int:
-        """The steps that are left behind a position that was set and from which no iteration began; 0 if there is none."""
+        """The steps that are left behind a position that was set and from which no iteration went on; 0 if there is none."""
         at = self._start.stretch.position
         return self._start.stretch.num_left if not self._start.is_taken and (at.step or at.offset) else 0
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an iteration has begun from where a state put it."""
+        """Whether an iteration has gone on from where a state put it."""
         return self._start.is_taken and self._start.is_by_state
 
     @property
@@ -58,7 +59,7 @@ class Progress:
 
     @property
     def position(self) -> Position:
-        """What the loop consumed. What was set holds until an iteration begins."""
+        """What the loop consumed. What was set holds until an iteration goes on from there."""
         num_sets, at, num_steps = self._counted
         return replace(at, step=at.step + num_steps) if num_sets == self._start.num_sets else self._start.stretch.position
 
@@ -80,19 +81,25 @@ class Progress:
     def begin(self, worker: Worker | None) -> Round:
         """An iteration begins: from where it was set to, else the epoch anew."""
         self._num_rounds += 1
-        is_ours = self._start.take(self._num_rounds, worker)
+        is_ours = self._start.begin(self._num_rounds, worker)
         stretch = self._start.stretch if is_ours else self._whole(self.epoch)
         num_sets = self._start.num_sets
         if self._own and self._own[0] == num_sets:
             stretch = self._own[1]
         self._own = None
         self._counted = (num_sets, stretch.position, 0)
-        return Round(stretch=stretch, steps=_steps_of(stretch, worker), number=self._num_rounds, num_sets=num_sets)
+        steps = _steps_of(stretch, worker)
+        return Round(worker=worker, stretch=stretch, steps=steps, number=self._num_rounds, num_sets=num_sets)
+
+    def take(self, round_: Round) -> None:
+        """The iteration gives its first batch, or has none to give: the next one is another."""
+        if round_.num_sets == self._start.num_sets:
+            self._start.take(round_.number, round_.worker)
 
     def give_back(self, round_: Round) -> None:
-        """The iteration failed before its first batch: the next one runs over the same, unless another was begun or set."""
-        if self.counts(round_) and round_.num_sets == self._start.num_sets:
-            self._set(round_.stretch, by_state=self._start.is_by_state)
+        """The iteration failed before its first batch: the next one runs over the same."""
+        if round_.num_sets == self._start.num_sets:
+            self._start.give_back(round_.worker)
 
     def counts(self, round_: Round) -> bool:
         """Whether the position is that of this iteration. Once another began, or the start is set here, that one's is."""

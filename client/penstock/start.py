@@ -12,7 +12,7 @@ from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
-# Behind them is a cell for each worker, with the value of SETS for which it last took a start.
+# Behind them is a cell for each worker, with the value of SETS for which it last began.
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE = range(8)
 _WORKERS, _MOST_WORKERS = 8, 1024
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
@@ -32,9 +32,10 @@ class Stretch:
 
 
 class Start:
-    """The stretch of the next iteration. The first round of iteration takes it; later ones begin their epoch anew.
+    """The stretch of the next iteration. The first round that gives a batch takes it; later ones begin their epoch anew.
 
     A round is one pass of the loop, whether this process iterates or a DataLoader's workers do, each in a process of its own.
+    One that fails before its first batch takes nothing.
     """
 
     def __init__(self, stretch: Stretch) -> None:
@@ -60,12 +61,12 @@ class Start:
 
     @property
     def is_taken(self) -> bool:
-        """Whether an iteration has begun since it was set."""
+        """Whether an iteration has given a batch since it was set, or found that there was none to give."""
         return bool(self._cells[_CLAIM])
 
     @property
     def is_with_workers(self) -> bool:
-        """Whether loader workers began to iterate since it was set, and are the last who did."""
+        """Whether loader workers have given batches since it was set, and are the last who did."""
         return self.is_taken and bool(self._cells[_BY_WORKERS])
 
     @property
@@ -88,26 +89,38 @@ class Start:
         self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps], device="cpu")
         self._cells[_BY_STATE] = by_state
 
-    def take(self, number: int, worker: Worker | None) -> bool:
-        """Whether the stretch is this round's: nobody took it yet, or another worker of the same round did.
+    def begin(self, number: int, worker: Worker | None) -> bool:
+        """Whether the stretch is this round's: no round took it yet, or this one did in another worker.
 
         `number` counts the rounds of this process. Workers share the seed that their loader drew when it began, and rounds
         that they have gone through since: what tells one round from the next, also from one in which not all of them began.
         """
-        self._cells[_BY_WORKERS] = int(worker is not None)
-        claim = (worker.loader_seed + number) % (1 << 62) + 1 if worker else -number
-        if not self.is_taken:
-            self._cells[_CLAIM] = claim
-        if int(self._cells[_CLAIM]) != claim:
+        if self.is_taken and int(self._cells[_CLAIM]) != _claim(number, worker):
             return False
         if worker and worker.first < _MOST_WORKERS:
-            taken_for = self._cells[_WORKERS + worker.first]
-            if taken_for == self.num_sets:  # in a round of the same seed: who seeds torch anew for each has all alike
-                self._cells[_CLAIM] = _NOBODYS
+            begun_for = self._cells[_WORKERS + worker.first]
+            if self.is_taken and begun_for == self.num_sets:  # in a round of the same seed: who seeds torch anew for each
+                self._cells[_CLAIM] = _NOBODYS  # has all alike
                 return False
-            taken_for.fill_(self.num_sets)
+            begun_for.fill_(self.num_sets)
         return True
+
+    def take(self, number: int, worker: Worker | None) -> None:
+        """This round gives its first batch: if nobody has taken the stretch, it does."""
+        self._cells[_BY_WORKERS] = int(worker is not None)
+        if not self.is_taken:
+            self._cells[_CLAIM] = _claim(number, worker)
+
+    def give_back(self, worker: Worker | None) -> None:
+        """This round failed before its first batch: the next one may begin as if it had not."""
+        if worker and worker.first < _MOST_WORKERS:
+            self._cells[_WORKERS + worker.first] = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._cells.share_memory_()  # type: ignore[no-untyped-call]  # a copy would otherwise tell its own workers nothing
+
+
+def _claim(number: int, worker: Worker | None) -> int:
+    """The name of a round."""
+    return (worker.loader_seed + number) % (1 << 62) + 1 if worker else -number

@@ -21,6 +21,8 @@ from torch.utils.data._utils import worker as worker_module
 
 from corpora import write_numbered
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SnapshotGone, SpecError, StateMismatch
+from penstock import dataset as dataset_module
+from penstock.tensors import Batch
 from serving import Server
 
 NUM_ROWS = 200
@@ -44,7 +46,7 @@ def dataset(server: Server, *, batch_size: int = 4, world_size: int = 1, rank: i
     )  # fmt: skip
 
 
-def contents(data: RemoteDataset) -> list[bytes]:
+def contents(data: Iterable[Batch]) -> list[bytes]:
     return [b"".join(batch[name].numpy().tobytes() for name in sorted(batch)) for batch in data]
 
 
@@ -366,6 +368,48 @@ def test_an_iteration_that_gave_nothing_consumes_nothing(server: Server) -> None
     server.start()
     assert contents(data) == whole[7:]
     assert contents(data) == whole
+
+
+@pytest.mark.parametrize("seeds", [(1, 2), (1, 1)])
+def test_loader_workers_that_gave_nothing_consume_nothing(server: Server, seeds: tuple[int, int]) -> None:
+    data = dataset(server, retry_seconds=0.2)
+    whole = contents(dataset(server))
+    data.load_state_dict(state_after(dataset(server), 7))
+    server.kill()
+    torch.manual_seed(seeds[0])  # of the loader's seed depends what rounds of workers are called
+    with pytest.raises(ServerUnavailable):
+        list(DataLoader(data, batch_size=None, num_workers=2))
+    server.start()
+    torch.manual_seed(seeds[1])
+    assert contents(DataLoader(data, batch_size=None, num_workers=2)) == whole[7:]
+    torch.manual_seed(seeds[1])
+    assert contents(DataLoader(data, batch_size=None, num_workers=2)) == whole
+
+
+def test_an_iteration_that_could_not_begin_consumes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dataset(server)
+    whole = contents(dataset(server))
+    data.load_state_dict(state_after(dataset(server), 7))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_module, "Feed", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(iter(data))
+    assert data.state_dict()["step"] == 7
+    assert contents(data) == whole[7:]
+
+
+def test_an_epoch_that_was_resumed_at_its_end_is_followed_by_a_whole_one(server: Server) -> None:
+    data = dataset(server)
+    whole = contents(dataset(server))
+    data.load_state_dict(state_after(dataset(server), len(whole)))
+    assert [len(contents(data)) for _ in range(2)] == [0, len(whole)]
+    data.load_state_dict(state_after(dataset(server), len(whole)))
+    loader = DataLoader(data, batch_size=None, num_workers=2)
+    assert [len(contents(loader)) for _ in range(2)] == [0, len(whole)]
 
 
 def test_a_look_at_a_batch_in_mid_loop_is_told_to_cost_the_place(server: Server) -> None:

@@ -2,6 +2,8 @@
 
 import pickle
 
+import pytest
+
 from penstock.place import Worker
 from penstock.start import Start, Stretch
 from penstock.state import Position
@@ -13,40 +15,47 @@ def worker(first: int, loader_seed: int) -> Worker:
     return Worker(first, 3, loader_seed)
 
 
+def take(start: Start, number: int, worker: Worker | None) -> bool:
+    """A round begins and gives a batch: whether of the stretch."""
+    is_ours = start.begin(number, worker)
+    start.take(number, worker)
+    return is_ours
+
+
 def test_a_start_is_taken_once() -> None:
     start = Start(RESUMED)
     assert (start.stretch, start.epoch, start.stretch.num_left, start.is_taken) == (RESUMED, 2, 43, False)
-    assert start.take(1, None)
+    assert take(start, 1, None)
     assert start.is_taken
-    assert not start.take(2, None)
+    assert not take(start, 2, None)
     start.set(RESUMED, by_state=True)
     assert not start.is_taken
-    assert start.take(3, None)
+    assert take(start, 3, None)
     assert not start.is_with_workers
 
 
 def test_all_workers_of_one_round_take_it_and_those_of_the_next_do_not() -> None:
     start = Start(RESUMED)
-    assert [start.take(1, worker(n, loader_seed=99)) for n in (2, 0)] == [True, True]
+    assert [take(start, 1, worker(n, loader_seed=99)) for n in (2, 0)] == [True, True]
     # The loop was left before worker 1 began; the next loader's worker 1 must not do otherwise than its others.
-    assert [start.take(1, worker(n, loader_seed=12)) for n in range(3)] == [False] * 3
+    assert [take(start, 1, worker(n, loader_seed=12)) for n in range(3)] == [False] * 3
     assert start.is_with_workers
 
 
 def test_rounds_of_workers_that_live_on_are_told_apart() -> None:
     start = Start(RESUMED)
     for number, taken in ((1, True), (2, False), (3, False)):
-        assert [start.take(number, worker(n, loader_seed=99)) for n in range(3)] == [taken] * 3
+        assert [take(start, number, worker(n, loader_seed=99)) for n in range(3)] == [taken] * 3
     start.set(RESUMED, by_state=True)
-    assert [start.take(4, worker(n, loader_seed=99)) for n in range(3)] == [True] * 3
+    assert [take(start, 4, worker(n, loader_seed=99)) for n in range(3)] == [True] * 3
 
 
 def test_this_process_and_its_workers_take_it_from_one_another() -> None:
     start = Start(RESUMED)
-    assert start.take(1, worker(0, loader_seed=5))
-    assert not start.take(1, None)
+    assert take(start, 1, worker(0, loader_seed=5))
+    assert not take(start, 1, None)
     assert not start.is_with_workers
-    assert not start.take(2, worker(0, loader_seed=5))
+    assert not take(start, 2, worker(0, loader_seed=5))
     assert start.is_with_workers
     start.set(RESUMED, by_state=True)
     assert not start.is_with_workers
@@ -56,6 +65,21 @@ def test_a_copy_is_on_its_own() -> None:
     start = Start(RESUMED)
     again = pickle.loads(pickle.dumps(start))
     assert again.stretch == RESUMED
-    assert start.take(1, None)
+    assert take(start, 1, None)
     assert not again.is_taken
     assert again._cells.is_shared()
+
+
+@pytest.mark.parametrize("seeds", [(5, 5), (5, 6)])
+def test_a_round_that_fails_before_its_first_batch_takes_nothing(seeds: tuple[int, int]) -> None:
+    start = Start(RESUMED)
+    assert start.begin(1, None)
+    start.give_back(None)
+    for n in range(3):
+        assert start.begin(1, worker(n, seeds[0]))
+    for n in range(3):
+        start.give_back(worker(n, seeds[0]))
+    assert not start.is_taken
+    assert [take(start, 1, worker(n, seeds[1])) for n in range(3)] == [True] * 3
+    assert start.is_taken
+    assert not take(start, 3, None)
