@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.errors import LedgerError
-from penstock.ledger_file import cannot_be_written, ledger_path, open_ledger
+from penstock.ledger_file import cannot_be_written, hold_ledger, ledger_path, release_ledger
 from penstock.prefetch import OWN_THREADS
 from penstock.spec import Spec
 from penstock.state import Position
@@ -117,9 +117,8 @@ class Book:
         self._ledger, self._dataset, self._rank, self._num_sequences = os.fspath(ledger), dataset, rank, num_sequences
         self._launch = os.urandom(8).hex()
         path = ledger_path(ledger, rank)
-        before = _latest.get((os.getpid(), path))
-        if before is None or before.is_closed:  # who closes a file gives up all locks that his process has on it
-            os.close(open_ledger(path))
+        hold_ledger(path)  # whether it can be is said now, not when the first loop begins
+        release_ledger(path)
 
     def open(self, spec: Spec, position: Position, worker: Worker | None) -> Ledger:
         """The ledger of an iteration that begins: of what spec, where, in which worker. Raises LedgerError: see Ledger."""
@@ -216,7 +215,7 @@ class Ledger:
             self._num_lost += 1
         try:
             if self._fd < 0:
-                self._fd = open_ledger(self._path)
+                self._fd = hold_ledger(self._path)
             while self._pending:
                 del self._pending[: os.write(self._fd, self._pending)]
         except (LedgerError, OSError) as error:
@@ -244,8 +243,8 @@ class Ledger:
 
     def _close_file(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
             self._fd = -1
+            release_ledger(self._path)
 
 
 # Whose begin line is the last in a file. By process, so that what a fork inherits is nobody's.

@@ -7,6 +7,10 @@ import logging
 import os
 import re
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import LedgerError
@@ -40,28 +44,77 @@ def find_ledgers(ledger: str | os.PathLike[str]) -> list[Path]:
     return sorted(one for one in found if pattern.fullmatch(str(one.relative_to(path.anchor))) and one.is_file())
 
 
-def open_ledger(path: Path) -> int:
-    """A descriptor that appends to a file, which no other process writes to, behind a newline.
+def hold_ledger(path: Path) -> int:
+    """A descriptor that appends to a file behind a newline, for one more holder in this process.
 
+    No other process writes to the file while it is held.
     Raises LedgerError: the file cannot be written, holds other things, or another process writes to it.
     """
-    try:
-        is_new = not path.exists()
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise LedgerError(cannot_be_written(path, error)) from error
+    with _files_lock, _telling(path):
+        held = _files.get((os.getpid(), path)) or _File(_open(path))
+        try:
+            _close_last_line(held.fd, path)
+        except BaseException:
+            if not held.num_holders:
+                os.close(held.fd)
+            raise
+        _files[os.getpid(), path] = held
+        held.num_holders += 1
+        return held.fd
+
+
+def release_ledger(path: Path) -> None:
+    """One holder of this process is done; after the last the file is closed, and others may write to it."""
+    with _files_lock:
+        held = _files[os.getpid(), path]
+        held.num_holders -= 1
+        if not held.num_holders:
+            del _files[os.getpid(), path]
+            os.close(held.fd)
+
+
+@dataclass(slots=True)
+class _File:
+    """A file that is held. One descriptor for all: who closes any of a file's gives up all locks that his process has on it."""
+
+    fd: int
+    num_holders: int = 0
+
+
+# By process, so that what a fork inherits is nobody's.
+_files: dict[tuple[int, Path], _File] = {}
+_files_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a process that was forked off: a thread that had the lock, to give a file back, is not in there."""
+    global _files_lock
+    _files_lock = threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _open(path: Path) -> int:
+    is_new = not path.exists()
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         _lock(fd, path)
-        _close_last_line(fd, path)
         if is_new:
             _sync_folder(path.parent)
-    except OSError as error:
-        os.close(fd)
-        raise LedgerError(cannot_be_written(path, error)) from error
-    except LedgerError:
+    except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LedgerError(cannot_be_written(path, error)) from error
 
 
 def cannot_be_written(path: Path, error: OSError) -> str:

@@ -231,6 +231,23 @@ def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free
     assert len(read_ledger(path).parts) == 2
 
 
+def test_a_file_stays_locked_until_the_last_iteration_over_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+
+    def is_locked() -> bool:
+        """For another process."""
+        code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        return subprocess.run([sys.executable, "-c", code, path], stderr=subprocess.DEVNULL, check=False).returncode != 0
+
+    first, second = open_at(path), open_at(path)
+    second.close()
+    assert is_locked()
+    book(path)
+    assert is_locked()
+    first.close()
+    assert not is_locked()
+
+
 def fails_with(code: int, after_bytes: int = 0) -> Callable[[int, bytes], int]:
     """A write to a disk that takes a little more, and then none."""
     left = [after_bytes]
