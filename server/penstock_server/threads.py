@@ -20,11 +20,12 @@ InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # gives what
 
 _REMEMBERED_EPOCHS = 1000
 _two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # digests release the lock
+_two_for_people = ThreadPoolExecutor(2, thread_name_prefix="penstock-json")
 
 
-async def in_two_threads(make: Callable[[], _T]) -> _T:
+async def in_two_threads(make: Callable[[], _T], threads: ThreadPoolExecutor = _two) -> _T:
     """What `make` gives, which waits for nothing. Who is cancelled stays until it is done, if it has begun."""
-    made = _two.submit(make)
+    made = threads.submit(make)
     try:
         return await asyncio.wrap_future(made)
     except asyncio.CancelledError:
@@ -32,6 +33,11 @@ async def in_two_threads(make: Callable[[], _T]) -> _T:
             with CancelScope(shield=True):
                 await asyncio.wait([asyncio.wrap_future(made)])
         raise
+
+
+async def in_two_for_people(make: Callable[[], _T]) -> _T:
+    """What `make` gives, which takes long, and on its way much more memory than what it gives: text of many tokens."""
+    return await in_two_threads(make, _two_for_people)
 
 
 async def in_one_of_many(make: Callable[[], _T]) -> _T:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from penstock_server.threads import Epochs, in_two_threads
+from penstock_server.threads import Epochs, in_two_for_people, in_two_threads
 
 
 def test_who_is_cancelled_stays_until_what_has_begun_is_done_and_what_has_not_is_never_made() -> None:
@@ -97,3 +97,22 @@ def test_an_epoch_that_could_not_be_planned_is_planned_by_the_next_of_the_crowd(
     asyncio.run(run())
     assert not any(name.startswith("penstock-batches") for name in requests.threads[:10])
     assert requests.threads[10].startswith("penstock-batches")
+
+
+def test_text_for_people_is_made_for_two_at_a_time_and_holds_back_no_batch() -> None:
+    may_end, begun = threading.Event(), threading.Semaphore(0)
+
+    def make() -> None:
+        begun.release()
+        assert may_end.wait(30)
+
+    async def run() -> None:
+        crowd = [asyncio.create_task(in_two_for_people(make)) for _ in range(6)]
+        for _ in range(2):
+            assert await asyncio.to_thread(begun.acquire, timeout=30)
+        await in_two_threads(lambda: None)
+        assert not begun.acquire(blocking=False)
+        may_end.set()
+        await asyncio.gather(*crowd)
+
+    asyncio.run(run())
