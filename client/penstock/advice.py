@@ -56,7 +56,7 @@ class Advice:
     def _check_rows(self, source: Source) -> None:
         """Else most of a dataset of long documents would be left out without a word."""
         spec = self._spec
-        if (spec.packing, spec.long_rows, spec.task) != ("rows", "truncate", "causal") or spec.batch_size > _MOST_ROWS:
+        if not spec.cuts_rows or spec.task != "causal" or spec.batch_size > _MOST_ROWS:
             return
         rows = source.rows_of(spec, self._epoch, self._first_step)
         num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)

@@ -127,6 +127,11 @@ class Spec:
         except SpecError as error:
             yield error.parameters[0], str(error)
 
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether what of a row is behind seq_len is in no sequence, so that a row is one in any case."""
+        return (self.packing, self.long_rows) == ("rows", "truncate")
+
     def skipped(self) -> Ranges:
         """The ranges of an epoch's samples that are skipped, half-open, sorted and disjoint."""
         return parse_skip(self.skip, self.batch_size * self.world_size) if self.skip else ()

@@ -93,8 +93,10 @@ def _order(spec: Spec) -> dict[str, Any]:
     values = spec.to_dict()
     # Where rows are joined or cut, sequences of another length are other samples. Where they are sorted, it is by their
     # lengths as they are cut; and in seq2seq they are not cut as a whole.
-    is_cut = (spec.packing, spec.long_rows) != ("rows", "truncate")
-    matters = {"seq_len": is_cut or spec.group_by_length, "task": not is_cut and spec.group_by_length}
+    matters = {
+        "seq_len": not spec.cuts_rows or spec.group_by_length,
+        "task": spec.cuts_rows and spec.group_by_length,
+    }
     # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
     return {name: values[name] for name in _ORDER} | {name: values[name] if matters[name] else None for name in _CUT}
 

@@ -67,3 +67,11 @@ def test_what_is_no_state_is_refused_whatever_is_asked_for() -> None:
 def test_states_have_the_same_keys_whatever_the_spec(packing: str, group_by_length: int) -> None:
     spec = Spec(packing=packing, group_by_length=0 if packing != "rows" else group_by_length)
     assert write_state("a", spec, HERE).keys() == write_state("a", Spec(), HERE).keys()
+
+
+def test_of_every_parameter_it_is_said_whether_states_depend_on_it() -> None:
+    """Whoever adds one says it here, and in `_ORDER` if samples stand elsewhere with another value."""
+    only_shapes = {"pad", "boundaries", "target_len", "loss", "tail"}
+    named = write_state("a", Spec(), HERE).keys() - {"version", "dataset", "epoch", "step"}
+    assert named | only_shapes == set(Spec().to_dict())
+    assert not named & only_shapes

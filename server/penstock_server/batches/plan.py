@@ -239,8 +239,8 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         skipped=skipped,
     )
     if spec.offset == 0 and schedule.num_steps == 0:
-        is_cut = (spec.packing, spec.long_rows, spec.task) == ("rows", "truncate", "causal")
-        more = "make several sequences of long rows with long_rows=split or packing=concat, " if is_cut else ""
+        may_split = spec.cuts_rows and spec.task == "causal"
+        more = "make several sequences of long rows with long_rows=split or packing=concat, " if may_split else ""
         raise BadParameter(
             f"no step fits: {dataset} has {counted(num_positions, 'sequence')}"
             f"{', too many of them skipped' if skipped else ''}, one step takes batch_size x world_size = "
