@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -67,7 +68,7 @@ class Source:
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
-        path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
+        path = self._batches(epoch)
         if len(steps) > 1 or then:
             ahead = path + _query(spec, then) if then else None
             frames = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
@@ -80,13 +81,22 @@ class Source:
 
     def rows_of(self, spec: Spec, epoch: int, step: int) -> list[int]:
         """The lengths, in tokens, of the rows that a batch was cut from; none if the server does not tell at once."""
-        path = f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches/{step}/provenance"
+        target = f"{self._batches(epoch)}/{step}/provenance?{_query_of(spec)}"
         try:
-            server = self._servers[self._rank % len(self._servers)]
-            answer = httpx.get(f"{server}{path}?{_query_of(spec)}", timeout=_AT_ONCE_SECONDS).raise_for_status().json()
+            answer = httpx.get(self._servers[0] + target, timeout=_AT_ONCE_SECONDS).raise_for_status().json()
             return [int(row["row_tokens"]) for sequence in answer["sequences"] for row in sequence["sources"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
+
+    def provenance(self, transport: Transport, spec: Spec, epoch: int, step: int) -> dict[str, Any]:
+        """For each sequence of a batch the rows it is made of, as the server tells them.
+
+        Raises ServerUnavailable, and the PenstockError that fits a refusal.
+        """
+        return transport.get(f"{self._batches(epoch)}/{step}/provenance?{_query_of(spec)}", _decode_object)
+
+    def _batches(self, epoch: int) -> str:
+        return f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
         def decode(body: memoryview) -> Iterator[wire.Frame]:
@@ -113,6 +123,17 @@ def _query(spec: Spec, steps: range) -> str:
 @lru_cache(maxsize=8)  # of an epoch all are alike
 def _query_of(spec: Spec) -> str:
     return urlencode(spec.to_query())
+
+
+def _decode_object(body: memoryview) -> dict[str, Any]:
+    """Raises WireError: it is no object of JSON."""
+    try:
+        found = json.loads(bytes(body))
+    except ValueError as error:
+        raise WireError(f"the answer is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise WireError(f"the answer is no object, but a {type(found).__name__}")
+    return found
 
 
 def _decode_resolved(body: memoryview) -> Resolved:

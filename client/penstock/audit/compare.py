@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
 
 from penstock.audit.reading import read_ledger
 from penstock.audit.report import Report
@@ -66,10 +64,9 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
     for (gap, rank, step), _ in zip(batches, range(_MOST_BATCHES_SHOWN), strict=False):
         begin = gap.stretch.begin
         source = _source(begin, servers, rank)
-        path = f"/v1/datasets/{quote(begin.dataset, safe='')}/epochs/{gap.epoch}/ranks/{rank}/batches/{step}/provenance"
         with closing(source.connect()) as transport:
             name = f"epoch {gap.epoch}, step {step:,} of start {gap.stretch.started.number + 1}, rank {rank}"
-            yield name, transport.get(f"{path}?{urlencode(begin.spec.to_query())}", lambda body: json.loads(bytes(body)))
+            yield name, source.provenance(transport, begin.spec, gap.epoch, step)
 
 
 def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:

@@ -10,6 +10,7 @@ from penstock.audit.intervals import clip, join, size, without
 from penstock.audit.rank import Changed, Stretch, Thrown
 from penstock.audit.reading import Damage, IntArray
 from penstock.audit.report import Apart, Order, Report
+from penstock.wording import counted
 
 _MOST_RANGES = 8
 _MOST_LINES = 20
@@ -37,18 +38,18 @@ def _verdict(report: Report) -> str:
     epochs = [epoch for order in report.orders for epoch in order.epochs]
     if report.is_proven:
         num = sum(epoch.num_due for epoch in epochs)
-        return f"PROVEN: each sample that was due, {num:,} in {_number(len(epochs), 'epoch')}, was trained on exactly once"
+        return f"PROVEN: each sample that was due, {num:,} in {counted(len(epochs), 'epoch')}, was trained on exactly once"
     reasons = {
         "{} not trained on": sum(size(epoch.missing) for epoch in epochs),
         "{} trained on more than once": sum(size(epoch.twice) for epoch in epochs),
     }
-    found = [text.format(_number(count, "sample")) for text, count in reasons.items() if count]
+    found = [text.format(counted(count, "sample")) for text, count in reasons.items() if count]
     if apart := sum(len(order.apart) for order in report.orders):
-        found.append(f"{_number(apart, 'rank')} went on from another state than the first")
+        found.append(f"{counted(apart, 'rank')} went on from another state than the first")
     if changed := sum(len(order.changed) for order in report.orders):
-        found.append(f"{_number(changed, 'batch', 'batches')} changed")
+        found.append(f"{counted(changed, 'batch', 'batches')} changed")
     if lines := sum(d.last - d.first + 1 for d in report.damages if not d.is_torn):
-        found.append(f"{_number(lines, 'line')} cannot be read, whatever they said")
+        found.append(f"{counted(lines, 'line')} cannot be read, whatever they said")
     return f"NOT PROVEN: {', '.join(found) or 'no batch is recorded'}"
 
 
@@ -58,7 +59,7 @@ def _start(start: Start) -> str:
     behind = f" behind the first {slicing.offset:,} samples" if slicing.offset else ""
     return (
         f"  start {start.number + 1}, {begin.time:%Y-%m-%d %H:%M:%S}, {how} at epoch {begin.epoch}, step {begin.step:,}{behind}"
-        f", on {_number(slicing.world_size, 'rank')} with batches of {slicing.batch_size:,}"
+        f", on {counted(slicing.world_size, 'rank')} with batches of {slicing.batch_size:,}"
     )
 
 
@@ -78,7 +79,7 @@ def _epoch(epoch: Epoch) -> str:
     if not epoch.is_finished:
         text += f"; it is not over: all ranks came to step {epoch.steps_done:,} of {epoch.stretches[-1].slicing.num_steps:,}"
     if epoch.num_ahead:
-        text += f", some took {_number(epoch.num_ahead, 'sample')} more"
+        text += f", some took {counted(epoch.num_ahead, 'sample')} more"
     return text
 
 
@@ -163,7 +164,7 @@ def _positions(found: IntArray) -> str:
     ranges = found[:_MOST_RANGES].tolist()
     shown = ", ".join(f"{start:,}-{stop - 1:,}" if stop - start > 1 else f"{start:,}" for start, stop in ranges)
     more = f" and {len(found) - _MOST_RANGES:,} ranges more" if len(found) > _MOST_RANGES else ""
-    return f"{_number(size(found), 'sample')} at positions {shown}{more}"
+    return f"{counted(size(found), 'sample')} at positions {shown}{more}"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -177,10 +178,6 @@ def _ranks(ranks: list[int]) -> str:
 
 def _range(what: str, first: int, stop: int) -> str:
     return f"{what} {first:,}" if stop - first == 1 else f"{what}s {first:,}-{stop - 1:,}"
-
-
-def _number(count: int, what: str, several: str = "") -> str:
-    return f"{count:,} {what if count == 1 else several or what + 's'}"
 
 
 def _some(lines: Iterable[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
@@ -51,15 +51,6 @@ class Rendered:
 
     text: str
     spans: tuple[Span, ...]
-
-    def segments(self) -> Iterator[tuple[str, bool]]:
-        """The text in pieces, none of them empty, and whether each carries loss."""
-        at = 0
-        for start, stop in (*self.spans, (len(self.text), len(self.text))):
-            for begin, end, carries in ((at, start, False), (start, stop, True)):
-                if begin < end:
-                    yield self.text[begin:end], carries
-            at = stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,10 @@
 """The shuffle report: how well an epoch's order mixes the source, measured on the order as it is served.
 
-shuffle_extent    how much of the epoch is measured
-shuffle_sample    which samples of that are looked at, and where in the source they are from
-shuffle_measures  the numbers, each beside that of an exact uniform shuffle
-shuffle_verdict   what they mean
-shuffle_picture   the same as a picture
+extent    how much of the epoch is measured
+sample    which samples of that are looked at, and where in the source they are from
+measures  the numbers, each beside that of an exact uniform shuffle
+verdict   what they mean
+picture   the same as a picture
 """
 
 from __future__ import annotations
