@@ -15,7 +15,7 @@ from penstock.wire import Layout
 from penstock_server.batches.batch import _add, _write
 from penstock_server.batches.body import Place, Places
 from penstock_server.batches.pieces import Pieces
-from penstock_server.batches.sequences import Held, Parts, Sequences
+from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import STREAM
 from penstock_server.storage.block import Block, Feature, ListColumn, RowSpans
@@ -115,7 +115,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
         starts.append(begins)
 
     assume(parts)
-    held = [Held(None, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
+    held = [LoadedBlock(None, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
     columns = Parts(*(np.array(column) for column in zip(*parts, strict=True)))
     sequences = Sequences(len(expected), held, columns, np.zeros(len(expected), np.bool_))
 

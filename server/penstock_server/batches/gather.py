@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.sequences import Held, Parts, Sequences
+from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.packing import Spans, by_value
 from penstock_server.storage.block import Block
@@ -95,7 +95,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
     """
     count = len(chunk.steps) * chunk.plan.spec.batch_size
     substituted = np.zeros(count, np.bool_)
-    held: list[Held] = []
+    held: list[LoadedBlock] = []
     parts = []
     rest = iter(blocks)
     for need in chunk.needs:
@@ -106,7 +106,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
             substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
         indices = sorted(found)
         numbers = len(held) + np.searchsorted(indices, spans.blocks)
-        held += [Held(member, index, found[index]) for index in indices]
+        held += [LoadedBlock(member, index, found[index]) for index in indices]
         parts.append((spans.sequences, numbers, spans.rows, spans.starts, spans.stops))
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.argsort(columns[0], kind="stable")

@@ -23,7 +23,7 @@ _FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Origin:
     """A row of a sequence. `row` counts from the start of its row group; of its `row_tokens` tokens [start, stop) are in it."""
 
     dataset: str
@@ -36,7 +36,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LoadedBlock:
     """Block `index` of a member, in memory, with the rows of the split that is asked for."""
 
     member: Member
@@ -90,7 +90,7 @@ class Documents(NamedTuple):
 class Sequences:
     """`count` sequences; `substituted`, shape [count], are those that stand in for bad rows."""
 
-    def __init__(self, count: int, held: list[Held], parts: Parts, substituted: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, count: int, held: list[LoadedBlock], parts: Parts, substituted: npt.NDArray[np.bool_]) -> None:
         self.count, self.held, self.substituted = count, held, substituted
         self._parts = parts
         self._found = dict[tuple[str, str | None, int], Runs]()
@@ -128,7 +128,7 @@ class Sequences:
         first, last = np.searchsorted(self.documents.sequences, [sequence, sequence + 1]).tolist()
         return Documents(*(column[first:last] for column in self.documents))
 
-    def sources(self, sequence: int) -> list[Source]:
+    def sources(self, sequence: int) -> list[Origin]:
         """The rows of one sequence, as they lie in the shards."""
         documents = self.documents_of(sequence)
         return [self._source(*line) for line in zip(*(column.tolist() for column in documents[1:]), strict=True)]
@@ -219,12 +219,12 @@ class Sequences:
             return block.rows_of_stream(starts, stops)
         return RowSpans(np.arange(len(mine)), rows, starts, np.minimum(stops, block.row_lengths_of(rows)))
 
-    def _source(self, number: int, row: int, first: int, last: int) -> Source:
+    def _source(self, number: int, row: int, first: int, last: int) -> Origin:
         held = self.held[number]
         at = held.member.snapshot.block(held.index)
         row_in_group = at.first_row + int(held.block.rows[row])
         [row_tokens] = held.block.row_lengths_of(np.array([row])).tolist()
-        return Source(held.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens)
+        return Origin(held.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens)
 
 
 def _in_order(found: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray[Any]]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock_server.geometry.order import IntArray, find
 from penstock_server.shuffling.luck import Range, num_distinct, range_of_count, range_of_mean
-from penstock_server.shuffling.sample import Sample, Source
+from penstock_server.shuffling.sample import MemberEpoch, Sample
 
 _QUANTILES = (0.01, 0.1, 0.5, 0.9)
 _MOST_CELLS = 24  # stretches of the epoch, and parts of the source
@@ -195,7 +195,7 @@ def _parts(sample: Sample) -> tuple[str, list[IntArray]]:
     return kind, [own[cuts[source.member]] for source, own in zip(sample.sources, edges, strict=True)]
 
 
-def _unit_edges(sample: Sample, source: Source, unit: str) -> IntArray:
+def _unit_edges(sample: Sample, source: MemberEpoch, unit: str) -> IntArray:
     """The places in a source at which its blocks, or shards, start, and at last where all end."""
     if unit == "blocks":
         return source.starts

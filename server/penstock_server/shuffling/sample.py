@@ -26,7 +26,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, fill [0, 1) evenly
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Source:
+class MemberEpoch:
     """One epoch of one member. Its sequences have places, from 0 on, in the order in which they are stored.
 
     `starts[pool]` is the place of a pool's first sequence, and the last number that of all sequences.
@@ -44,7 +44,7 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Served:
+class LookedAt:
     """Samples and where they are from; each of shape [runs, samples of a run], those of a run one behind the other.
 
     Sample `samples` of the epoch is position `positions` of it and position `own` of source number `sources`, and shows the
@@ -57,10 +57,10 @@ class Served:
     own: IntArray
     places: IntArray
 
-    def reshaped(self, *shape: int) -> Served:
+    def reshaped(self, *shape: int) -> LookedAt:
         """The same samples, of another shape."""
         every = (self.samples, self.positions, self.sources, self.own, self.places)
-        return Served(*(values.reshape(shape) for values in every))
+        return LookedAt(*(values.reshape(shape) for values in every))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,9 +89,9 @@ class Sample:
     plan: Plan
     epoch: int
     num_samples: int
-    sources: tuple[Source, ...]
-    scattered: Served
-    runs: Served
+    sources: tuple[MemberEpoch, ...]
+    scattered: LookedAt
+    runs: LookedAt
     pairs: Pairs
 
     @property
@@ -100,7 +100,7 @@ class Sample:
         return _samples_per_step(self.plan)
 
     @property
-    def batches(self) -> Served:
+    def batches(self) -> LookedAt:
         """The global batches that the runs are of."""
         return self.runs.reshaped(-1, _batch(self.plan, self.num_samples))
 
@@ -129,9 +129,9 @@ class _LookUp:
         self._plan, self._epoch = plan, epoch
         self._key = key(plan.spec.seed, epoch, "shuffle-report")
         self._numbers: dict[tuple[int, int], int] = {}
-        self.sources: list[Source] = []
+        self.sources: list[MemberEpoch] = []
 
-    def runs(self, length: int, most: int, num_samples: int) -> Served:
+    def runs(self, length: int, most: int, num_samples: int) -> LookedAt:
         """Up to `most` runs of `length` samples, spread over the first num_samples; each begins at a multiple of its length."""
         room = num_samples // length
         count = min(most, room)
@@ -141,9 +141,9 @@ class _LookUp:
         positions = replace(self._plan.schedule, batch_size=length, world_size=1).positions(numbers.tolist(), 0)
         samples = numbers[:, None] * length + np.arange(length)
         flat = positions.reshape(-1)
-        return Served(samples.reshape(-1), flat, *self._places(flat)).reshaped(*positions.shape)
+        return LookedAt(samples.reshape(-1), flat, *self._places(flat)).reshaped(*positions.shape)
 
-    def pairs(self, served: Served) -> Pairs:
+    def pairs(self, served: LookedAt) -> Pairs:
         """Samples with those that stand behind them in the source. The last sequence of a source has none behind it."""
         other = np.full_like(served.own, _NEVER)
         anywhere = np.full((-(-MOST_SCATTERED // len(other)), len(other)), _NEVER)
@@ -188,10 +188,10 @@ class _LookUp:
         if (member, epoch) not in self._numbers:
             packing, order = self._plan.members[member].epoch(epoch)
             self._numbers[member, epoch] = len(self.sources)
-            self.sources.append(Source(member, epoch, order, starts_of(packing.sequences_per_pool)))
+            self.sources.append(MemberEpoch(member, epoch, order, starts_of(packing.sequences_per_pool)))
         return self._numbers[member, epoch]
 
-    def _positions(self, source: Source, own: IntArray) -> IntArray:
+    def _positions(self, source: MemberEpoch, own: IntArray) -> IntArray:
         """The inverse of _own; those of other epochs are past the epoch's ends. _NEVER for what a mixture never comes to."""
         mixture = self._plan.mixture
         if mixture is None:

@@ -61,7 +61,7 @@ class RowSpans(NamedTuple):
     lasts: IntArray
 
 
-class Pieces(NamedTuple):
+class TokenRuns(NamedTuple):
     """Runs of tokens, in columns: piece i, of span spans[i], is values[starts[i] : starts[i] + lengths[i]] of a feature.
 
     They stand in the order of the spans; none is empty. `learned[i]`: it is no prompt.
@@ -80,7 +80,7 @@ class Feature:
     tokens: ListColumn
     turns: ListColumn | None
 
-    def cut(self, parts: RowSpans) -> Pieces:
+    def cut(self, parts: RowSpans) -> TokenRuns:
         """The tokens of parts of rows, each cut at the row's end and between turns."""
         spans, rows, firsts, lasts = parts
         lasts = np.minimum(lasts, self.tokens.lengths_of(rows))
@@ -95,7 +95,7 @@ class Feature:
             firsts, lasts = np.maximum(ends - sizes, firsts[part]), np.minimum(ends, lasts[part])
         lengths = lasts - firsts
         starts, some = self.tokens.starts[rows] + firsts, lengths > 0
-        return Pieces(spans[some], starts[some], lengths[some], learned[some])
+        return TokenRuns(spans[some], starts[some], lengths[some], learned[some])
 
     def row(self, row: int) -> list[Turn]:
         """The tokens of a row, turn by turn."""
@@ -216,12 +216,12 @@ class Block:
         parts = (spans, rows, firsts, lasts)
         return RowSpans(*(column[lasts > firsts] for column in parts))
 
-    def cut_stream(self, name: str, starts: IntArray, stops: IntArray) -> Pieces:
+    def cut_stream(self, name: str, starts: IntArray, stops: IntArray) -> TokenRuns:
         """Tokens [starts[i], stops[i]) of the stream of a block with one feature, in as few pieces as there can be."""
         feature = self.features[name]
         if feature.turns is None and self._offsets is not None:
             spans = np.arange(len(starts))
-            return Pieces(spans, starts + self._offsets[0], stops - starts, np.ones(len(starts), np.bool_))
+            return TokenRuns(spans, starts + self._offsets[0], stops - starts, np.ones(len(starts), np.bool_))
         return feature.cut(self.rows_of_stream(starts, stops))
 
     @property

@@ -18,7 +18,7 @@ _LISTED_FOOTERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BadRow:
+class Quarantined:
     """A row that cannot be used. `row` counts over the whole dataset, `row_in_group` from the start of the row group."""
 
     row: int
@@ -46,7 +46,7 @@ class Quarantine:
         # Every request asks: to add up ten thousand footers would take longer than a batch.
         self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
         self._num_met = 0
-        self._rows: dict[int, list[BadRow]] = {}  # of each block that has some
+        self._rows: dict[int, list[Quarantined]] = {}  # of each block that has some
         self._num_listed = 0
         self._groups: dict[tuple[str, int], BadGroup] = {}
 
@@ -70,7 +70,7 @@ class Quarantine:
             numbers = block.rows.tolist()
             place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())]
             rows = [
-                BadRow(
+                Quarantined(
                     row=first + row,
                     shard=at.shard.path.name,
                     row_group=at.row_group,
@@ -90,7 +90,7 @@ class Quarantine:
         """Bad rows met so far, or as many as the footers tell."""
         return max(self._num_in_footers, self._num_met)
 
-    def rows(self) -> list[BadRow]:
+    def rows(self) -> list[Quarantined]:
         """The bad rows met so far, in the order of the dataset; the first 100,000 that were met."""
         with self._lock:
             return [row for index in sorted(self._rows) for row in self._rows[index]]
