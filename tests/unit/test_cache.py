@@ -7,14 +7,20 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from penstock_server.sealed import write_sealed
+from penstock_server.storage import cache as cache_module
 from penstock_server.storage.cache import CacheFolder
 
 KIB = 1 << 10
 OVERHEAD = 8  # the digest behind each file
+
+
+class Disk(NamedTuple):
+    free: int
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -161,7 +167,6 @@ def test_threads_that_write_at_once_never_exceed_the_budget(tmp_path: Path) -> N
 FULL_DISK = """
 import logging, sys
 from pathlib import Path
-from penstock_server.sealed import write_sealed
 from penstock_server.storage.cache import CacheFolder
 logging.basicConfig(format="%(message)s")
 folder = Path(sys.argv[1])
@@ -224,3 +229,28 @@ def test_counts_that_are_stored_beside_the_blocks_meanwhile_disturb_nobody(tmp_p
     finally:
         is_over.set()
         storing.join()
+
+
+def test_the_budget_rises_again_once_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    free = [0]
+    monkeypatch.setattr(cache_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(free[0]))
+    cache = CacheFolder(tmp_path, 100 * KIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert not cache.write("a", content(0))
+    assert cache.budget_bytes == 0
+    assert not cache.write("a", content(0))  # it still has none
+    free[0] = 10 * KIB
+    assert cache.write("a", content(0))
+    assert cache.budget_bytes == 5 * KIB
+    free[0] = 1000 * KIB
+    assert cache.write("b", content(0))
+    assert cache.budget_bytes == cache.configured_bytes == 100 * KIB
+    said = [record.getMessage().partition("; ")[2] for record in caplog.records]
+    assert said[1:] == [f"the budget of the block cache is {n:,} bytes" for n in (5 * KIB, 100 * KIB)]

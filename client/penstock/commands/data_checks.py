@@ -83,7 +83,7 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
             "warn",
             "cache",
             f"{text}; its disk was full, so the budget is {size(budget)} in place of {size(asked)}: {again}",
-            "free some of the disk of --cache-dir, then restart the server",
+            "free some of the disk of --cache-dir: the budget rises again with the next blocks",
         )
     elif used >= _FULL * budget or sum(counted) > budget:
         needed = f"; the datasets take {size(sum(counted))}" if len(counted) == len(datasets) else ""

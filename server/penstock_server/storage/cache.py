@@ -34,6 +34,7 @@ _SUFFIX, _TEMPORARY = ".block", ".tmp"
 _NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
 _ABANDONED_SECONDS = 60.0  # a temporary file that nobody has written to for so long belongs to a process that died
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
+_LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
 _SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
 
 
@@ -54,8 +55,9 @@ class CacheFolder:
             used.bytes = self._recount()
             free = shutil.disk_usage(folder).free
             self.budget_bytes = (free + used.bytes) // 2 if budget_bytes is None else budget_bytes
-            self.configured_bytes = self.budget_bytes  # a full disk lowers the budget
+            self.configured_bytes = self.budget_bytes  # a full disk lowers the budget, for a time
             self._told_bytes = math.inf  # as the log has it since
+            self._look_at = math.inf
             if used.bytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes)
 
@@ -109,6 +111,8 @@ class CacheFolder:
         Raises OSError: the folder can no longer be written to.
         """
         nbytes = content.nbytes + SEAL_BYTES
+        if time.monotonic() >= self._look_at:
+            self._grow()
         if nbytes > self.budget_bytes:
             return False
         path, temporary = self._path(name), None
@@ -172,14 +176,24 @@ class CacheFolder:
     def _shrink(self, error: OSError) -> None:
         """A full disk lowers the budget to what is used now: jobs go on, with fewer blocks kept."""
         self.budget_bytes = min(self.budget_bytes, self.used_bytes)
+        self._look_at = time.monotonic() + _LOOK_SECONDS
         if self.budget_bytes >= _NEWS * self._told_bytes:
             return  # it was said: on a disk that others keep full each block fails
         self._told_bytes = self.budget_bytes
         log.warning(
             "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
-            "each time they are needed. Free disk space and restart, or name another folder with --cache-dir.",
+            "each time they are needed. Free disk space, or name another folder with --cache-dir.",
             self.folder, error.strerror, f"{self.budget_bytes:,}",
         )  # fmt: skip
+
+    def _grow(self) -> None:
+        """Where the disk has room again, half of it may be used, up to the budget that there was."""
+        room = self.used_bytes + shutil.disk_usage(self.folder).free // 2
+        self.budget_bytes = max(self.budget_bytes, min(self.configured_bytes, room))
+        self._look_at = math.inf if self.budget_bytes == self.configured_bytes else time.monotonic() + _LOOK_SECONDS
+        if _NEWS * self.budget_bytes > self._told_bytes:
+            log.warning("%s has room again; the budget of the block cache is %s bytes", self.folder, f"{self.budget_bytes:,}")
+            self._told_bytes = math.inf if self.budget_bytes == self.configured_bytes else self.budget_bytes
 
     def _evict(self, used: _Used, target_bytes: int) -> None:
         """Removes the files that were used longest ago until at most `target_bytes` are in use."""
