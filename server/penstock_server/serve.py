@@ -128,8 +128,9 @@ def open_cache(settings: Settings) -> CacheFolder:
 
 
 def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
-    """Tells where the cache has no room for what these datasets need at a time, and what of them is not used."""
-    for warning in (describe_tight_cache(cache.budget_bytes, datasets), *map(describe_unused, datasets)):
+    """Tells where the cache has no room for what these datasets need at a time, what of them is not used, or refused."""
+    refusals = (served.blocks.quarantine.refusal for served in datasets)
+    for warning in (describe_tight_cache(cache.budget_bytes, datasets), *map(describe_unused, datasets), *refusals):
         if warning:
             print(f"penstock {command}: {warning}", file=sys.stderr)
 

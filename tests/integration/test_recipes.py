@@ -316,11 +316,20 @@ def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server
         assert (answer.status_code, answer.json()["type"]) == (500, "urn:penstock:problem:dataset-refused")
         with pytest.raises(DataError, match=r"of 200 rows .* are known to be bad, more than max_bad_share = 0\.05 allows"):
             list(dataset(server, "holes", batch_size=10))
+        assert "are known to be bad" in server.json("/v1/datasets/holes")["bad_rows"]["refusal"]
         (tmp_path / "holes" / "penstock.toml").write_text(
             'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"\nmax_bad_share = 0.2'
         )
     with serve(tmp_path) as server:
         assert len(list(dataset(server, "holes", batch_size=10))) == 20
+
+
+def test_a_dataset_that_will_be_refused_is_told_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
+    texts = ["fox" if n % 10 else None for n in range(200)]
+    write(tmp_path / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write_tokenizer(tmp_path / "tokenizer.json")
+    with serve(tmp_path) as server:
+        assert "holes: 20 of 200 rows (10.00%) are known to be bad, more than max_bad_share = 0.01 allows" in server.stop()
 
 
 def test_global_without_room_is_refused_with_both_numbers(serve: Callable[..., Server], tmp_path: Path) -> None:

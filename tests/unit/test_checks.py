@@ -134,6 +134,7 @@ def test_a_cache_that_is_full_lowered_or_too_small_is_told() -> None:
     assert (small.level, "the datasets take 2.0 GB: blocks that do not fit are decoded again" in small.text) == ("warn", True)
 
 
+BAD_ROWS = {"known": 0, "on_bad_row": "fail", "refusal": None, "unread_row_groups": 0}
 ABOUT = {
     "name": "wiki",
     "rows": 1,
@@ -142,7 +143,7 @@ ABOUT = {
     "shards": 2,
     "tokens": None,
     "index": {"blocks_done": 3, "blocks": 4},
-    "bad_rows": {"known": 0, "on_bad_row": "fail"},
+    "bad_rows": BAD_ROWS,
     "snapshot": "3f9c",
     "refresh_error": None,
 }
@@ -165,9 +166,13 @@ def test_bad_rows_and_data_that_is_kept_out_are_told(monkeypatch: pytest.MonkeyP
     assert "1,000 tokens, snapshot" in dataset(monkeypatch, tokens=1000).text
     kept_out = dataset(monkeypatch, refresh_error="half a file")
     assert (kept_out.level, "newer data is kept out: half a file" in kept_out.text) == ("warn", True)
-    bad = dataset(monkeypatch, bad_rows={"known": 7, "on_bad_row": "fail"})
+    bad = dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7})
     assert (bad.level, "7 bad rows are known" in bad.text, "quarantine" in bad.fix) == ("warn", True, True)
-    assert dataset(monkeypatch, bad_rows={"known": 7, "on_bad_row": "substitute"}).level == "ok"
+    assert dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "on_bad_row": "substitute"}).level == "ok"
+    refused = dataset(monkeypatch, bad_rows=BAD_ROWS | {"known": 7, "refusal": "wiki: 7 of 9 rows are bad."})
+    assert refused == Check("fail", "dataset", "every batch is refused. wiki: 7 of 9 rows are bad.")
+    unread = dataset(monkeypatch, bad_rows=BAD_ROWS | {"unread_row_groups": 2})
+    assert (unread.level, "2 row groups could not be read" in unread.text, "quarantine" in unread.fix) == ("fail", True, True)
 
 
 def torch_with(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, pins: bool = True, sign: str = "/none") -> Check:

@@ -48,6 +48,15 @@ def _dataset(about: Mapping[str, Any]) -> Check:
     )
     rows = rows_kept(about["rows"], about["rows_served"])
     text = f"{name}: {rows} in {counted(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
+    if refusal := bad["refusal"]:
+        return Check("fail", "dataset", f"every batch is refused. {refusal}")
+    if unread := bad["unread_row_groups"]:
+        return Check(
+            "fail",
+            "dataset",
+            f"{text}; {counted(unread, 'row group')} could not be read, and batches that need one fail",
+            f"GET /v1/datasets/{name}/quarantine tells which and why; mend the shards, or move them out of the folder",
+        )
     if error := about.get("refresh_error"):
         return Check(
             "warn", "dataset", f"{text}; newer data is kept out: {error}", "mend the files; until then this snapshot is served"

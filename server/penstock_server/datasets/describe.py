@@ -20,7 +20,7 @@ def describe_dataset(served: Served) -> dict[str, Any]:
 
     The cache is that of all datasets.
     """
-    snapshot, index, cache = served.snapshot, served.index, served.blocks.cache
+    snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     tokens = int(index.lengths.get().per_block("all")[1].sum()) if index.lengths.is_ready else None
     return {
@@ -32,7 +32,12 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
         "index": dict(zip(("blocks_done", "blocks"), index.progress(), strict=True)),
-        "bad_rows": {"known": served.blocks.quarantine.num_bad_rows, "on_bad_row": snapshot.recipe.on_bad_row},
+        "bad_rows": {
+            "known": quarantine.num_bad_rows,
+            "on_bad_row": snapshot.recipe.on_bad_row,
+            "refusal": quarantine.refusal,
+            "unread_row_groups": quarantine.num_unread_groups,
+        },
         "cache": {"used_bytes": cache.used_bytes, "budget_bytes": cache.budget_bytes, "asked_bytes": cache.configured_bytes},
         "columns": list(snapshot.recipe.token_columns),
         "recipe": snapshot.recipe.describe(),

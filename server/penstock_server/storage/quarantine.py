@@ -119,6 +119,20 @@ class Quarantine:
             raise too_many_bad_rows(self._snapshot, num_bad)
 
     @property
+    def refusal(self) -> str | None:
+        """Why every batch is refused by now; None if none is."""
+        try:
+            self.check()
+        except DatasetRefused as refusal:
+            return str(refusal)
+        return None
+
+    @property
+    def num_unread_groups(self) -> int:
+        """Row groups that could not be read when they were needed."""
+        return len(self._groups)
+
+    @property
     def has_too_many(self) -> bool:
         """Whether more rows than the recipe allows to substitute are known to be bad."""
         return self._are_too_many(self.num_bad_rows)
