@@ -12,15 +12,14 @@ from penstock.tensors import Batch
 from penstock.wording import counted
 
 _MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
-_MOST_ROWS = 1024  # of a batch whose rows are looked at
 _CUT_SHARE = 0.1  # of their tokens; who cuts fewer means to
 
 
 class Advice:
-    """Of one iteration, each warning once. `source` is asked where the batch of its first step is from; None: it is not."""
+    """Of one iteration, each warning once. `source` is asked how long some of its rows are; None: it is not."""
 
-    def __init__(self, source: Source | None, spec: Spec, epoch: int, first_step: int) -> None:
-        self._source, self._spec, self._epoch, self._first_step = source, spec, epoch, first_step
+    def __init__(self, source: Source | None, spec: Spec, epoch: int) -> None:
+        self._source, self._spec, self._epoch = source, spec, epoch
         self._had_labels = self._had_place = True
 
     def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
@@ -56,13 +55,13 @@ class Advice:
     def _check_rows(self, source: Source) -> None:
         """Else most of a dataset of long documents would be left out without a word."""
         spec = self._spec
-        if not spec.cuts_rows or spec.task != "causal" or spec.batch_size > _MOST_ROWS:
+        if not spec.cuts_rows or spec.task != "causal":
             return
-        rows = source.rows_of(spec, self._epoch, self._first_step)
+        rows = source.some_lengths(spec, self._epoch)
         num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
         if num_cut > _CUT_SHARE * sum(rows):
             _warn(
-                f"{num_long:,} of the {counted(len(rows), 'row')} of the first batch are longer than seq_len={spec.seq_len:,}, "
+                f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} are longer than seq_len={spec.seq_len:,}, "
                 f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. long_rows='split' "
                 f"makes several sequences of a long row, packing='best_fit' or 'concat' packs them."
             )

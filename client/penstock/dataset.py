@@ -132,7 +132,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.vocab_size = resolved.vocab_size
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
-        self._has_asked = False  # where a batch is from: once is enough
+        self._has_asked = False  # how long its rows are: once is enough
         self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
         self._feeds: list[Feed] = []
         self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
@@ -201,7 +201,7 @@ class RemoteDataset(IterableDataset[Batch]):
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, this.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
-                advice = Advice(self._source if asks else None, spec, at.epoch, at.step)
+                advice = Advice(self._source if asks else None, spec, at.epoch)
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
                         self._progress.take(this)

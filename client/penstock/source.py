@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -18,6 +18,7 @@ from penstock.spec import Spec
 from penstock.transport import Transport
 
 _AT_ONCE_SECONDS = 1.0
+_FEW = 64  # rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +80,18 @@ class Source:
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(decode(body)))
 
-    def rows_of(self, spec: Spec, epoch: int, step: int) -> list[int]:
-        """The lengths, in tokens, of the rows that a batch was cut from; none if the server does not tell at once."""
-        target = f"{self._batches(epoch)}/{step}/provenance?{_query_of(spec)}"
+    def some_lengths(self, spec: Spec, epoch: int) -> list[int]:
+        """The tokens of each of an epoch's first rows, before they are cut; none if the server does not tell at once."""
+        # Whatever a batch is, and not the shortest or the longest of a window.
+        few = replace(spec, batch_size=_FEW, world_size=1, tail="wrap", offset=0, skip=None, group_by_length=0)
+        target = f"{self._path}/epochs/{epoch}/ranks/0/batches/0/provenance?{urlencode(few.to_query())}"
         try:
             answer = httpx.get(self._servers[0] + target, timeout=_AT_ONCE_SECONDS).raise_for_status().json()
-            return [int(row["row_tokens"]) for sequence in answer["sequences"] for row in sequence["sources"]]
+            rows = [row for sequence in answer["sequences"] for row in sequence["sources"]]
+            places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): int(row["row_tokens"]) for row in rows}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
+        return list(places.values())
 
     def provenance(self, transport: Transport, spec: Spec, epoch: int, step: int) -> dict[str, Any]:
         """For each sequence of a batch the rows it is made of, as the server tells them.
