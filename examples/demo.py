@@ -106,7 +106,7 @@ class Demo:
 
     def start_trainer(self) -> None:
         script = Path(__file__).with_name("train_gpt.py")
-        command = [sys.executable, str(script), self.url, "--dataset", DATASET, "--steps", str(self.steps)]
+        command = [sys.executable, str(script), self.url, DATASET, "--steps", str(self.steps)]
         command += ["--batch-size", str(BATCH_SIZE), "--seq-len", str(SEQ_LEN), "--prefetch-bytes", str(PREFETCH_BYTES)]
         command += ["--checkpoint", str(self.checkpoint), "--log", str(self.log)]
         self.trainer = subprocess.Popen(command, start_new_session=True)

@@ -150,7 +150,7 @@ def fingerprint(batch: dict[str, torch.Tensor]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", help="address of the server, http://host:port")
-    parser.add_argument("--dataset", help="its name on the server (default: the first one)")
+    parser.add_argument("dataset", nargs="?", help="its name on the server (default: the first one)")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=128)

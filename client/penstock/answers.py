@@ -68,10 +68,16 @@ def failure_of(url: str, status: int, retry_after: str, body: bytes) -> Fault | 
         return Busy(detail, after_seconds=_seconds(retry_after))
     if status in (408, 425, 429) or status >= 500:
         return Fault(detail, after_seconds=_seconds(retry_after))
-    return Stranger(
-        f"{url} answered {status}: {detail} Is there a penstock server at this address, and nothing behind its port, as in "
-        f"http://localhost:8000?"
-    )
+    return Stranger(f"{url} answered {status}: {detail} {_doubt(url)}")
+
+
+def _doubt(url: str) -> str:
+    """What to ask who gave the address that a URL begins with."""
+    scheme, _, rest = url.partition("/v1/")[0].partition("://")
+    host, _, path = rest.partition("/")
+    if path:
+        return f"The address has a path, /{path}: is {scheme}://{host} meant?"
+    return "Is there a penstock server at this address?"
 
 
 def _problem(body: bytes) -> dict[str, str]:

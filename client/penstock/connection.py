@@ -14,7 +14,7 @@ from urllib.request import getproxies
 
 import httpx
 
-from penstock.answers import Fault, failure_of
+from penstock.answers import Fault, Stranger, failure_of
 from penstock.errors import WireError
 from penstock.receive import Body, Buffers, ReceivingTransport
 from penstock.wire import content_digest
@@ -72,6 +72,9 @@ class Connection:
                 response = self._transport.handle_request(request)
         except httpx.RequestError as error:
             reason = self._hung_up or str(error) or type(error).__name__
+            if "WRONG_VERSION_NUMBER" in reason:
+                plain = server.replace("https:", "http:", 1)
+                raise Stranger(f"{server} does not speak TLS: is {plain} meant?") from error
             raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error
         finally:
             self._is_fetching = False

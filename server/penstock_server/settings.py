@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,10 @@ def byte_count(text: str) -> int | None:
 
 
 def _number(text: str, units: Mapping[str, int]) -> int | None:
-    digits = text.rstrip("kKmMgGtTbB ")
-    unit = text[len(digits) :].strip().upper()
-    return int(digits) * units[unit] if digits.isascii() and digits.isdigit() and unit in units else None
+    found = re.fullmatch(r"(\d+)(?:\.(\d+))? *([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
+    if not found or found[3].upper() not in units or (found[2] and not found[3]):
+        return None
+    return int(Decimal(f"{found[1]}.{found[2] or 0}") * units[found[3].upper()])
 
 
 def _seconds(text: str) -> float | None:

@@ -12,7 +12,8 @@ def test_a_flag_wins_over_the_environment_and_both_over_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("0", 0), ("1000", 1000), ("200GB", 200 * 10**9), ("3 mb", 3 * 10**6), ("1TB", 10**12)]
+    ("text", "nbytes"),
+    [("0", 0), ("1000", 1000), ("200GB", 200 * 10**9), ("3 mb", 3 * 10**6), ("1.5MB", 1_500_000), ("1TB", 10**12)],
 )
 def test_a_budget_may_have_a_unit(text: str, nbytes: int) -> None:
     assert Settings.read({"data_dir": "d", "cache_bytes": text}, {}).cache_bytes == nbytes
@@ -31,6 +32,7 @@ def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> 
         ({"data_dir": "d", "port": "70000"}, "--port must be a whole number"),
         ({"data_dir": "d", "cache_bytes": "a lot"}, "--cache-bytes must be a number such as 500000000 or 200GB"),
         ({"data_dir": "d", "inflight_bytes": "-1"}, "--inflight-bytes must be a number such as 500000000 or 200GB, not '-1'"),
+        ({"data_dir": "d", "inflight_bytes": "1.5"}, "--inflight-bytes must be a number such as 500000000 or 200GB, not '1.5'"),
         ({"data_dir": "d", "processes": "0"}, "--processes must be a whole number from 1 to 256, not '0'"),
         ({"data_dir": "d", "processes": "all"}, "--processes must be a whole number"),
         ({"data_dir": "d", "poll_seconds": "often"}, "--poll-seconds must be a number such as 30, or 0 for never, not 'often'"),

@@ -9,7 +9,7 @@ import pytest
 
 import penstock.transport
 from answering import problem, response, server
-from penstock import DataError, SnapshotGone, Spec, SpecError, wire
+from penstock import DataError, PenstockError, SnapshotGone, Spec, SpecError, wire
 from penstock.source import Source
 
 SPEC = Spec(snapshot="5eed")
@@ -124,3 +124,18 @@ def test_http_may_be_left_out_of_an_address() -> None:
         with closing(source.connect()) as transport:
             assert len(source.frames(transport, SPEC, 1, range(4, 5))) == 1
             assert transport.num_retries == 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "path", "message"),
+    [
+        ("https", "", r"https://127.0.0.1:\d+ does not speak TLS: is http://127.0.0.1:\d+ meant\?"),
+        ("http", "/docs", r"The address has a path, /docs: is http://127.0.0.1:\d+ meant\?"),
+        ("http", "", r"Is there a penstock server at this address\?"),
+    ],
+)
+def test_an_address_that_can_never_work_is_told_at_once(scheme: str, path: str, message: str) -> None:
+    with server(response(b"not here", "404 Not Found")) as url:
+        source = Source(url.replace("http", scheme) + path, "docs", rank=0, retry_seconds=60)
+        with pytest.raises(PenstockError, match=message):
+            source.resolve(Spec())

@@ -134,7 +134,7 @@ def _count(text: str) -> int:
 
 def _amount(text: str) -> float:
     """A positive number, such as 10, 0.5, 250k or 1.5M."""
-    scale = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:])
+    scale = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:])
     try:
         amount = float(text[:-1]) * scale if scale else float(text)
     except ValueError:

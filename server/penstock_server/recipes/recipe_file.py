@@ -27,6 +27,11 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
+_KNOWN = ("input_ids", "tokens", "text", "prompt", "response", "messages", "chosen", "rejected")
+_OF_NO_ROWS = (
+    " The transform was called with no rows, to learn its columns: give them types, as in "
+    "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
+)
 
 
 def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
@@ -39,7 +44,7 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
         return _Reader(folder, given, schema, default_tokenizer).recipe()
     except (FieldError, FilterError, TransformError, TemplateError) as error:
         is_of_rows = "transform" in given and not isinstance(error, TransformError)
-        hint = " The transform was called with no rows, to learn its columns: give them types." if is_of_rows else ""
+        hint = _OF_NO_ROWS if is_of_rows else ""
         said = str(error).rstrip(".")
         stop = "" if said.endswith("?") else "."
         raise DatasetRefused(f"{folder}: {said}{stop} Mend {FILE_NAME}, or the data.{hint}") from error
@@ -119,10 +124,12 @@ class _Reader:
             return made("prompt_response", prompt="prompt", response="response")
         columns = [f"{field.name} ({field.type})" for field in schema]
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
+        wrong = [f"{field.name} is {field.type}" for field in schema if field.name in _KNOWN]
+        more = f" {', '.join(wrong)}: texts must be strings, and messages lists of role and content." if wrong else ""
         raise DatasetRefused(
-            f"{self._folder.name}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
-            f"response, messages, or chosen and rejected; found: {found}. Name the columns in {self._folder / FILE_NAME}, for "
-            f'example: text = "content".'
+            f"{self._folder}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
+            f"response, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, for "
+            f'example: text = "content".{_OF_NO_ROWS if self._transform else ""}'
         )
 
     def _filter(self) -> Filter | None:
@@ -157,7 +164,7 @@ class _Reader:
         text = self._read_text(self._folder / named) if named else load_chat_template(path)
         if text is None:
             raise DatasetRefused(
-                f"{self._folder.name}: its rows are chats, and beside {path} there is no chat template "
+                f"{self._folder}: its rows are chats, and beside {path} there is no chat template "
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
@@ -176,7 +183,7 @@ class _Reader:
             if tokenizer.tokenizer.token_to_id(token) is not None:
                 return token
         raise DatasetRefused(
-            f"{self._folder.name}: its chat template writes {name}, and nothing says what that is: turns would never be closed "
+            f"{self._folder}: its chat template writes {name}, and nothing says what that is: turns would never be closed "
             f'or opened. Name it in tokenizer_config.json beside {tokenizer.path}, as {{"{name}": "..."}}, or in '
             f'{self._folder / FILE_NAME}: {key} = "<the token>".'
         )
@@ -200,7 +207,7 @@ class _Reader:
             if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
                 return found
         raise DatasetRefused(
-            f"{self._folder.name}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name it "
+            f"{self._folder}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name it "
             f'in {self._folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
         )
 
