@@ -23,6 +23,7 @@ from serving import Server
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
+PREPARE = "penstock prepare data --tokenizer tokenizer.json"
 AUDIT = "penstock audit run.ledger"
 RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and tests/docker
 
@@ -62,6 +63,8 @@ def test_every_command_is_run_by_some_test() -> None:
         "penstock sample sample-data",
         "penstock serve sample-data",
         IMPORT,
+        PREPARE,
+        PREPARE.replace("prepare", "serve"),
         AUDIT,
         *curls,
         *asking(),
@@ -69,12 +72,14 @@ def test_every_command_is_run_by_some_test() -> None:
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
 
 
-def test_the_import_line_writes_what_can_be_served(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+def test_the_lines_that_import_make_what_can_be_served(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
     with gzip.open(tmp_path / "stories.jsonl.gz", "wt") as file:
         file.write('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "more.csv").write_text("text\nthree\n")
-    subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(IMPORT)[1:]], cwd=tmp_path, check=True)
-    server = serve(tmp_path / "data", "--tokenizer", str(sample / "tokenizer.json"))
+    shutil.copy(sample / "tokenizer.json", tmp_path)
+    for line in (IMPORT, PREPARE):
+        subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(line)[1:]], cwd=tmp_path, check=True)
+    server = serve(tmp_path / "data", "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert server.json("/v1/datasets/stories")["rows"] == 3
 
 
