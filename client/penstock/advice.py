@@ -67,5 +67,15 @@ class Advice:
             )
 
 
+def warn_of_repetition(spec: Spec, epoch: int) -> None:
+    """A loop goes over an epoch that it has just been over. Who evaluates means to."""
+    if spec.shuffle != "none" and spec.split != "validation":
+        warnings.warn(
+            f"epoch {epoch} is given once more, in the same order: call set_epoch(n) before the loop of each epoch n. To "
+            f"evaluate on the same batches again and again, ask for them as they are stored: shuffle='none'.",
+            stacklevel=3,  # in the loop: before it are the iteration and this
+        )
+
+
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=5)  # in the loop: before it are the iteration, look_at, what it calls, and this

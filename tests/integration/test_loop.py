@@ -180,6 +180,28 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
         assert Source(long.url, "long", rank=0, retry_seconds=0.1).some_lengths(data.spec, 0) == []
 
 
+def test_who_forgets_set_epoch_is_told(server: Server) -> None:
+    def is_told(data: RemoteDataset) -> bool:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            list(data)
+        assert all(Path(warning.filename).name == "test_loop.py" for warning in told)
+        return any("call set_epoch(n) before the loop of each epoch n" in str(warning.message) for warning in told)
+
+    data = dataset(server)
+    assert [is_told(data), is_told(data)] == [False, True]
+    data.set_epoch(0)  # who says so means it
+    assert not is_told(data)
+    data.set_epoch(1)
+    assert not is_told(data)
+    data.set_epoch(2)
+    next(iter(data))  # no more than a look
+    assert not is_told(data)
+    for spec in ({"shuffle": "none"}, {"replay": 2}):
+        again = dataset(server, **spec)
+        assert [is_told(again), is_told(again)] == [False, False]
+
+
 def test_on_the_cpu_batches_are_as_without_a_device(server: Server) -> None:
     for found, expected in zip(dataset(server, device="cpu"), dataset(server), strict=True):
         assert found.keys() == expected.keys()
