@@ -370,7 +370,7 @@ def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Ope
 
 def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
     write_text(data, ["one", None, "two"])
-    with pytest.raises(DatasetRefused, match=r'part-000.parquet, row group 0: 1 rows are null.*on_bad_row = "substitute"'):
+    with pytest.raises(DatasetRefused, match=r'part-000.parquet, row group 0: 1 row is null.*on_bad_row = "substitute"'):
         snapshot_of(data, tokenizer)
     (data / "penstock.toml").write_text('on_bad_row = "substitute"')
     assert snapshot_of(data, tokenizer).num_rows == 3
@@ -387,12 +387,24 @@ def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
     pq.write_table(pa.table(columns), data / "part-000.parquet")
     recipe = f"prompt = {json.dumps(prompt, ensure_ascii=False)}\nresponse = {json.dumps(response, ensure_ascii=False)}\n"
     (data / "penstock.toml").write_text(recipe)
-    with pytest.raises(DatasetRefused, match="1 rows are null in") as refusal:
+    with pytest.raises(DatasetRefused, match="1 row is null in") as refusal:
         snapshot_of(data, tokenizer)
     [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
     (data / "penstock.toml").write_text(recipe + told)
     [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
     assert (block.rows.tolist(), block.bad) == ([0, 2], {})
+
+
+def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
+    data: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    write_text(data, ["one", None, "", "two"])
+    with pytest.raises(DatasetRefused, match="1 row is null in text") as refusal:
+        snapshot_of(data, tokenizer)
+    [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
+    (data / "penstock.toml").write_text(told)
+    [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
+    assert (block.rows.tolist(), block.bad) == ([0, 3], {})
 
 
 def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:

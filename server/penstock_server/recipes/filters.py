@@ -93,7 +93,16 @@ def _reason(error: Exception) -> str:
 
 def not_null(columns: Sequence[str]) -> str:
     """The text of the filter that keeps the rows in which none of these columns is null."""
-    return " and ".join(f"{name if _is_plain(name) else _quoted(name)} is not null" for name in columns)
+    return " and ".join(f"{_named(name)} is not null" for name in columns)
+
+
+def not_empty(column: str) -> str:
+    """The text of the filter that keeps the rows in which a column of text is neither null nor empty."""
+    return f"length({_named(column)}) > 0"
+
+
+def _named(column: str) -> str:
+    return column if _is_plain(column) else _quoted(column)
 
 
 def _is_plain(name: str) -> bool:
