@@ -52,7 +52,10 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
     message lists what differs.
     """
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-        what = f"it has the keys {list(state)[:10]!r}" if isinstance(state, Mapping) else f"it is a {type(state).__name__}"
+        what = f"it is a {type(state).__name__}"
+        if isinstance(state, Mapping):
+            version = state.get("version")
+            what = f"it has the keys {list(state)[:10]!r}" if version is None else f"it says that it is of version {version!r}"
         raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {what}")
     counts = {name: plain(state.get(name)) for name in _COUNTS}
     wrong = [f"{name}={n!r} must be a whole number from {_COUNTS[name]}" for name, n in counts.items() if not _counts(name, n)]

@@ -75,3 +75,8 @@ def test_of_every_parameter_it_is_said_whether_states_depend_on_it() -> None:
     named = write_state("a", Spec(), HERE).keys() - {"version", "dataset", "epoch", "step"}
     assert named | only_shapes == set(Spec().to_dict())
     assert not named & only_shapes
+
+
+def test_of_a_state_of_another_version_the_version_is_told() -> None:
+    with pytest.raises(StateMismatch, match="no state of a RemoteDataset, version 1: it says that it is of version 2"):
+        read_state(write_state("a", Spec(), HERE) | {"version": 2}, "a", Spec())

@@ -82,7 +82,10 @@ def load_tokenizer(path: Path) -> TokenizerFile:
         found = path.resolve(strict=True)
         return _load(found, found.stat().st_mtime_ns)
     except OSError as error:
-        raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. Check the path.") from error
+        raise DatasetRefused(
+            f"the tokenizer {path} cannot be read: {error.strerror}. Name a file as the tokenizers library writes it, such as "
+            f"the tokenizer.json in the repository of a model."
+        ) from error
 
 
 @lru_cache(maxsize=64)
