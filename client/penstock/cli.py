@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from importlib.util import find_spec
 
 from penstock import __version__
 from penstock.commands import add_commands
+from penstock.wording import did_you_mean
 
 _SERVER_COMMANDS = ("serve", "prepare", "sample", "import")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
@@ -30,7 +32,9 @@ def _run() -> int:
     add_commands(commands)
     chosen, unknown = parser.parse_known_args()
     if unknown:  # parse_args would tell the usage of `penstock` alone
-        commands.choices.get(chosen.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        command = commands.choices.get(chosen.command, parser)
+        hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", command.format_help()))
+        command.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
     if not chosen.command:
         parser.print_help(sys.stderr)
         return 2

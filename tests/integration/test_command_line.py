@@ -28,11 +28,15 @@ def test_without_a_command_the_commands_are_listed() -> None:
 
 
 def test_an_option_that_a_command_has_not_is_told_with_the_usage_of_that_command() -> None:
-    for command, usage in ((["serve", "data"], "usage: penstock serve"), ([], "usage: penstock [-h]")):
-        done = penstock(*command, "--prot")
+    for arguments, usage, said in (
+        (["serve", "data", "--prot=80"], "usage: penstock serve", "--prot=80. Did you mean '--port'?"),
+        (["peek", "host/a", "--batch_size", "2"], "usage: penstock peek", "--batch_size 2. Did you mean '--batch-size'?"),
+        (["--unlike"], "usage: penstock [-h]", "--unlike.\n"),
+    ):
+        done = penstock(*arguments)
         assert done.returncode == 2
         assert usage in done.stderr
-        assert "error: unrecognized arguments: --prot" in done.stderr
+        assert f"error: unrecognized arguments: {said}" in done.stderr
 
 
 def test_a_delimiter_is_one_character() -> None:
