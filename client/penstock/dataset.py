@@ -132,7 +132,6 @@ class RemoteDataset(IterableDataset[Batch]):
         self.vocab_size = resolved.vocab_size
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
-        self._done: int | None = None  # the epoch that was iterated to its end last, if nothing chose one since
         self._has_asked = False  # how long its rows are: once is enough
         self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
         self._feeds: list[Feed] = []
@@ -159,7 +158,7 @@ class RemoteDataset(IterableDataset[Batch]):
         epoch = plain(epoch)
         if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= LARGEST_COUNT:
             raise SpecError(f"epoch must be a whole number from 0 to {LARGEST_COUNT:,}, not {epoch!r}", ("epoch",))
-        self._done = None
+        self._progress.confirm_epoch()
         if epoch != self.epoch:
             if num_left := self._progress.discards:
                 warnings.warn(
@@ -179,7 +178,6 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def rewind(self) -> None:
         """Puts the next iteration at the first step of epoch 0, whatever was consumed or loaded; for the ledger no load."""
-        self._done = None
         self._progress.set_epoch(0)
 
     def __len__(self) -> int:
@@ -198,9 +196,8 @@ class RemoteDataset(IterableDataset[Batch]):
         this = self._progress.begin(worker)
         at = this.stretch.position
         spec = replace(self.spec, offset=at.offset)
-        if self._done == at.epoch and self._replay is None:
+        if this.is_repetition and self._replay is None:
             warn_of_repetition(spec, at.epoch)
-        self._done = None
         number = 0
         try:
             ledger = self._book and self._book.open(spec, at, worker)
@@ -217,9 +214,7 @@ class RemoteDataset(IterableDataset[Batch]):
                     if ledger:
                         ledger.record(item.address, item.digest)
                     yield item.batch
-                if not this.stretch.num_left:
-                    self._progress.take(this)
-                self._done = at.epoch
+                self._progress.finish(this)
                 if ledger:
                     ledger.finish()
         except BaseException:
@@ -290,7 +285,6 @@ class RemoteDataset(IterableDataset[Batch]):
         stretch = self._stretch(read_state(state, self.dataset, self.spec, strict=strict))
         if stretch.position.step > stretch.num_steps + 1:  # the last may have been filled, and be dropped now
             raise StateMismatch(f"this state is damaged: it is at step {stretch.position.step:,} of {stretch.num_steps:,}.")
-        self._done = None
         self._progress.go_to(stretch, find_worker())
         if self._book:
             self._book.num_loads += 1

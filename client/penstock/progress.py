@@ -11,13 +11,17 @@ from penstock.state import Position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """One iteration of this process: the steps that are its, of a stretch. `number` and `num_sets` tell it from others."""
+    """One iteration of this process: the steps that are its, of a stretch. `number` and `num_sets` tell it from others.
+
+    is_repetition  the one before it went over the same epoch to its end, and nothing was set since
+    """
 
     worker: Worker | None
     stretch: Stretch
     steps: range
     number: int
     num_sets: int
+    is_repetition: bool
 
 
 class Progress:
@@ -28,6 +32,7 @@ class Progress:
         self._start = Start(self._whole(0))
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._num_rounds = 0
+        self._finished: tuple[int, int] | None = None  # the round that last ran to its end: its number and num_sets
         # What the loop consumed since the start was set for that time: so many steps behind a position.
         self._counted = (0, Position(), 0)
 
@@ -78,21 +83,39 @@ class Progress:
         self._own = (self._start.num_sets, stretch)
         self._counted = (self._start.num_sets, stretch.position, 0)
 
+    def confirm_epoch(self) -> None:
+        """Somebody chooses the epoch, whichever: to go over it once more is meant."""
+        self._finished = None
+
     def begin(self, worker: Worker | None) -> Round:
         """An iteration begins: from where it was set to, else the epoch anew."""
         self._num_rounds += 1
         is_ours = self._start.begin(self._num_rounds, worker)
         stretch = self._start.stretch if is_ours else self._whole(self.epoch)
         num_sets = self._start.num_sets
+        is_repetition = not is_ours and self._finished == (self._num_rounds - 1, num_sets)
         if self._own and self._own[0] == num_sets:
-            stretch = self._own[1]
+            stretch, is_repetition = self._own[1], False
         self._own = None
         self._counted = (num_sets, stretch.position, 0)
         steps = _steps_of(stretch, worker)
-        return Round(worker=worker, stretch=stretch, steps=steps, number=self._num_rounds, num_sets=num_sets)
+        return Round(
+            worker=worker,
+            stretch=stretch,
+            steps=steps,
+            number=self._num_rounds,
+            num_sets=num_sets,
+            is_repetition=is_repetition,
+        )
+
+    def finish(self, round_: Round) -> None:
+        """The iteration gave all that it had to give. Of a stretch without steps there was no first batch to take it."""
+        self._finished = (round_.number, round_.num_sets)
+        if not round_.stretch.num_left:
+            self.take(round_)
 
     def take(self, round_: Round) -> None:
-        """The iteration gives its first batch, or has none to give: the next one is another."""
+        """The iteration gives its first batch: the next one is another."""
         if round_.num_sets == self._start.num_sets:
             self._start.take(round_.number, round_.worker)
 
