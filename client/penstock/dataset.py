@@ -28,7 +28,7 @@ from penstock.start import Stretch
 from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
-from penstock.whole import plain
+from penstock.whole import check_amount, check_whole, plain
 from penstock.wording import counted
 
 
@@ -92,11 +92,9 @@ class RemoteDataset(IterableDataset[Batch]):
         retry_seconds: float = 600.0,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
-        replay = plain(replay)
-        _check_amount("prefetch_bytes", prefetch_bytes)
-        _check_amount("retry_seconds", retry_seconds)
-        if replay is not None and (isinstance(replay, bool) or not isinstance(replay, int) or replay < 1):
-            raise SpecError(f"replay must be a whole number from 1, not {replay!r}", ("replay",))
+        check_amount("prefetch_bytes", prefetch_bytes)
+        check_amount("retry_seconds", retry_seconds)
+        replay = None if replay is None else check_whole("replay", replay, 1)
         if replay is not None and ledger is not None:
             raise SpecError("replay trains on the same batches again and again; leave the ledger out", ("replay", "ledger"))
         self._device, self._replay = check_device(device), replay
@@ -155,9 +153,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch. Another epoch starts at its first step; the same one keeps its place."""
-        epoch = plain(epoch)
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= LARGEST_COUNT:
-            raise SpecError(f"epoch must be a whole number from 0 to {LARGEST_COUNT:,}, not {epoch!r}", ("epoch",))
+        epoch = check_whole("epoch", epoch, 0, LARGEST_COUNT)
         self._progress.confirm_epoch()
         if epoch != self.epoch:
             if num_left := self._progress.discards:
@@ -298,12 +294,6 @@ class RemoteDataset(IterableDataset[Batch]):
         position = replace(position, offset=min(position.offset, num_sequences))
         num_steps = self._source.resolve(replace(self.spec, offset=position.offset)).num_steps
         return Stretch(position=position, num_steps=num_steps)
-
-
-def _check_amount(name: str, amount: object) -> None:
-    amount = plain(amount)
-    if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
-        raise SpecError(f"{name} must be a number from 0, not {amount!r}", (name,))
 
 
 def _check_columns(columns: Sequence[str], known: list[str]) -> frozenset[str]:
