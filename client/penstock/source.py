@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -19,6 +19,7 @@ from penstock.transport import Transport
 
 _AT_ONCE_SECONDS = 1.0
 _FEW = 64  # rows
+_CACHE = "Does a cache on the way to the server leave the query out of what it knows an answer by?"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +61,10 @@ class Source:
         rank = self._rank if spec.snapshot else 0
         transport = Transport(self._servers, retry_seconds=self._retry_seconds, rank=rank, first_contact=True)
         with closing(transport):
-            return transport.get(f"{self._path}/spec?{_query_of(spec)}", _decode_resolved)
+            return transport.get(f"{self._path}/spec?{_query_of(spec)}", partial(_decode_resolved, spec))
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
-        """The batches of at least the first of the steps, in order; the spec names its snapshot.
+        """The batches of at least the first of the steps, in order; the spec is one that the server resolved.
 
         `then` are the steps that will be asked for next, if all of these come.
 
@@ -104,15 +105,17 @@ class Source:
         return f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
+        own = (self.dataset, spec.snapshot, _digest_of(spec), epoch, self._rank)
+
         def decode(body: memoryview) -> Iterator[wire.Frame]:
             """Raises WireError behind the last frame that is sound and was asked for."""
-            assert spec.snapshot  # resolved by the server
             frames = wire.decode(body, steps)
             for step in steps:
                 frame = next(frames, None)
-                if frame is None or frame.address != (self.dataset, spec.snapshot, epoch, self._rank, step):
-                    came = "another came" if frame else "the answer ends before it"
-                    raise WireError(f"the batch of step {step} was asked for, but {came}")
+                if frame is None:
+                    raise WireError(f"the batch of step {step} was asked for, but the answer ends before it")
+                if frame.address != (*own, step):
+                    raise WireError(f"the batch of step {step} was asked for, but another came{_why(frame, spec)}")
                 yield frame
             if next(frames, None):
                 raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
@@ -130,6 +133,16 @@ def _query_of(spec: Spec) -> str:
     return urlencode(spec.to_query())
 
 
+@lru_cache(maxsize=8)
+def _digest_of(spec: Spec) -> str:
+    return spec.digest
+
+
+def _why(came: wire.Frame, spec: Spec) -> str:
+    """What may be the matter where a batch came that was not asked for."""
+    return f", of other parameters. {_CACHE}" if came.address.spec != spec.digest else ""
+
+
 def _decode_object(body: memoryview) -> dict[str, Any]:
     """Raises WireError: it is no object of JSON."""
     try:
@@ -141,11 +154,12 @@ def _decode_object(body: memoryview) -> dict[str, Any]:
     return found
 
 
-def _decode_resolved(body: memoryview) -> Resolved:
+def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
+    """Raises WireError: it answers another question. Raises VersionMismatch: it does not answer any."""
     try:
         answer = json.loads(bytes(body))
         size = answer["vocab_size"]
-        return Resolved(
+        resolved = Resolved(
             spec=Spec(**answer["spec"]),
             num_steps=int(answer["num_steps"]),
             num_sequences=int(answer["num_sequences"]),
@@ -158,6 +172,17 @@ def _decode_resolved(body: memoryview) -> Resolved:
         raise VersionMismatch(
             f"the answer is no spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"
         ) from error
+    if others := _unlike(asked, resolved.spec):
+        raise WireError(f"the answer is for other parameters, {', '.join(others)}. {_CACHE}")
+    return resolved
+
+
+def _unlike(asked: Spec, resolved: Spec) -> list[str]:
+    """What a spec is resolved to that is not what was asked for. Of skips and mixes there are several spellings."""
+    is_same = {"skip": asked.skipped() == resolved.skipped(), "mix": asked.mixed() == resolved.mixed()}
+    found = resolved.to_dict()
+    given = {name: value for name, value in asked.to_dict().items() if value is not None}
+    return [f"{name}={found[name]}" for name, value in given.items() if not is_same.get(name, value == found[name])]
 
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Client and server share this module, so a parameter is declared once: here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -13,6 +14,7 @@ from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
 from penstock.whole import plain
+from penstock.wire import digest
 from penstock.wording import did_you_mean
 
 LARGEST_SEED = 2**63 - 1
@@ -155,6 +157,11 @@ class Spec:
                 raise SpecError(f"{name} is given twice; give it once", (name,))
             values[name] = _parse(known[name], text)
         return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def digest(self) -> str:
+        """What frames name it by: 16 hex digits, of every parameter."""
+        return digest(json.dumps(self.to_dict(), sort_keys=True).encode())
 
     def to_query(self) -> dict[str, str]:
         """Every parameter that is set, as a URL's query spells it."""

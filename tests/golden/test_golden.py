@@ -43,7 +43,7 @@ def test_frame() -> None:
     views = {name: array for name, [array] in layout.arrays(payload, 0, layout.nbytes, 1).items()}
     views["input_ids"][:] = [[1, 2, 3, 50256, 0], [65535, 7, 50256, 0, 0]]
     views["lengths"][:] = [4, 3]
-    address = Address(dataset="wiki", snapshot="0123456789abcdef", epoch=2, rank=1, step=300)
+    address = Address(dataset="wiki", snapshot="0123456789abcdef", spec="fedcba9876543210", epoch=2, rank=1, step=300)
     frame = wire.Heads(address, layout).head(address.step, wire.digest(payload)) + bytes(payload)
     golden = (HERE / "frame.msgpack").read_bytes()
     assert frame == golden

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pytest
 
 import penstock.servers
 import penstock.transport
 import penstock.watch
+from answering import pages
 from chaos_proxy import KINDS, ChaosProxy, Kind
 from corpora import write_numbered, write_shards
-from penstock import RemoteDataset, SnapshotGone
+from penstock import RemoteDataset, ServerUnavailable, SnapshotGone
 from serving import Server
 
 NUM_ROWS = 400
@@ -131,6 +133,17 @@ def test_a_server_of_other_data_is_passed_over(server: Server, foreign: Server, 
     assert list(contents(dataset(foreign.url, server.url, rank=rank, world_size=2))) != expected
     again = dataset(foreign.url, server.url, rank=rank, world_size=2, snapshot=data.snapshot)
     assert list(contents(again)) == expected
+
+
+def test_a_cache_that_knows_answers_by_their_paths_alone_is_passed_over_and_told_of(server: Server) -> None:
+    """It gives what another job asked for: sound frames of this dataset, snapshot, epoch, rank and step, of another seed."""
+    asked_before = {"batch_size": 4, "seq_len": 32, "window": 60}
+    with pages(lambda path: (200, httpx.get(server.url + path, params=asked_before).content)) as cache:
+        with pytest.raises(ServerUnavailable, match=r"for other parameters, seed=0\. Does a cache on the way"):
+            RemoteDataset(cache, "docs", seed=1, retry_seconds=0, **asked_before)  # type: ignore[arg-type]
+        data = dataset(cache, server.url, seed=1)
+        assert list(contents(data)) == list(contents(dataset(server.url, seed=1)))
+        assert data.stats().num_damaged > 0
 
 
 def test_a_snapshot_that_no_server_has_is_refused_with_what_each_says(server: Server, foreign: Server) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from penstock import DataError, RemoteDataset, __version__, wire
+from penstock import DataError, RemoteDataset, Spec, __version__, wire
 from serving import Server
 
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -274,7 +274,8 @@ def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> N
 def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> None:
     [frame] = server.frames("/v1/datasets/numbers/epochs/6/ranks/2/batches/9", world_size=3, batch_size=2)
     snapshot = server.json("/v1/datasets/numbers")["snapshot"]
-    assert frame.address == wire.Address(dataset="numbers", snapshot=snapshot, epoch=6, rank=2, step=9)
+    spec = Spec(world_size=3, batch_size=2, snapshot=snapshot)
+    assert frame.address == wire.Address(dataset="numbers", snapshot=snapshot, spec=spec.digest, epoch=6, rank=2, step=9)
 
 
 def test_the_client_needs_neither_torch_nor_the_server_until_it_is_asked_to() -> None:

@@ -65,14 +65,16 @@ def found(url: str) -> dict[str, Check]:
 
 def test_versions_are_compared() -> None:
     with answering(GOOD) as url:
-        assert found(url)["server"] == Check("ok", "server", f"penstock {__version__}, wire version 1, the same as here")
+        assert found(url)["server"] == Check(
+            "ok", "server", f"penstock {__version__}, wire version {wire.VERSION}, the same as here"
+        )
     with answering({**GOOD, "version": "9.1"}) as url:
         older = found(url)["server"]
         assert (older.level, older.text) == ("warn", f"penstock 9.1 there, {__version__} here")
     with answering({**GOOD, "version": "9.1", "wire": 7}) as url:
         other = found(url)["server"]
         assert (other.level, other.fix) == ("fail", "install the same penstock on both")
-        assert f"wire version 7, penstock {__version__} here version 1" in other.text
+        assert f"wire version 7, penstock {__version__} here version {wire.VERSION}" in other.text
     with answering({"status": "ok"}) as url:
         assert found(url)["server"].text.startswith("penstock of unknown version there")
 

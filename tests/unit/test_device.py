@@ -26,7 +26,7 @@ no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines
 
 
 def frame_of(tensors: dict[str, Any], step: int = 0) -> wire.Frame:
-    address = wire.Address(dataset="d", snapshot="s", epoch=0, rank=0, step=step)
+    address = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=step)
     alike = wire.Arrays({name: array[None] for name, array in tensors.items()})
     texts: dict[str, list[str] | list[bytes]] = {"url": ["a", "b"]}
     return wire.Frame(address=address, digest="", nbytes=0, texts=texts, substituted=0, alike=alike, number=0)

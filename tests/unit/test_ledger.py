@@ -36,7 +36,7 @@ def book(path: Path, rank: int = 0) -> Book:
 
 
 def address(step: int, rank: int = 0, epoch: int = 0) -> Address:
-    return Address(dataset="numbers", snapshot="abc", epoch=epoch, rank=rank, step=step)
+    return Address(dataset="numbers", snapshot="abc", spec="p", epoch=epoch, rank=rank, step=step)
 
 
 def digest(step: int) -> str:

@@ -24,7 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def frame(step: int, **other: int | str) -> bytes:
     layout = wire.Layout.of([("input_ids", "uint16", (2, 3))])
     payload = step.to_bytes(2, "little") * (layout.nbytes // 2)
-    address = wire.Address(dataset="docs", snapshot="5eed", epoch=1, rank=0, step=step)
+    address = wire.Address(dataset="docs", snapshot="5eed", spec=SPEC.digest, epoch=1, rank=0, step=step)
     address = address._replace(**other)  # type: ignore[arg-type]
     return wire.Heads(address, layout).head(address.step, wire.digest(payload)) + payload
 
@@ -68,9 +68,10 @@ def test_of_a_run_with_a_damaged_frame_those_before_it_are_kept() -> None:
 @pytest.mark.parametrize(
     "other",
     [frame(5), frame(6), frame(4, rank=1), frame(4, epoch=0), frame(4, snapshot="old"), frame(4, dataset="numbers"),
+     frame(4, spec=Spec(snapshot="5eed", seed=1).digest),
      b"", frame(4)[:-1], frame(4) + frame(5), b"<html>", frame(4)[64:]],
     ids=["another step", "the next step", "another rank", "another epoch", "another snapshot", "another dataset",
-         "nothing", "a part", "two", "a page", "an end"],
+         "another seed", "nothing", "a part", "two", "a page", "an end"],
 )  # fmt: skip
 def test_what_was_not_asked_for_is_asked_for_again_and_counted(other: bytes) -> None:
     assert frames(response(other), response(frame(4)), steps=range(4, 5)) == ([4], 1, 1)

@@ -6,7 +6,7 @@ from penstock.tensors import count_tokens, document_mask, expand, nbytes
 
 
 def frame(**tensors: object) -> wire.Frame:
-    address = wire.Address(dataset="d", snapshot="s", epoch=0, rank=0, step=0)
+    address = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=0)
     alike = {}
     for name, values in tensors.items():
         of_list = np.uint16 if name in ("input_ids", "labels") else np.int32

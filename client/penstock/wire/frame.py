@@ -106,7 +106,7 @@ class _Alike:
 
     def frames(self) -> Iterator[Frame]:
         """Each of them. Raises WireError: its payload's digest is not what was expected."""
-        (dataset, snapshot, epoch, rank, _), layout = self._header.address, self._header.layout
+        (dataset, snapshot, spec, epoch, rank, _), layout = self._header.address, self._header.layout
         substituted = self._header.substituted  # only the first may have any
         start = self._at
         for number, (step, expected) in enumerate(zip(self.steps, self._digests, strict=True)):
@@ -114,7 +114,7 @@ class _Alike:
             if actual != expected:
                 raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
             texts = {tensor.name: unpack_texts(tensor, array[number]) for tensor, array in self._texts} if self._texts else {}
-            address = Address(dataset, snapshot, epoch, rank, step)
+            address = Address(dataset, snapshot, spec, epoch, rank, step)
             yield Frame(address, actual, layout.nbytes, texts, substituted, self._arrays, number)
             start, substituted = start + self.frame_nbytes, 0
 
@@ -130,13 +130,7 @@ def _read_header(view: memoryview, start: int) -> tuple[Header, int]:
         raise WireError(f"the body ends inside a frame, {len(view) - start} bytes after the frame's start")
     mark, nbytes = BIN32.unpack_from(view, at)
     try:
-        address = Address(
-            dataset=header["dataset"],
-            snapshot=header["snapshot"],
-            epoch=header["epoch"],
-            rank=header["rank"],
-            step=header["step"],
-        )
+        address = Address(*(header[name] for name in Address._fields))
         expected = header["digest"]
         layout = layout_of(header["tensors"], nbytes)
         fits = mark == 0xC6 and nbytes == header["nbytes"]

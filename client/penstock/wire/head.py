@@ -14,14 +14,14 @@ import numpy.typing as npt
 from penstock.wire.digests import digest
 from penstock.wire.layout import ALIGNMENT, MOST_SEQUENCES, Layout, round_up
 
-VERSION = 1
+VERSION = 2
 BIN32 = struct.Struct(">BI")  # msgpack's bin 32: 0xc6, then the length
 HEADER_DIGEST: bytes = msgpack.packb("header_digest")
 _DIGEST_BYTES = 16
 _NO_DIGEST = "0" * _DIGEST_BYTES
 _STR_OF_16 = b"\xb0"  # msgpack's mark of a text of that length
-_MAP_OF_TEN: bytes = msgpack.Packer().pack_map_header(10)
-_MAP_OF_TWELVE: bytes = msgpack.Packer().pack_map_header(12)
+_SEALED_MAP: bytes = msgpack.Packer().pack_map_header(11)  # the fields before the header's digest
+_MAP: bytes = msgpack.Packer().pack_map_header(13)
 _STEP: bytes = msgpack.packb("step")
 _SUBSTITUTED: bytes = msgpack.packb("substituted")
 _DIGEST: bytes = msgpack.packb("digest") + _STR_OF_16
@@ -34,10 +34,11 @@ _MOST_BYTES = len(msgpack.packb(MOST_SEQUENCES))
 
 
 class Address(NamedTuple):
-    """Which batch a frame holds."""
+    """Which batch a frame holds. `spec` is the digest of the spec, see Spec.digest."""
 
     dataset: str
     snapshot: str
+    spec: str
     epoch: int
     rank: int
     step: int
@@ -59,8 +60,9 @@ class Heads:
     """
 
     def __init__(self, address: Address, layout: Layout) -> None:
-        dataset, snapshot, epoch, rank, _ = address
-        self._before = _MAP_OF_TWELVE + _packed(v=VERSION, dataset=dataset, snapshot=snapshot, epoch=epoch, rank=rank) + _STEP
+        fields = address._asdict()
+        del fields["step"]
+        self._before = _MAP + _packed(v=VERSION, **fields) + _STEP
         tensors = [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors]
         self._behind = _packed(nbytes=layout.nbytes, tensors=tensors) + _SUBSTITUTED
         self._unsubstituted = self._behind + _ZERO + _SEAL
@@ -71,7 +73,7 @@ class Heads:
         number: bytes = msgpack.packb(substituted)
         fields = b"".join((self._before, msgpack.packb(step), _DIGEST, payload_digest.encode(), self._behind, number))
         # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
-        sealed = b"".join((fields, _SEAL, digest(_MAP_OF_TEN + fields[1:]).encode(), _PAD))
+        sealed = b"".join((fields, _SEAL, digest(_SEALED_MAP + fields[1:]).encode(), _PAD))
         bare = len(sealed) + _BIN8_BYTES + BIN32.size
         longest = bare - len(number) + _MOST_BYTES
         return b"".join((sealed, _FILLERS[round_up(longest) - bare], self._mark))
