@@ -1,4 +1,4 @@
-"""The README's commands, URLs and snippets, run as they stand, so that they cannot rot."""
+"""The commands, URLs and snippets of README and docs, run as they stand, so that they cannot rot."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from commands import penstock
+from penstock.spec import describe
 from penstock_server.recipes.recipe_file import read_recipe
 from serving import Server
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
 PREPARE = "penstock prepare data --tokenizer tokenizer.json"
 AUDIT = "penstock audit run.ledger"
@@ -29,11 +30,12 @@ RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and t
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [block for text in PAGES.values() for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
 
 
 def shell_lines() -> list[str]:
-    return [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    lines = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return list(dict.fromkeys(lines))
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,7 @@ def test_every_command_is_run_by_some_test() -> None:
         ". .venv/bin/activate",
         "penstock sample sample-data",
         "penstock serve sample-data",
+        "penstock serve --help",  # by test_command_line
         IMPORT,
         PREPARE,
         PREPARE.replace("prepare", "serve"),
@@ -97,7 +100,7 @@ def test_the_lines_that_ask_a_server_answer(server: Server) -> None:
         done = penstock(name, *arguments, *quick, COLUMNS="100")
         assert done.returncode == 0, f"{line}\n{done.stderr}{done.stdout}"
         shown.append(done.stdout)
-    table = blocks("text")[0].splitlines()
+    [table] = [block.splitlines() for block in blocks("text") if "│ text" in block]
     assert table[1:] == shown[0].splitlines()[1 : len(table)]  # the first line names the snapshot of the files as written here
 
 
@@ -121,7 +124,8 @@ def test_every_python_snippet_runs_and_what_one_notes_is_proven(server: Server, 
 
 
 def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
-    [toml] = blocks("toml")
+    short, toml = blocks("toml")
+    assert toml.startswith(short)
     folder = tmp_path / "pairs"
     folder.mkdir()
     (folder / "penstock.toml").write_text(toml)
@@ -135,12 +139,33 @@ def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
     assert (recipe.token_columns, recipe.eos_id, recipe.pad_id, recipe.on_bad_row) == (("question", "answer"), 0, 1, "fail")
 
 
-def test_every_file_it_points_to_is_there() -> None:
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / link).exists(), link
+def test_the_transform_is_one(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+    [code] = [block for block in blocks("python") if "def function" in block]
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "clean.py").write_text(code)
+    (folder / "penstock.toml").write_text('transform = "clean:function"\n')
+    pq.write_table(pa.table({"body": ["  one\r\ntwo \n"]}), folder / "a.parquet")
+    server = serve(tmp_path, "--tokenizer", str(sample / "tokenizer.json"))
+    assert server.json("/v1/datasets/pages/rows/0")["text"].removesuffix("<|endoftext|>") == "one\ntwo"
 
 
-def test_every_make_target_it_names_is_there() -> None:
+def test_every_place_they_point_to_is_there() -> None:
+    for page, text in PAGES.items():
+        for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text):
+            target = (page.parent / link).resolve() if link else page
+            assert target.exists(), link
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                assert anchor in [re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_parameter_is_told_with_its_default() -> None:
+    table = re.findall(r"^\| `([a-z_]+)` \| (?:`(.*?)`)? ?\| (.*) \|$", (ROOT / "docs/batches.md").read_text(), re.MULTILINE)
+    assert table == [(p["name"], "" if p["default"] is None else str(p["default"]), p["doc"]) for p in describe()]
+
+
+def test_every_make_target_they_name_is_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make ([a-z-]+)", README)) - {"and"}:
+    for target in set(re.findall(r"make ([a-z-]+)", "".join(PAGES.values()))) - {"and"}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
