@@ -29,7 +29,7 @@ class Compose:
         self.url = f"http://127.0.0.1:{port}"
         self._environment = {
             "COMPOSE_PROJECT_NAME": f"penstock-test-{port}", "PENSTOCK_PORT": str(port), "PENSTOCK_DATA": str(data),
-            "PENSTOCK_TOKENIZER": tokenizer,
+            "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_CACHE_BYTES": "300MB",
         }  # fmt: skip
         if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
             self._environment["DOCKER_BUILDKIT"] = "0"  # an older engine builds by itself
@@ -80,6 +80,7 @@ def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected
     project.wait_until_healthy()
     datasets = project.json("/v1/datasets")["datasets"]
     assert [dataset["name"] for dataset in datasets] == expected
+    assert project.json(f"/v1/datasets/{expected[-1]}")["cache"]["budget_bytes"] == 300_000_000
     batch = project.json(f"/v1/datasets/{expected[-1]}/epochs/0/ranks/0/batches/0?format=json")
     assert batch["sequences"][0]["text"]
     assert project("exec", "-T", "server", "id", "-u").strip() == "10001"

@@ -1,3 +1,4 @@
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,9 @@ def test_a_wrong_setting_is_named(flags: dict[str, str], message: str) -> None:
 def test_a_wrong_variable_is_named() -> None:
     with pytest.raises(SettingsError, match="^PENSTOCK_POLL_SECONDS must be a number such as 30, or 0 for never, not 'often'$"):
         Settings.read({"data_dir": "d", "poll_seconds": None}, {"PENSTOCK_POLL_SECONDS": "often"})
+
+
+def test_docker_compose_hands_on_every_option() -> None:
+    compose = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
+    names = {f.name for f in fields(Settings)} - {"data_dir", "cache_dir"}  # which are volumes
+    assert {name for name in names if f"${{PENSTOCK_{name.upper()}:-" not in compose} == set()
