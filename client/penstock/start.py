@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from penstock.place import Worker
+from penstock.errors import PenstockError
+from penstock.place import Worker, find_worker
 from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
@@ -35,13 +39,26 @@ class Start:
     """The stretch of the next iteration. The first round that gives a batch takes it; later ones begin their epoch anew.
 
     A round is one pass of the loop, whether this process iterates or a DataLoader's workers do, each in a process of its own.
-    One that fails before its first batch takes nothing.
+    One that fails before its first batch takes nothing. Any other process that comes by it, such as one that evaluates, has a
+    start of its own from there on.
     """
 
     def __init__(self, stretch: Stretch) -> None:
-        self._cells = torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64, device="cpu")  # whatever torch's default is
-        self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        self._owner = os.getpid()
+        self._memory = torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64, device="cpu")  # whatever torch's default is
+        self._share()
         self.set(stretch, by_state=False)
+
+    @property
+    def _cells(self) -> torch.Tensor:
+        if os.getpid() != self._owner and not (find_worker() and _parent() == self._owner):
+            self._owner, self._memory = os.getpid(), self._memory.clone()
+            self._share()
+        return self._memory
+
+    def _share(self) -> None:
+        with suppress(RuntimeError):  # none is to be had: who has no loader workers needs none
+            self._memory.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def epoch(self) -> int:
@@ -94,7 +111,14 @@ class Start:
 
         `number` counts the rounds of this process. Workers share the seed that their loader drew when it began, and rounds
         that they have gone through since: what tells one round from the next, also from one in which not all of them began.
+
+        Raises PenstockError: what the worker begins with, the loop's process and the other workers would not see.
         """
+        if worker and not self._cells.is_shared():  # type: ignore[no-untyped-call]
+            raise PenstockError(
+                "no memory could be shared between this process and its loader workers when the dataset was made, so it "
+                "cannot be told where they are. Give /dev/shm more room, or take num_workers=0: a thread fetches ahead anyway."
+            )
         if self.is_taken and int(self._cells[_CLAIM]) != _claim(number, worker):
             return False
         if worker and worker.first < _MOST_WORKERS:
@@ -118,7 +142,13 @@ class Start:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._cells.share_memory_()  # type: ignore[no-untyped-call]  # a copy would otherwise tell its own workers nothing
+        self._share()  # a copy would otherwise tell its own workers nothing
+
+
+def _parent() -> int | None:
+    """The process that started this one, however it did."""
+    parent = multiprocessing.parent_process()
+    return parent.pid if parent else None
 
 
 def _claim(number: int, worker: Worker | None) -> int:

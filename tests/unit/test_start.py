@@ -1,9 +1,13 @@
 """The first round of iteration takes a start, however many workers it has, and whichever of them begin."""
 
 import pickle
+from multiprocessing import get_context
+from multiprocessing.context import ForkContext, SpawnContext
 
 import pytest
+import torch
 
+from penstock.errors import PenstockError
 from penstock.place import Worker
 from penstock.start import Start, Stretch
 from penstock.state import Position
@@ -83,3 +87,26 @@ def test_a_round_that_fails_before_its_first_batch_takes_nothing(seeds: tuple[in
     assert [take(start, 1, worker(n, seeds[1])) for n in range(3)] == [True] * 3
     assert start.is_taken
     assert not take(start, 3, None)
+
+
+@pytest.mark.parametrize("context", [get_context("fork"), get_context("spawn")], ids=["fork", "spawn"])
+def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContext | SpawnContext) -> None:
+    """As one that evaluates does, on the dataset that another process trains on."""
+    start = Start(RESUMED)
+    other = context.Process(
+        target=start.set, args=(Stretch(position=Position(epoch=9), num_steps=1),), kwargs={"by_state": True}
+    )
+    other.start()
+    other.join()
+    assert (other.exitcode, start.stretch, start.num_sets) == (0, RESUMED, 1)
+
+
+def test_without_shared_memory_only_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensor: torch.Tensor) -> None:
+        raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    start = Start(RESUMED)
+    assert take(start, 1, None)
+    with pytest.raises(PenstockError, match=r"Give /dev/shm more room, or take num_workers=0"):
+        start.begin(2, worker(0, loader_seed=5))
