@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -15,9 +15,10 @@ from urllib.request import getproxies
 import httpx
 
 from penstock.answers import Fault, Stranger, failure_of
-from penstock.errors import WireError
+from penstock.errors import SpecError, WireError
 from penstock.receive import Body, Buffers, ReceivingTransport
 from penstock.wire import content_digest
+from penstock.wording import without_passwords
 
 _spare: deque[Buffers] = deque(maxlen=1)  # of this process, from one connection to the next
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
@@ -37,12 +38,10 @@ class Connection:
         self._buffers = _take_spare()
         self._is_fetching = False
         # A proxy is httpx's to find and to speak to, and then its own transport receives.
-        has_proxies = bool(getproxies().keys() - {"no"})  # that is what needs none
-        self._transport = None if has_proxies else ReceivingTransport(self._remember)
+        self._transport = None if _has_proxies() else ReceivingTransport(self._remember)
         # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
-        self._client = httpx.Client(headers={"Accept-Encoding": "identity"}, transport=self._transport)
+        self._client = _client({"Accept-Encoding": "identity"}, self._transport)
         self._requests: dict[str, httpx.Request] = {}
-        self._aside: httpx.Client | None = None  # for another thread
 
     def fetch(self, server: str, target: str, *, then: str | None = None, silence_seconds: float) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
@@ -89,8 +88,7 @@ class Connection:
     def is_alive(self, server: str, seconds: float) -> bool:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
         try:
-            self._aside = self._aside or httpx.Client()
-            answer = self._aside.get(f"{server}/healthz", timeout=seconds, extensions={"trace": self._trace})
+            answer = ask_aside(f"{server}/healthz", seconds, self._trace)
         except httpx.RequestError:
             return False
         return answer.status_code < 500  # a proxy that passes only batches on says 404, one that has nobody behind it 502
@@ -113,8 +111,6 @@ class Connection:
             buffers.trim()
             _spare.append(buffers)
         self._client.close()
-        if self._aside:
-            self._aside.close()
 
     def _request(self, url: str) -> httpx.Request:
         """A request for a URL, which is the same for all runs of an epoch but for its extensions."""
@@ -143,6 +139,35 @@ class Connection:
             # would take the encryption away from under that thread.
             with suppress(OSError):
                 socket.socket.shutdown(known, socket.SHUT_RDWR)
+
+
+def ask_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, Any]], None] | None = None) -> httpx.Response:
+    """What a GET gives that is no part of a run, on a connection of its own. Raises httpx.RequestError: nothing."""
+    with client_aside(url) as client:
+        return client.get(url, timeout=seconds, extensions={"trace": trace} if trace else {})
+
+
+def client_aside(server: str) -> httpx.Client:
+    """What asks a server for what is no part of a run. Raises SpecError: the environment's proxies cannot be used."""
+    # Where there is no proxy, httpx must not read the environment: it fails at what others take for a NO_PROXY.
+    return _client({}, None if _has_proxies() else httpx.HTTPTransport(verify=server.startswith("https:")))
+
+
+def _has_proxies() -> bool:
+    return bool(getproxies().keys() - {"no"})  # that is what needs none
+
+
+def _client(headers: dict[str, str], transport: httpx.BaseTransport | None) -> httpx.Client:
+    """Raises SpecError: what the environment says of proxies and certificates is not understood."""
+    try:
+        return httpx.Client(headers=headers, transport=transport)
+    except (httpx.InvalidURL, ValueError, ImportError, OSError) as error:
+        named = ", ".join(f"{name}={value}" for name, value in getproxies().items())
+        raise SpecError(
+            f"the environment names a proxy that cannot be used ({without_passwords(named)}): {error}. Correct or unset "
+            f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY or SSL_CERT_FILE.",
+            ("servers",),
+        ) from error
 
 
 def _take_spare() -> Buffers:

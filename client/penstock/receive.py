@@ -218,11 +218,12 @@ class ReceivingTransport(httpx.BaseTransport):
 
     def _connect(self, request: httpx.Request) -> http.client.HTTPConnection:
         url, seconds = request.url, request.extensions["timeout"]["connect"]
-        made = http.client.HTTPConnection(url.host, url.port, timeout=seconds)
-        if url.scheme == "https":
-            self._tls = self._tls or httpx.create_ssl_context()
-            made = http.client.HTTPSConnection(url.host, url.port, timeout=seconds, context=self._tls)
+        port = url.port or (443 if url.scheme == "https" else 80)  # without one, http.client looks for it in an IPv6 host
         try:
+            made = http.client.HTTPConnection(url.host, port, timeout=seconds)
+            if url.scheme == "https":
+                self._tls = self._tls or httpx.create_ssl_context()
+                made = http.client.HTTPSConnection(url.host, port, timeout=seconds, context=self._tls)
             made.connect()
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {seconds:g} seconds", request=request) from error

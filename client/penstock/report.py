@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 
 from penstock.answers import Busy, NotYet
+from penstock.wording import counted, without_passwords
 
 log = logging.getLogger("penstock")
 
@@ -46,8 +47,7 @@ class Report:
         if self._num_failures:
             self.end_bar()
             if self._said:
-                attempts = "attempt" if self._num_failures == 1 else "attempts"
-                log.warning("penstock: %s answers after %d failed %s", server, self._num_failures, attempts)
+                _log(f"{server} answers after {counted(self._num_failures, 'failed attempt')}")
             self._num_failures = 0
             self._said.clear()
 
@@ -82,5 +82,9 @@ class Report:
         if now - self._said_at.get(stage, -math.inf) < _QUIET_SECONDS:
             return False
         self._said_at[stage] = now
-        log.warning("penstock: %s", text)
+        _log(text)
         return True
+
+
+def _log(text: str) -> None:
+    log.warning("penstock: %s", without_passwords(text))

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 import httpx
 
 from penstock import wire
+from penstock.connection import ask_aside
 from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.spec import Spec
 from penstock.transport import Transport
@@ -87,7 +88,7 @@ class Source:
         few = replace(spec, batch_size=_FEW, world_size=1, tail="wrap", offset=0, skip=None, group_by_length=0)
         target = f"{self._path}/epochs/{epoch}/ranks/0/batches/0/provenance?{urlencode(few.to_query())}"
         try:
-            answer = httpx.get(self._servers[0] + target, timeout=_AT_ONCE_SECONDS).raise_for_status().json()
+            answer = ask_aside(self._servers[0] + target, _AT_ONCE_SECONDS).raise_for_status().json()
             rows = [row for sequence in answer["sequences"] for row in sequence["sources"]]
             places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): int(row["row_tokens"]) for row in rows}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):

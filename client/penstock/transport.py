@@ -15,6 +15,7 @@ from penstock.errors import PenstockError, ServerUnavailable, WireError
 from penstock.report import Report
 from penstock.servers import Servers
 from penstock.watch import Watch
+from penstock.wording import without_passwords
 
 T = TypeVar("T")
 
@@ -170,7 +171,7 @@ class Transport:
                 body = self._connection.fetch(server, target, then=then, silence_seconds=silence_seconds)
         except Stranger as stranger:
             if self._first_contact:
-                raise PenstockError(str(stranger)) from None
+                raise PenstockError(without_passwords(str(stranger))) from None
             raise
         self.num_bytes += len(body)
         return body
@@ -189,13 +190,15 @@ class Transport:
             [first, *others] = refusals.values()
             if others:
                 words = "\n".join(f"{server}: {refusal}" for server, refusal in refusals.items())
-                raise type(first)(f"all of {len(refusals)} servers refuse.\n{words}")
+                raise type(first)(without_passwords(f"all of {len(refusals)} servers refuse.\n{words}"))
             raise first
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
         reasons = "; ".join(f"{server}: {failure}" for server, failure in failures.items())
         return ServerUnavailable(
-            f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers.addresses)}; the last "
-            f"attempts failed with {reasons}. Start the server (penstock serve DATA_DIR) or correct the address; a run resumes "
-            f"from its last checkpoint."
+            without_passwords(
+                f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers.addresses)}; the last "
+                f"attempts failed with {reasons}. Start the server (penstock serve DATA_DIR) or correct the address; a run "
+                f"resumes from its last checkpoint."
+            )
         )

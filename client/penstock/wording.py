@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -17,6 +18,11 @@ def rows_kept(num_rows: int, num_kept: int | None) -> str:
     if num_kept is None:
         return f"{rows} before its filter"
     return rows if num_kept == num_rows else f"{num_kept:,} of {rows}"
+
+
+def without_passwords(text: str) -> str:
+    """A text in which addresses do not tell who asks, as in http://me:secret@host: it is for logs and terminals."""
+    return re.sub(r"(\w://)[^/@\s]*@", r"\1", text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

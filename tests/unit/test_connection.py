@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 import pytest
 
 from answering import pages, response
+from penstock import SpecError
 from penstock.answers import Fault
 from penstock.connection import Connection
 
@@ -94,3 +95,51 @@ def test_the_name_and_the_password_of_an_address_are_sent() -> None:
         thread.join(60)
     [line] = [line for line in asked[0].split(b"\r\n") if line.lower().startswith(b"authorization:")]
     assert line.split()[1:] == [b"Basic", b64encode(b"me:se cret")]
+
+
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(
+    ("name", "value"), [("NO_PROXY", "localhost,fd00::/8"), ("SSL_CERT_FILE", "/nowhere/certificates.pem")]
+)
+def test_what_plain_http_does_not_need_of_the_environment_may_be_wrong(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pages(lambda _: (200, BODY)) as server, closing(Connection()) as connection:
+        assert fetch(connection, server) == BODY
+        assert connection.is_alive(server, 60.0)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "gopher://me:secret@proxy:70")
+    with pytest.raises(SpecError, match=r"\(all=gopher://proxy:70\).*Correct or unset HTTP_PROXY"):
+        Connection()
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(
+    ("server", "place"),
+    [("http://[fd00::abcd]", ("fd00::abcd", 80)), ("https://[2001:db8::5]", ("2001:db8::5", 443)),
+     ("http://[::1]:8000", ("::1", 8000)), ("http://host", ("host", 80))],
+)  # fmt: skip
+def test_an_address_without_a_port_has_that_of_its_scheme(
+    monkeypatch: pytest.MonkeyPatch, server: str, place: tuple[str, int]
+) -> None:
+    asked = []
+
+    def connect(address: tuple[str, int], *_: object) -> socket.socket:
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with closing(Connection()) as connection, pytest.raises(Fault):
+        fetch(connection, server)
+    assert asked == [place]

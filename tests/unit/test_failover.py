@@ -232,3 +232,17 @@ def test_a_fork_that_closes_its_copy_leaves_the_connection_to_its_parent() -> No
         assert os.waitpid(child, 0)[1] == 0
         assert transport.get("/", bytes) == b"here"
         assert transport.num_retries == 0
+
+
+def test_passwords_of_addresses_are_in_no_log_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    away = AWAY.replace("http://", "http://me:secret@")
+    with pytest.raises(ServerUnavailable) as told, closing(Transport([away, f"{away}9"], retry_seconds=0.1)) as transport:
+        transport.get("/", bytes)
+    with (
+        server(response(b"", "404 No")) as other,
+        closing(Transport([other.replace("//", "//me:secret@")], retry_seconds=9, first_contact=True)) as transport,
+        pytest.raises(PenstockError, match="answered 404") as refused,
+    ):
+        transport.get("/v1/datasets", bytes)
+    assert "secret" not in caplog.text + str(told.value) + str(refused.value)
+    assert AWAY in caplog.text

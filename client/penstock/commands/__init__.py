@@ -11,6 +11,7 @@ from functools import partial
 
 from penstock.commands.arguments import add_spec_options
 from penstock.errors import PenstockError
+from penstock.wording import without_passwords
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -105,7 +106,7 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     except PenstockError as error:
         from penstock.commands.terminal import printable
 
-        print(f"penstock {name}: {printable(str(error))}", file=sys.stderr)
+        print(f"penstock {name}: {printable(without_passwords(str(error)))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # what reads this, such as head, has seen enough
         # Python would complain when it flushes at its exit.

@@ -17,6 +17,7 @@ from penstock.commands.check import Check, size
 from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
 from penstock.commands.machine_checks import check_machine
 from penstock.commands.remote import RETRY_SECONDS, get_json, greet
+from penstock.connection import client_aside
 from penstock.errors import PenstockError
 from penstock.runs import RUN_BYTES
 from penstock.transport import Transport
@@ -82,7 +83,7 @@ def _way(server: str) -> Iterator[Check]:
     """Latency, and the difference of the clocks, from a few requests over one connection."""
     seconds, ahead = [], []
     try:
-        with httpx.Client(timeout=5.0) as client:
+        with client_aside(server) as client:
             client.get(f"{server}/healthz")  # makes the connection
             for _ in range(_PROBES):
                 sent, began = time.time(), time.perf_counter()

@@ -9,6 +9,7 @@ from penstock.commands.address import parse_address
 from penstock.commands.check import Check
 from penstock.commands.checks import checks
 from penstock.commands.terminal import BOLD, GREEN, RED, YELLOW, Terminal, printable
+from penstock.wording import without_passwords
 
 _STYLES = {"ok": GREEN, "warn": YELLOW, "fail": RED}
 _NAME_WIDTH = 10
@@ -18,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints a line a check; 1 if one fails. Raises SpecError: the address is none."""
     address = parse_address(arguments.address)
     terminal = Terminal.of(sys.stdout)
-    print(terminal.paint(printable(address.server), BOLD))
+    print(terminal.paint(printable(without_passwords(address.server)), BOLD))
     found = []
     for check in checks(address.server, address.dataset):
         found.append(check)

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 import httpx
 
 from penstock.commands.address import Address
+from penstock.connection import ask_aside
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
 from penstock.transport import Transport
 
@@ -21,7 +22,7 @@ _GREETING_SECONDS = 5.0
 def greet(server: str) -> dict[str, Any]:
     """What a server says of itself. Raises ServerUnavailable: none answers. Raises PenstockError: what answers is none."""
     try:
-        response = httpx.get(f"{server}/healthz", timeout=_GREETING_SECONDS)
+        response = ask_aside(f"{server}/healthz", _GREETING_SECONDS)
     except httpx.RequestError as error:
         raise ServerUnavailable(
             f"{server} does not answer: {error or type(error).__name__}. Start a server there (penstock serve DATA_DIR), or "
