@@ -29,8 +29,9 @@ class RemoteTrainer(Trainer):
     """A Trainer whose train_dataset is a RemoteDataset; an eval_dataset may be one, too. All else is as in Trainer.
 
     Batches go to the model as they come, less what its forward does not take (args.remove_unused_columns): no collator, no
-    sampler and no loader workers take part. Every epoch has an order of its own. A checkpoint holds the state of the data,
-    and resuming costs the same at any step.
+    sampler and no loader workers take part. Where rows share a sequence the model is given no attention_mask, so that it keeps
+    them apart by their position_ids. Every epoch has an order of its own. A checkpoint holds the state of the data, and
+    resuming costs the same at any step.
 
     Raises SpecError: train_dataset is no RemoteDataset, or its batches are not those that args speak of.
     Raises StateMismatch, from train(resume_from_checkpoint=...): the checkpoint is of other data or counts other batches.
@@ -44,7 +45,7 @@ class RemoteTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches of this rank. Trainer's own loader would join several to one, and give each rank a part of its part."""
-        return _Loader(self.train_dataset, self._without_unused_columns)
+        return _Loader(self.train_dataset, self._for_the_model)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
         """The batches of this rank, if the dataset is a RemoteDataset."""
@@ -52,7 +53,8 @@ class RemoteTrainer(Trainer):
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
         if isinstance(chosen, RemoteDataset):
-            return _Loader(chosen, self._without_unused_columns)
+            chosen.set_epoch(chosen.epoch)  # on the same batches each time, and that is meant
+            return _Loader(chosen, self._for_the_model)
         loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
         return loader
 
@@ -70,6 +72,12 @@ class RemoteTrainer(Trainer):
             raise SpecError(
                 "leave ignore_data_skip out: nothing is fetched anew, and with it Trainer miscounts a resumed epoch"
             )
+        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        if any(other is data for other in evaluated):
+            raise SpecError(
+                "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': to evaluate on "
+                "train_dataset would move its place, and no checkpoint could be resumed"
+            )
         expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
         if data.spec.batch_size * data.spec.world_size != expected:
             raise SpecError(
@@ -80,7 +88,9 @@ class RemoteTrainer(Trainer):
                 ("batch_size", "world_size"),
             )
 
-    def _without_unused_columns(self, batch: Batch) -> Batch:
+    def _for_the_model(self, batch: Batch) -> Batch:
+        if "position_ids" in batch:  # with a mask beside them, transformers lets a row attend to those before it
+            batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         if not self.args.remove_unused_columns:
             return batch
         self._set_signature_columns_if_needed()

@@ -16,7 +16,7 @@ from recorded import SPEC, Given, run_example, whole_run
 LIBRARY = "transformers"
 
 
-def trainer(url: str, out: Path, *, data: RemoteDataset | None = None, **options: Any) -> Any:
+def trainer(url: str, out: Path, *, data: RemoteDataset | None = None, held_out: Any = None, **options: Any) -> Any:
     """A RemoteTrainer of a tiny model with dropout, on two epochs."""
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
@@ -27,8 +27,8 @@ def trainer(url: str, out: Path, *, data: RemoteDataset | None = None, **options
     torch.manual_seed(0)
     size = {"vocab_size": 320, "n_positions": 128, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
-    data = data or RemoteDataset(url, "numbers", **SPEC)
-    return RemoteTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    data, held_out = data or RemoteDataset(url, "numbers", **SPEC), held_out or RemoteDataset(url, "numbers", **SPEC)
+    return RemoteTrainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
 
 
 def losses(done: Any) -> list[dict[str, float]]:
@@ -90,7 +90,23 @@ def test_what_the_model_does_not_take_stays_behind(url: str, tmp_path: Path) -> 
     one = trainer(url, tmp_path, data=data, max_steps=1)
     one.train()
     [given, *_] = one.get_train_dataloader()
-    assert set(given) == set(batch) - {"cu_seqlens"}
+    assert set(given) == set(batch) - {"cu_seqlens", "attention_mask"}
+
+
+@pytest.mark.parametrize("packing", [{"packing": "best_fit"}, {"packing": "concat", "boundaries": "documents"}], ids=str)
+def test_rows_that_share_a_sequence_do_not_see_one_another(url: str, tmp_path: Path, packing: dict[str, Any]) -> None:
+    data = RemoteDataset(url, "numbers", **SPEC | {"seq_len": 28}, **packing, tail="wrap")
+    one = trainer(url, tmp_path, data=data, max_steps=1)
+    one.model.eval()
+    [given, *_] = one.get_train_dataloader()
+    begins = given["position_ids"][0].eq(0).nonzero().flatten().tolist()
+    assert len(begins) > 2
+    changed = given["input_ids"].clone()
+    changed[0, : begins[1]] += 1
+    with torch.no_grad():
+        logits, others = (one.model(**given | {"input_ids": ids}).logits[0] for ids in (given["input_ids"], changed))
+    assert not torch.equal(logits[: begins[1]], others[: begins[1]])
+    assert torch.equal(logits[begins[1] :], others[begins[1] :])
 
 
 def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path) -> None:
@@ -98,6 +114,9 @@ def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path
         trainer(url, tmp_path, per_device_train_batch_size=8)
     with pytest.raises(SpecError, match="leave ignore_data_skip out"):
         trainer(url, tmp_path, ignore_data_skip=True)
+    data = RemoteDataset(url, "numbers", **SPEC)
+    with pytest.raises(SpecError, match="eval_dataset must be a RemoteDataset of its own"):
+        trainer(url, tmp_path, data=data, held_out={"same": data})
     half = RemoteDataset(url, "numbers", **SPEC, rank=0, world_size=2)
     with pytest.raises(SpecError, match=r"gives 2 rank\(s\) 16 sequences each a step"):
         trainer(url, tmp_path, data=half)
