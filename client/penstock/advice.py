@@ -68,11 +68,12 @@ class Advice:
 
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:
-    """A loop goes over an epoch that it has just been over. Who evaluates means to."""
+    """A loop begins an epoch anew that the one before it was in. Who evaluates means to."""
     if spec.shuffle != "none" and spec.split != "validation":
         warnings.warn(
-            f"epoch {epoch} is given once more, in the same order: call set_epoch(n) before the loop of each epoch n. To "
-            f"evaluate on the same batches again and again, ask for them as they are stored: shuffle='none'.",
+            f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
+            f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) first. To evaluate on "
+            f"the same batches again and again, ask for them as they are stored: shuffle='none'.",
             stacklevel=3,  # in the loop: before it are the iteration and this
         )
 

@@ -13,7 +13,7 @@ from penstock.state import Position
 class Round:
     """One iteration of this process: the steps that are its, of a stretch. `number` and `num_sets` tell it from others.
 
-    is_repetition  the one before it went over the same epoch to its end, and nothing was set since
+    is_repetition  the one before it went over the same epoch, beyond a first batch to look at, and nothing was set since
     """
 
     worker: Worker | None
@@ -32,7 +32,7 @@ class Progress:
         self._start = Start(self._whole(0))
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._num_rounds = 0
-        self._finished: tuple[int, int] | None = None  # the round that last ran to its end: its number and num_sets
+        self._is_meant = False  # that the epoch is given once more
         # What the loop consumed since the start was set for that time: so many steps behind a position.
         self._counted = (0, Position(), 0)
 
@@ -85,7 +85,7 @@ class Progress:
 
     def confirm_epoch(self) -> None:
         """Somebody chooses the epoch, whichever: to go over it once more is meant."""
-        self._finished = None
+        self._is_meant = True
 
     def begin(self, worker: Worker | None) -> Round:
         """An iteration begins: from where it was set to, else the epoch anew."""
@@ -93,7 +93,9 @@ class Progress:
         is_ours = self._start.begin(self._num_rounds, worker)
         stretch = self._start.stretch if is_ours else self._whole(self.epoch)
         num_sets = self._start.num_sets
-        is_repetition = not is_ours and self._finished == (self._num_rounds - 1, num_sets)
+        had, _, num_had = self._counted
+        is_repetition = not is_ours and not self._is_meant and had == num_sets and num_had > min(1, stretch.num_steps - 1)
+        self._is_meant = False
         if self._own and self._own[0] == num_sets:
             stretch, is_repetition = self._own[1], False
         self._own = None
@@ -110,7 +112,6 @@ class Progress:
 
     def finish(self, round_: Round) -> None:
         """The iteration gave all that it had to give. Of a stretch without steps there was no first batch to take it."""
-        self._finished = (round_.number, round_.num_sets)
         if not round_.stretch.num_left:
             self.take(round_)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -181,10 +182,10 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
 
 
 def test_who_forgets_set_epoch_is_told(server: Server) -> None:
-    def is_told(data: RemoteDataset) -> bool:
+    def is_told(data: RemoteDataset, num_batches: int | None = None) -> bool:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            list(data)
+            list(itertools.islice(data, num_batches))
         assert all(Path(warning.filename).name == "test_loop.py" for warning in told)
         return any("call set_epoch(n) before the loop of each epoch n" in str(warning.message) for warning in told)
 
@@ -197,6 +198,11 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
     data.set_epoch(2)
     next(iter(data))  # no more than a look
     assert not is_told(data)
+    data.set_epoch(3)
+    assert not is_told(data, 5)
+    assert is_told(data, 5)  # it was left, and begins anew
+    data.load_state_dict(data.state_dict())
+    assert not is_told(data, 5)
     for spec in ({"shuffle": "none"}, {"replay": 2}):
         again = dataset(server, **spec)
         assert [is_told(again), is_told(again)] == [False, False]
