@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from hashlib import blake2b
 from typing import Any
 
 from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
 from penstock.whole import plain
-from penstock.wire import digest
 from penstock.wording import did_you_mean
 
 LARGEST_SEED = 2**63 - 1
@@ -161,7 +161,7 @@ class Spec:
     @property
     def digest(self) -> str:
         """What frames name it by: 16 hex digits, of every parameter."""
-        return digest(json.dumps(self.to_dict(), sort_keys=True).encode())
+        return blake2b(json.dumps(self.to_dict(), sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def to_query(self) -> dict[str, str]:
         """Every parameter that is set, as a URL's query spells it."""

@@ -9,7 +9,7 @@
 A tensor of dtype utf8 or binary holds texts or bytes, shape [count, nbytes]: count + 1 int64 offsets, then nbytes bytes; text i
 is bytes [offsets[i], offsets[i + 1]). `substituted` sequences stand in for rows that cannot be used.
 
-`spec` is the digest of the resolved spec: of batches of another seed nothing else may differ.
+`spec` is the digest of the resolved spec, see Spec.digest: of batches of another seed nothing else may differ.
 
 `digest` is the xxh3-64 of the payload, `header_digest` that of the header's fields before it, packed as a map; both as 16
 hex digits. `pad` is filler that puts the payload on its boundary. All numbers in tensors are little-endian.
