@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from commands import penstock
 from corpora import EOS, write_tokenizer
 from penstock import DataError, RemoteDataset
 from serving import Server
@@ -322,6 +324,22 @@ def test_a_dataset_with_too_many_bad_rows_is_refused(serve: Callable[..., Server
         )
     with serve(tmp_path) as server:
         assert len(list(dataset(server, "holes", batch_size=10))) == 20
+
+
+def test_bad_rows_that_are_counted_refuse_a_dataset_before_its_first_step(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """Not in the midst of an epoch, once that many were met; and whichever process answers."""
+    data, cache = tmp_path / "data", tmp_path / "cache"
+    data.mkdir()
+    texts = ["fox" if n % 10 else "" for n in range(200)]
+    write(data / "holes", {"text": texts}, 'on_bad_row = "substitute"\ntokenizer = "../tokenizer.json"')
+    write_tokenizer(data / "tokenizer.json")
+    assert penstock("prepare", data, "--cache-dir", cache).returncode == 1
+    with serve(data, "--processes", "2", cache_dir=cache) as server:
+        answers = [httpx.get(f"{server.url}/v1/datasets/holes/spec") for _ in range(6)]
+        assert [answer.status_code for answer in answers] == [500] * 6
+        assert "20 of 200 rows (10.00%) are known to be bad" in answers[0].json()["detail"]
+        listed = server.json("/v1/datasets/holes/quarantine")
+        assert (listed["num_bad_rows"], listed["complete"], len(listed["rows"])) == (20, True, 20)
 
 
 def test_a_dataset_that_will_be_refused_is_told_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:

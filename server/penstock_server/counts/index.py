@@ -45,8 +45,7 @@ class Index:
         self._name, self._snapshot, self._blocks, self._folder = name, snapshot, blocks, folder
         num_blocks = snapshot.num_blocks
         of_shards = partial(lengths_files, snapshot, blocks, folder)
-        count = partial(count_lengths, snapshot, blocks, folder)
-        self.lengths = Counting(f"the tokens of {name}", num_blocks, count, of_shards)
+        self.lengths = Counting(f"the tokens of {name}", num_blocks, self._count_lengths, of_shards)
         self.rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
         self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
         self._lock, self._packing = threading.Lock(), threading.Lock()
@@ -125,6 +124,11 @@ class Index:
         if num_bad.any() and self._snapshot.recipe.on_bad_row == "fail":
             index = int(np.flatnonzero(num_bad)[0])
             self._blocks.check_bad_rows(self._blocks.get([index], split)[0], index)
+        return lengths
+
+    def _count_lengths(self, advance: Callable[[int], None]) -> RowLengths:
+        lengths = count_lengths(self._snapshot, self._blocks, self._folder, advance)
+        self._blocks.quarantine.num_counted = int(lengths.per_block("all")[2].sum())
         return lengths
 
     def _count_rows(self, advance: Callable[[int], None]) -> IntArray:

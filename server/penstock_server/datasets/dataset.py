@@ -214,7 +214,10 @@ class Dataset:
 
     def _serve(self, snapshot: Snapshot) -> Served:
         blocks = Blocks(snapshot, self._store)
-        return Served(self.name, snapshot, blocks, Index(self.name, snapshot, blocks, self._store.cache.folder))
+        index = Index(self.name, snapshot, blocks, self._store.cache.folder)
+        if snapshot.recipe.on_bad_row == "substitute":
+            index.lengths.read()  # or a run would be refused in its midst for bad rows that are counted already
+        return Served(self.name, snapshot, blocks, index)
 
     def _log(self, known: str | None, reason: str) -> None:
         if reason != known:

@@ -74,6 +74,7 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
 
     Once the tokens of all rows are counted, every bad row is known.
     """
+    served.index.lengths.read()  # as `penstock prepare` may have counted
     if served.index.lengths.is_ready:
         bad = np.flatnonzero(served.index.lengths.get().per_block("all")[2]).tolist()
         for index in bad:  # a restart forgets reasons, but not where to find them

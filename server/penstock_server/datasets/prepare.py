@@ -28,7 +28,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     if not rows:
         raise BadParameter(f"{served.name} has no row that its filter keeps. Mend that in penstock.toml, or the data.")
     served.index.row_lengths("all")
-    served.blocks.quarantine.check(bad)
+    served.blocks.quarantine.check()
     served.index.rows.make(lambda _: None)  # at hand: the lengths tell them
     num_stored = _fill(served)
     yield f"{served.name}: {num_stored:,} of {served.snapshot.num_blocks:,} blocks are in the cache"

@@ -45,6 +45,7 @@ class Quarantine:
         self._lock = threading.Lock()
         # Every request asks: to add up ten thousand footers would take longer than a batch.
         self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
+        self.num_counted = 0  # by who has counted the tokens of all rows
         self._num_met = 0
         self._rows: dict[int, list[Quarantined]] = {}  # of each block that has some
         self._num_listed = 0
@@ -87,8 +88,8 @@ class Quarantine:
 
     @property
     def num_bad_rows(self) -> int:
-        """Bad rows met so far, or as many as the footers tell."""
-        return max(self._num_in_footers, self._num_met)
+        """Bad rows met so far, or as many as the footers tell; all, once they are counted."""
+        return max(self._num_in_footers, self._num_met, self.num_counted)
 
     def rows(self) -> list[Quarantined]:
         """The bad rows met so far, in the order of the dataset; the first 100,000 that were met."""
@@ -112,11 +113,10 @@ class Quarantine:
                     reason = f"{nulls:,} of its {num_rows:,} rows are null in {columns}; which ones is known once it is read"
                     yield BadGroup(shard=shard.path.name, row_group=number, reason=reason)
 
-    def check(self, num_counted: int = 0) -> None:
-        """Raises DatasetRefused: more rows, met or counted, are bad than the recipe allows to substitute."""
-        num_bad = max(num_counted, self.num_bad_rows)
-        if self._snapshot.recipe.on_bad_row == "substitute" and self._are_too_many(num_bad):
-            raise too_many_bad_rows(self._snapshot, num_bad)
+    def check(self) -> None:
+        """Raises DatasetRefused: more rows are known to be bad than the recipe allows to substitute."""
+        if self._snapshot.recipe.on_bad_row == "substitute" and self.has_too_many:
+            raise too_many_bad_rows(self._snapshot, self.num_bad_rows)
 
     @property
     def refusal(self) -> str | None:
@@ -135,10 +135,7 @@ class Quarantine:
     @property
     def has_too_many(self) -> bool:
         """Whether more rows than the recipe allows to substitute are known to be bad."""
-        return self._are_too_many(self.num_bad_rows)
-
-    def _are_too_many(self, num_bad: int) -> bool:
-        return num_bad > self._snapshot.recipe.max_bad_share * self._snapshot.num_rows
+        return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self._snapshot.num_rows
 
 
 def too_many_bad_rows(snapshot: Snapshot, num_bad: int) -> DatasetRefused:
