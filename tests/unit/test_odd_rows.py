@@ -128,11 +128,17 @@ def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> Non
 
 def test_a_chat_in_which_nothing_is_learned_is_bad(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    said = [[("user", "fox"), ("assistant", "dog")], [("user", "fox"), ("model", "dog")], [("user", "fox")]]
+    said = [
+        [("user", "fox"), ("assistant", "dog")],
+        [("user", "fox"), ("model", "dog")],
+        [("user", "fox")],
+        [("user", "fox"), ("assistant", " \n")],  # of which the template still closes the turn
+        [("user", "fox"), ("assistant", ""), ("user", "fox"), ("assistant", "dog")],
+    ]
     write(data, "", {"messages": [[{"role": role, "content": text} for role, text in chat] for chat in said]})
     [block] = open_blocks(data).get([0])
     silent = "messages has a chat in which the assistant says nothing, so nothing is learned; its roles: "
-    assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user"}
+    assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user", 3: f"{silent}user, assistant"}
 
 
 def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothing(data: Path) -> None:

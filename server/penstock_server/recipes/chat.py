@@ -266,6 +266,15 @@ def _content(message: Message) -> str:
     return content.strip() if isinstance(content, str) else ""
 
 
+def says_something(message: Message) -> bool:
+    """Whether a message has more than blanks in it, or calls a tool, or thinks."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text", part) if isinstance(part, dict) else part for part in parts]
+    is_blank = all(text is None or (isinstance(text, str) and not text.strip()) for text in texts)
+    return not is_blank or any(message.get(name) for name in ("tool_calls", *_REASONING))
+
+
 def _reason(error: Exception) -> str:
     kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
     reason = kind + " ".join(str(error).split())

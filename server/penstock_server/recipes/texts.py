@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock_server.geometry.order import starts_of
-from penstock_server.recipes.chat import ChatError
+from penstock_server.recipes.chat import ChatError, says_something
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Lists, Reasons, raw_texts
@@ -102,7 +102,8 @@ def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tupl
     # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
     answered = any(message.get("role") == "assistant" for message in before)
     spans = rendered.spans[len(recipe.chat.render(before).spans) if answered else 0 :]
-    if not spans:
+    said = [message for message in messages if message.get("role") == "assistant"]
+    if not spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
         roles = dict.fromkeys(str(message["role"]) for message in messages)
         raise ChatError(f"has a chat in which the assistant says nothing, so nothing is learned; its roles: {', '.join(roles)}")
     return rendered.text, spans

@@ -37,7 +37,7 @@ EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
 _KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, for what all take in the cache
-_FORMAT = 3  # of the stored blocks: a change here rebuilds them
+_FORMAT = 4  # of the stored blocks: a change here rebuilds them
 
 
 class Blocks:
