@@ -13,9 +13,10 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, processors
 
 from commands import SERVER_PACKAGES, penstock, penstock_without
-from corpora import write_numbered, write_text
+from corpora import EOS, write_numbered, write_text, write_tokenizer
 from penstock import RemoteDataset
 from serving import Server
 
@@ -134,6 +135,20 @@ def test_labels_and_masks_that_are_not_used_are_warned_of_at_the_start(serve: Ca
     assert "recipe: input_ids, pre-tokenized, without attention_mask, labels\n" in server.greeting
     assert server.json("/v1/datasets/padded")["unused_columns"] == ["attention_mask", "labels"]
     assert "padded: attention_mask, labels of its shards are not used: every id of input_ids is learned" in server.stop()
+
+
+def test_a_bos_that_the_tokenizer_would_write_is_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
+    for name, recipe in (("silent", ""), ("opened", f'bos = "{EOS}"'), ("bare", "bos = false")):
+        write_text(tmp_path / name, ["the quick brown fox"] * 9)
+        (tmp_path / name / "penstock.toml").write_text(recipe)
+    tokenizer = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json")))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    server = serve(tmp_path, "--tokenizer", str(tmp_path / "tokenizer.json"))
+    assert "(257 ids), BOS 0, EOS 0" in re.sub(r"\(\d+ ids\)", "(257 ids)", server.greeting)
+    [warning] = server.stop().splitlines()
+    assert f"silent: {tmp_path / 'tokenizer.json'} puts {EOS} before a text, and here nothing does." in warning
+    assert f'say bos = "{EOS}" in {tmp_path / "silent" / "penstock.toml"}, and else bos = false.' in warning
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

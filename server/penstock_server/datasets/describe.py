@@ -8,6 +8,7 @@ from typing import Any
 from penstock_server.batches.plan import Plan
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
+from penstock_server.recipes.declaration import FILE_NAME
 
 
 def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
@@ -55,6 +56,17 @@ def describe_unused(served: Served) -> str | None:
         f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: every id of "
         f"{served.snapshot.recipe.token_columns[0]} is learned, prompts and padding, too. Leave padding out of the rows; to "
         f"learn only responses, let the rows be text, with prompt and response, or messages."
+    )
+
+
+def describe_unsaid_bos(served: Served) -> str | None:
+    """What follows from a tokenizer that opens texts, where the recipe says nothing of it; None if there is none."""
+    recipe = served.snapshot.recipe
+    if not (recipe.tokenizer and recipe.unsaid_bos):
+        return None
+    return (
+        f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before a text, and here nothing does. If models know "
+        f'its texts by that, say bos = "{recipe.unsaid_bos}" in {served.snapshot.folder / FILE_NAME}, and else bos = false.'
     )
 
 

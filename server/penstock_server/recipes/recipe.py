@@ -53,6 +53,7 @@ class Recipe:
     chat          renders messages
     columns       what travels beside the tokens
     unused        columns of pre-tokenized rows that say which ids are learned or padding: here all are learned, and none is
+    unsaid_bos    what the tokenizer would open a text with, where nothing is said of it
     filter        which rows are served; None for all
     validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
     max_bad_share more bad rows than this share of all are not substituted: the dataset is refused
@@ -68,6 +69,7 @@ class Recipe:
     chat: ChatTemplate | None = None
     columns: tuple[Column, ...] = ()
     unused: tuple[str, ...] = ()
+    unsaid_bos: str | None = None
     filter: Filter | None = None
     transform: Transform | None = None
     validation: float = 0.005
@@ -150,6 +152,7 @@ class Recipe:
         if self.chat:
             parts.append(f"chat template {self.chat.digest[:8]}")
         elif self.kind != "tokens":
+            parts.append("no BOS" if self.bos_id is None else f"BOS {self.bos_id}")
             parts.append("no EOS" if self.eos_id is None else f"EOS {self.eos_id}")
         if self.filter:
             parts.append(f"where {self.filter.text}")

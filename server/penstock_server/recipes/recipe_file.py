@@ -76,6 +76,7 @@ class _Reader:
             pad_id=self._pad(tokenizer, vocab_size, eos_id),
             chat=chat,
             columns=tuple(travelling(name, self._schema) for name in given.get("columns", [])),
+            unsaid_bos=tokenizer.opening if tokenizer and not chat and "bos" not in given else None,
             unused=tuple(name for name in MASKS if kind == "tokens" and name in self._schema.names),
             filter=self._filter(),
             transform=self._transform,

@@ -65,6 +65,12 @@ class TokenizerFile:
             raise self._failure(name, error) from error
         return marked
 
+    @property
+    def opening(self) -> str | None:
+        """The token that it puts before a text if asked for its special tokens, as it is not here; None for none."""
+        with_special, plain = (self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False))
+        return with_special[0] if with_special[:1] != plain[:1] else None
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
