@@ -74,9 +74,9 @@ def warn_of_repetition(spec: Spec, epoch: int) -> None:
             f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
             f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) first. To evaluate on "
             f"the same batches again and again, ask for them as they are stored: shuffle='none'.",
-            stacklevel=3,  # in the loop: before it are the iteration and this
+            stacklevel=4,  # in the loop: before it are the iteration, its batches and this
         )
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=5)  # in the loop: before it are the iteration, look_at, what it calls, and this
+    warnings.warn(text, stacklevel=6)  # in the loop: before it are the iteration, its batches, look_at, what it calls, and this

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from penstock.advice import Advice, warn_of_repetition
 from penstock.device import Destination, check_device, find_destination
 from penstock.errors import PenstockError, SpecError, StateMismatch
 from penstock.feed import Feed
+from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
 from penstock.place import check_rank, find_rank, find_worker
@@ -185,6 +186,9 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.  Raises PenstockError: the rank has changed.
         """
+        return Iteration(self._batches())
+
+    def _batches(self) -> Generator[Batch, None, None]:
         worker = find_worker()
         if self._rank_was_found and not worker:  # a worker is not told what the loop's process is
             check_rank(self.rank, self.world_size)

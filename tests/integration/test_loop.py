@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
-from penstock import PenstockError, RemoteDataset, SpecError
+from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
 from penstock.prefetch import OBJECT_BYTES
 from penstock.source import Source
 from penstock.stats import Stats
@@ -206,6 +206,30 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
     for spec in ({"shuffle": "none"}, {"replay": 2}):
         again = dataset(server, **spec)
         assert [is_told(again), is_told(again)] == [False, False]
+
+
+def test_behind_an_error_an_iteration_does_not_pass_for_one_that_ended(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "numbers", NUM_ROWS)
+    away = serve(tmp_path)
+    data = dataset(away, retry_seconds=0.1, prefetch_bytes=1)
+    expected = [batch["input_ids"].tolist() for batch in data]
+    data.set_epoch(0)
+    batches = iter(data)
+    given = [next(batches)["input_ids"].tolist()]
+    away.kill()
+    with pytest.raises(ServerUnavailable):
+        given.extend(batch["input_ids"].tolist() for batch in batches)
+    for _ in range(2):
+        with pytest.raises(PenstockError, match=r"ended by ServerUnavailable, and has no more batches\. To go on"):
+            next(batches)
+    away.start()
+    data.load_state_dict(data.state_dict())
+    assert given + [batch["input_ids"].tolist() for batch in data] == expected
+    left = iter(data)
+    next(left)
+    left.close()  # type: ignore[attr-defined]
+    with pytest.raises(PenstockError, match=r"ended by close\(\)"):
+        next(left)
 
 
 def test_on_the_cpu_batches_are_as_without_a_device(server: Server) -> None:

@@ -1,0 +1,40 @@
+"""An iteration as the loop has it: it ends with the epoch, or with an error that every further step meets again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from inspect import GEN_RUNNING, getgeneratorstate
+
+from penstock.errors import PenstockError
+from penstock.tensors import Batch
+
+
+class Iteration(Iterator[Batch]):
+    """The batches that a generator gives. Behind an error that would say StopIteration, which passes for the epoch's end."""
+
+    def __init__(self, batches: Generator[Batch, None, None]) -> None:
+        self._batches = batches
+        self._ended_by = ""
+
+    def __next__(self) -> Batch:
+        if self._ended_by:
+            raise PenstockError(
+                f"this iteration was ended by {self._ended_by}, and has no more batches. To go on behind those that the loop "
+                f"was given, call data.load_state_dict(data.state_dict()) and begin another."
+            )
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            if getgeneratorstate(self._batches) == GEN_RUNNING:
+                raise PenstockError(
+                    "another thread is taking a batch of this iteration: give each a dataset of its own."
+                ) from error
+            self._ended_by = type(error).__name__
+            raise
+
+    def close(self) -> None:
+        """Stops the fetching, as dropping it does."""
+        self._ended_by = self._ended_by or "close()"
+        self._batches.close()

@@ -1,0 +1,32 @@
+"""An iteration is one thread's at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.iteration import Iteration
+from penstock.tensors import Batch
+
+
+def test_a_second_thread_is_refused_and_ends_nothing() -> None:
+    asked, may_go_on = threading.Event(), threading.Event()
+
+    def batches() -> Generator[Batch, None, None]:
+        asked.set()
+        assert may_go_on.wait(60)
+        yield {"number": [1]}
+        yield {"number": [2]}
+
+    iteration, given = Iteration(batches()), list[Batch]()
+    thread = threading.Thread(target=lambda: given.append(next(iteration)))
+    thread.start()
+    assert asked.wait(60)
+    with pytest.raises(PenstockError, match="another thread is taking a batch of this iteration"):
+        next(iteration)
+    may_go_on.set()
+    thread.join()
+    assert [*given, *iteration] == [{"number": [1]}, {"number": [2]}]
