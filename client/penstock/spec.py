@@ -155,7 +155,8 @@ class Spec:
                 raise SpecError(_unknown(name, known), (name,))
             if name in values:
                 raise SpecError(f"{name} is given twice; give it once", (name,))
-            values[name] = _parse(known[name], text)
+            # A mixture's snapshot is several, joined by "+", which in a query stands for a blank if it is written as it is.
+            values[name] = text.replace(" ", "+") if name == "snapshot" else _parse(known[name], text)
         return cls(**values)  # type: ignore[arg-type]
 
     @property

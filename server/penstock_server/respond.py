@@ -41,7 +41,7 @@ class Run:
     rank: int
     steps: range
     format: BatchFormat
-    names_snapshot: bool
+    is_named: bool
 
     @property
     def is_one_chunk(self) -> bool:
@@ -56,8 +56,8 @@ class Run:
 
     @property
     def cache_control(self) -> str:
-        """Without a snapshot the URL means "the latest": a cache that kept it would mix two snapshots in one epoch."""
-        return "public, max-age=31536000, immutable" if self.names_snapshot else "no-cache"
+        """Where the URL leaves the snapshot or the mix to the server, a cache that kept it would mix two in one epoch."""
+        return "public, max-age=31536000, immutable" if self.is_named else "no-cache"
 
     def nbytes(self) -> int | None:
         """The length of the response, or None where it depends on the rows."""

@@ -211,7 +211,8 @@ def test_a_preference_pair_is_two_sequences_behind_one_prompt(server: Server, to
                 assert batch[f"{side}_labels"][i, :real].tolist() == [-100] * len(prompt) + ids
             seen += 1
     assert seen == NUM_ROWS
-    assert "preference pairs have two" in server.get("/v1/datasets/pairs/spec", packing="concat").json()["detail"]
+    for spec in ({"packing": "concat"}, {"long_rows": "split"}):
+        assert "preference pairs have two" in server.get("/v1/datasets/pairs/spec", **spec).json()["detail"]
 
 
 def test_what_two_chats_begin_with_is_their_prompt(server: Server, tokenizer: Tokenizer) -> None:

@@ -98,6 +98,10 @@ class Plan:
         size = self.spec.batch_size
         return Layout.of([(t.name, t.dtype, t.shape(size, t.longest)) for t in self.tensors])
 
+    def is_named_by(self, asked: Spec) -> bool:
+        """Whether what was asked for leaves nothing to the folders as they are: neither the snapshot nor a declared mix."""
+        return asked.snapshot is not None and (asked.mix is not None or self.spec.mix is None)
+
     @property
     def snapshot(self) -> str:
         """The fingerprint of the data."""

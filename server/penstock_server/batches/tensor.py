@@ -63,6 +63,8 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
         raise BadParameter("preference pairs and single sequences cannot be mixed: they make other tensors. Mix one kind.")
     if spec.packing != "rows" and len(features) > 1:
         raise BadParameter(f"packing={spec.packing} makes one stream of tokens; preference pairs have two. Use packing=rows.")
+    if spec.long_rows == "split" and len(features) > 1:
+        raise BadParameter("long_rows=split cuts one stream of tokens; preference pairs have two. Use long_rows=truncate.")
     dtype = str(np.result_type(*(snapshot.token_dtype for snapshot in snapshots)))
     if spec.task == "seq2seq":
         return (*_seq2seq(snapshots, spec, dtype), *_columns(snapshots))

@@ -57,7 +57,8 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         """One batch. Its bytes are those of the same step in a run."""
 
         def find(spec: Spec) -> Run:
-            return Run(catalog.plan(dataset, spec), epoch, rank, range(step, step + 1), format, spec.snapshot is not None)
+            plan = catalog.plan(dataset, spec)
+            return Run(plan, epoch, rank, range(step, step + 1), format, plan.is_named_by(spec))
 
         return await answer(request, dataset, epoch, format, find, "format")
 
@@ -81,7 +82,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
             if start >= behind:
                 raise BadParameter(f"start={start} must be below stop={behind}: a run has at least one step.")
             plan.check(epoch, behind - 1, rank)  # before the first byte is sent
-            return Run(plan, epoch, rank, range(start, behind, stride), format, spec.snapshot is not None)
+            return Run(plan, epoch, rank, range(start, behind, stride), format, plan.is_named_by(spec))
 
         return await answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
 
