@@ -220,6 +220,20 @@ def test_links_that_lead_back_are_followed_once(data: Path, open_all: Opener) ->
     assert list(open_all().datasets) == ["n"]
 
 
+def test_a_link_gives_a_dataset_a_second_name_and_takes_none_away(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "stories", 3)
+    write_numbered(data / "more" / "deep", 3)
+    catalog = open_all()
+    (data / "latest").symlink_to("stories")
+    (data / "again").symlink_to("more")
+    (data / "more" / "up").symlink_to(data / "again")
+    catalog.refresh("stories")
+    catalog.refresh("latest")
+    catalog.refresh("again.deep")
+    for looked in (catalog, open_all()):
+        assert (list(looked.datasets), looked.refused) == (["again.deep", "latest", "more.deep", "stories"], {})
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
 def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(data: Path, open_all: Opener) -> None:
     write_numbered(data / "n", 3)

@@ -180,7 +180,7 @@ class Catalog:
             reason = f"{folder} was removed. Put it back, or restart the server to forget it."
             dataset.remove(reason)
         else:  # with all folders gone at once it is rather the disk that is: what is cached can be served meanwhile
-            reason = f"{folder} holds no shard any more. Put them back, or remove the folder too."
+            reason = f"{folder} holds no shard any more. Put them back, or restart the server to forget it."
             dataset.fail(reason)
         return reason
 

@@ -78,26 +78,28 @@ def list_folder(folder: Path) -> Listing:
 
 
 def survey(data_dir: Path) -> Survey:
-    """Looks for shards in a folder and all below it; costs a listing a folder and a stat a shard."""
+    """Looks for shards in a folder and all below it; costs a listing a folder and a stat a shard.
+
+    A folder that a link gives a second name is a dataset under each.
+    """
     found = Survey()
     twice: dict[str, list[Path]] = {}
-    visited: set[tuple[int, int]] = set()
-    pending = [data_dir]
+    pending: list[tuple[Path, frozenset[tuple[int, int]]]] = [(data_dir, frozenset())]
     while pending:
-        folder = pending.pop()
+        folder, above = pending.pop()
         name = ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
         try:
-            identity = folder.stat()
-            if (identity.st_dev, identity.st_ino) in visited:  # a link that leads back
+            status = folder.stat()
+            identity = (status.st_dev, status.st_ino)
+            if identity in above:  # a link that leads back
                 continue
-            visited.add((identity.st_dev, identity.st_ino))
             listing = list_folder(folder)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and folder != data_dir:  # removed since its parent was listed
                 continue
             found.refused[name] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
             continue
-        pending += [folder / child for child in reversed(listing.folders)]
+        pending += [(folder / child, above | {identity}) for child in reversed(listing.folders)]
         if listing.shards:
             twice.setdefault(name, []).append(folder)
             found.folders[name], found.shards[name] = folder, listing.shards
