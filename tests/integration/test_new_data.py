@@ -322,6 +322,24 @@ def test_an_emptied_data_folder_is_taken_for_a_lost_disk_and_jobs_go_on_from_the
     assert server.json(NUMBERS)["snapshot"] == data.snapshot
 
 
+@pytest.mark.parametrize("name", ["wiki", "linked.wiki"])
+def test_a_link_to_a_mount_that_is_away_ends_no_job(
+    start: Callable[..., Server], folder: Path, tmp_path: Path, name: str
+) -> None:
+    write_numbered(tmp_path / "mount" / "wiki", 99)
+    (folder.parent / name.partition(".")[0]).symlink_to(tmp_path / "mount" / "wiki" if name == "wiki" else tmp_path / "mount")
+    server = start(*POLL)
+    data = RemoteDataset(server.url, name, batch_size=4, seq_len=8, prefetch_bytes=1)
+    expected = contents(data)
+    (tmp_path / "mount").rename(tmp_path / "away")
+    until(lambda: server.json(f"/v1/datasets/{name}")["refresh_error"])
+    assert "is a link to nothing: what it leads to is away" in server.json(f"/v1/datasets/{name}")["refresh_error"]
+    assert contents(data) == expected
+    (tmp_path / "away").rename(tmp_path / "mount")
+    until(lambda: server.json(f"/v1/datasets/{name}")["refresh_error"] is None)
+    assert contents(data) == expected
+
+
 @pytest.mark.parametrize("what", ["penstock.toml", "tokenizer"])
 def test_a_changed_recipe_is_another_snapshot_and_a_job_keeps_its_own(
     start: Callable[..., Server], folder: Path, tmp_path: Path, what: str

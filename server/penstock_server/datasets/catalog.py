@@ -176,6 +176,11 @@ class Catalog:
         folder = dataset.folder
         if reason := found.refused.get(dataset.name):
             dataset.fail(reason)
+        elif away := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
+            reason = (
+                f"{away} is a link to nothing: what it leads to is away. Bring that back, or restart the server to forget it."
+            )
+            dataset.fail(reason)
         elif found.folders and not folder.exists():
             reason = f"{folder} was removed. Put it back, or restart the server to forget it."
             dataset.remove(reason)
