@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from penstock import __version__
 from penstock.commands import add_commands
-from penstock.wording import did_you_mean
+from penstock.wording import did_you_mean, print_anything
 
 _SERVER_COMMANDS = ("serve", "prepare", "sample", "import")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
@@ -17,6 +17,7 @@ _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn
 
 def main() -> int:
     """Runs one command; the value is the process's exit status."""
+    print_anything()
     try:
         return _run()
     except KeyboardInterrupt:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -23,6 +25,13 @@ def rows_kept(num_rows: int, num_kept: int | None) -> str:
 def without_passwords(text: str) -> str:
     """A text in which addresses do not tell who asks, as in http://me:secret@host: it is for logs and terminals."""
     return re.sub(r"(\w://)[^/@\s]*@", r"\1", text)
+
+
+def print_anything() -> None:
+    """From now on stdout and stderr replace what they cannot encode: a terminal without Chinese is no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
+from penstock.wording import print_anything
 from penstock_server.accepting import Seat
 from penstock_server.logs import begin_log
 from penstock_server.problems import DatasetRefused
@@ -130,6 +131,7 @@ def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Conn
     """What a process does: it serves until it is told to stop, or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who watches over this one tells it to stop
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
+    print_anything()
     from penstock_server.serve import run
 
     def begin(cache_bytes: int) -> None:

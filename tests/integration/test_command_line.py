@@ -1,6 +1,7 @@
 """What a person types and reads: exit codes, messages without tracebacks."""
 
 import ast
+import os
 import re
 import signal
 import socket
@@ -163,6 +164,22 @@ def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path
         [url] = re.findall(r" at (http://\S+)$", first)
         assert httpx.get(f"{url}/readyz", timeout=60).json()["status"] == "ready"
         process.send_signal(how)
+        assert process.communicate(timeout=20)[1] == ""
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_log_that_cannot_hold_a_name_keeps_no_server_from_starting(tmp_path: Path, processes: str) -> None:
+    write_numbered(tmp_path / "data" / "中文", 9)
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--processes", processes],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    ) as process:  # fmt: skip
+        assert process.stdout
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("  ??: 9 rows in 3 shards") for line in lines)
+        assert any(line.endswith("Ctrl-C stops\n") for line in lines)
+        process.terminate()
         assert process.communicate(timeout=20)[1] == ""
 
 

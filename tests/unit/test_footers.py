@@ -166,16 +166,6 @@ def test_a_folder_that_cannot_be_written_to_costs_only_the_memory(data: Path, ca
     assert "what it holds is forgotten with this process" in caplog.text
 
 
-def test_a_name_that_is_no_text_is_remembered_too(data: Path, note: Path) -> None:
-    name = os.fsdecode(b"part-\xff.parquet")
-    shutil.copy(data / "part-000.parquet", data / name)
-    age(data)
-    before = read(data, Footers(data, note))
-    with opened() as names:
-        assert read(data, Footers(data, note)).shards == before.shards
-    assert names == []
-
-
 def test_a_file_that_changes_while_it_is_read_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = shard_module.open_file
 

@@ -234,6 +234,28 @@ def test_a_link_gives_a_dataset_a_second_name_and_takes_none_away(data: Path, op
         assert (list(looked.datasets), looked.refused) == (["again.deep", "latest", "more.deep", "stories"], {})
 
 
+def test_names_that_are_no_text_are_refused_in_words_that_an_answer_can_hold(data: Path, open_all: Opener) -> None:
+    for name in ("good", "shard", "bad/cafe"):
+        write_numbered(data / name, 9)
+    (data / "bad" / "cafe").rename(data / "bad" / "caf\udce9")
+    (data / "shard" / "part-001.parquet").rename(data / "shard" / "\udcff.parquet")
+    (data / "other").mkdir()
+    (data / "other" / "\udce9.csv").touch()
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    assert catalog.refused == {
+        "bad.caf\\xe9": f"{data}/bad/caf\\xe9 has a name that is no UTF-8, and no URL could hold it. Rename it.",
+        "shard": f"{data}/shard/\\xff.parquet has a name that is no UTF-8, and no answer could hold it. Rename it.",
+    }
+    with pytest.raises(UnknownDataset, match=r"holds \\xe9.csv and no file"):
+        catalog["other"]
+    data.rename(data.with_name("caf\udce9"))
+    with pytest.raises(DatasetRefused, match=r"caf\\xe9 has a name that is no UTF-8, .* or make a link to it"):
+        open_catalog(data.with_name("caf\udce9"), None, BlockStore(CacheFolder(data.with_name("cache"))))
+    data.symlink_to("caf\udce9")
+    assert list(open_all().datasets) == ["good"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
 def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(data: Path, open_all: Opener) -> None:
     write_numbered(data / "n", 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Callable
@@ -97,9 +96,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a command; what the client raises is one line, without a traceback, and status 2."""
     run = _load(name)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show Chinese is no reason to fail
     try:
         status = run(arguments)
         sys.stdout.flush()

@@ -21,6 +21,7 @@ from penstock_server.problems import BadParameter, Busy, DatasetRefused, Snapsho
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
+from penstock_server.snapshots.shard import spelled
 from penstock_server.storage.store import BlockStore
 
 _CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
@@ -269,6 +270,11 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
     if not data_dir.is_dir():
         what = "is a file, not a folder" if data_dir.exists() else "does not exist"
         raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
+    if spelled(str(data_dir)) != str(data_dir):
+        raise DatasetRefused(
+            f"the data folder {spelled(str(data_dir))} has a name that is no UTF-8, and no answer could hold it. Rename it, "
+            f"or make a link to it and name that."
+        )
     if tokenizer:
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
     drop_old_notes(store.cache.folder)

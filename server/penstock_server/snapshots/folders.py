@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock_server.recipes.chat import FILES_BESIDE_TOKENIZER
 from penstock_server.recipes.declaration import FILE_NAME
-from penstock_server.snapshots.shard import Date
+from penstock_server.snapshots.shard import Date, spelled
 
 QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
 _ABSENT = Date(-1, 0, 0)  # of a link to nothing; no file is like it
@@ -73,7 +73,7 @@ def list_folder(folder: Path) -> Listing:
             elif entry.name == FILE_NAME:
                 has_recipe = True
             else:
-                other = entry.name
+                other = spelled(entry.name)
     return Listing(dict(sorted(shards.items())), tuple(sorted(folders)), has_recipe, other)
 
 
@@ -87,7 +87,12 @@ def survey(data_dir: Path) -> Survey:
     pending: list[tuple[Path, frozenset[tuple[int, int]]]] = [(data_dir, frozenset())]
     while pending:
         folder, above = pending.pop()
-        name = ".".join(folder.relative_to(data_dir).parts) or data_dir.resolve().name
+        name = ".".join(folder.relative_to(data_dir).parts) or spelled(data_dir.resolve().name)
+        if spelled(name) != name:
+            found.refused[spelled(name)] = (
+                f"{spelled(str(folder))} has a name that is no UTF-8, and no URL could hold it. Rename it."
+            )
+            continue
         try:
             status = folder.stat()
             identity = (status.st_dev, status.st_ino)

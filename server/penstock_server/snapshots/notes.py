@@ -46,8 +46,7 @@ def drop_old_notes(cache: Path) -> None:
 
 def write_note(path: Path, content: Any) -> None:
     """Keeps what msgpack can hold. A note that cannot be kept is logged; nothing else follows."""
-    # Names of files may be of any bytes, and Python spells those that are no text with surrogates.
-    body = msgpack.packb(content, unicode_errors="surrogatepass")
+    body = msgpack.packb(content)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_sealed(path, [body], "what it holds is forgotten with this process")
@@ -55,4 +54,4 @@ def write_note(path: Path, content: Any) -> None:
 
 def read_note(path: Path) -> Any | None:
     """What was kept, with tuples for lists. None: nothing was, or it is damaged."""
-    return read_sealed(path, partial(msgpack.unpackb, use_list=False, strict_map_key=False, unicode_errors="surrogatepass"))
+    return read_sealed(path, partial(msgpack.unpackb, use_list=False, strict_map_key=False))

@@ -93,6 +93,11 @@ def read_schema(path: Path) -> pa.Schema:
         return _footer(path, file)[1]
 
 
+def spelled(name: str) -> str:
+    """A name of a file or folder as text; bytes of it that are no UTF-8 are spelled out by a backslash."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def open_file(path: Path) -> BinaryIO:
     """Opens a file to read its footer; no other place does. Raises OSError."""
     return path.open("rb")
@@ -120,6 +125,8 @@ def shard_changed(shard: Shard) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    if spelled(path.name) != path.name:
+        raise DatasetRefused(f"{spelled(str(path))} has a name that is no UTF-8, and no answer could hold it. Rename it.")
     try:
         with open_file(path) as file:
             yield file
