@@ -1,10 +1,12 @@
 """Opening datasets: what is found, how the recipe is decided, and what is refused, with a message that helps."""
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,6 +213,21 @@ def test_a_link_to_nothing_is_refused_and_never_a_shorter_epoch(data: Path) -> N
     (data / "part-999.parquet").symlink_to(data / "moved.parquet")
     with pytest.raises(DatasetRefused, match=r"part-999.parquet cannot be read: No such file"):
         snapshot_of(data)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "pipe", 3)
+    os.mkfifo(data / "pipe" / "x.parquet")
+    (data / "device").mkdir()
+    (data / "device" / "x.parquet").symlink_to("/dev/zero")
+    (data / "socket").mkdir()
+    with socket.socket(socket.AF_UNIX) as end, contextlib.chdir(data / "socket"):  # its address may be of 108 characters
+        end.bind("x.parquet")
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    for name in ("pipe", "device", "socket"):
+        assert f"{name}/x.parquet cannot be read: it is neither a file nor a link to one." in catalog.refused[name]
 
 
 def test_links_that_lead_back_are_followed_once(data: Path, open_all: Opener) -> None:

@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EINVAL
 from hashlib import blake2b
 from pathlib import Path
+from stat import S_ISREG
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -100,6 +102,8 @@ def spelled(name: str) -> str:
 
 def open_file(path: Path) -> BinaryIO:
     """Opens a file to read its footer; no other place does. Raises OSError."""
+    if not S_ISREG(path.stat().st_mode):  # a pipe would be waited for until somebody writes to it
+        raise OSError(EINVAL, "it is neither a file nor a link to one")
     return path.open("rb")
 
 
