@@ -116,6 +116,21 @@ def test_what_a_crash_left_half_written_is_removed_once_it_is_old(tmp_path: Path
     assert list(files(tmp_path)) == ["young.tmp"]
 
 
+@pytest.mark.parametrize("ahead_seconds", [-3600, 3600])
+def test_a_file_servers_clock_that_is_wrong_takes_no_file_from_who_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_seconds: float
+) -> None:
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    (tmp_path / "young.tmp").write_bytes(bytes(KIB))
+    (tmp_path / "old.tmp").write_bytes(bytes(KIB))
+    os.utime(tmp_path / "old.tmp", (time.time() - 120,) * 2)
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() - ahead_seconds)
+    for number in range(9):
+        cache.write(str(number), content(number))
+    assert (tmp_path / "young.tmp").exists()
+    assert not (tmp_path / "old.tmp").exists()
+
+
 def _fill(folder: Path, budget_bytes: int, first: int) -> None:
     cache = CacheFolder(folder, budget_bytes)
     for number in range(first, first + 400):

@@ -210,6 +210,8 @@ class CacheFolder:
     def _recount(self) -> int:
         """The bytes in the folder; what crashed processes left half written is removed."""
         total = 0
+        os.utime(self._lock_file)  # by the clock that dates files here: a file server's may differ from ours by minutes
+        now = os.fstat(self._lock_file).st_mtime
         for entry in os.scandir(self.folder):
             if not entry.name.endswith((_SUFFIX, _TEMPORARY)):
                 continue
@@ -217,7 +219,7 @@ class CacheFolder:
                 stat = entry.stat()
             except FileNotFoundError:  # of counts, which are written here too, without the lock
                 continue
-            if entry.name.endswith(_TEMPORARY) and time.time() - stat.st_mtime > _ABANDONED_SECONDS:
+            if entry.name.endswith(_TEMPORARY) and now - stat.st_mtime > _ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
             else:
                 total += stat.st_size
