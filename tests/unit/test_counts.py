@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import TestCase
+from weakref import WeakValueDictionary
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +19,7 @@ from damage import damaged
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.counts import index as index_module
+from penstock_server.counts import lengths as lengths_module
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.storage.cache import CacheFolder
@@ -95,6 +98,24 @@ def test_counts_of_a_server_that_runs_for_months_stay(
     served(running, {"packing": "rows"})  # a job that needs none of them uses the snapshot that they are of
     drop_old_counts(cache)
     assert counts(cache) == made
+
+
+def test_snapshots_share_what_is_read_of_their_shards_and_little_of_it_is_mapped(
+    open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def num_maps() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(f"{tmp_path}/cache" in line and ".lengths" in line for line in lines)
+
+    monkeypatch.setattr(lengths_module, "_held", WeakValueDictionary())
+    monkeypatch.setattr(lengths_module, "_COPIED_BYTES", 8 * 100)  # of two of the three shards
+    catalog, held = open_all(), []
+    for number in range(3, 6):
+        catalog.refresh("d")
+        held.append(catalog["d"].latest)
+        served(catalog, {"packing": "concat"})
+        assert num_maps() == number - 2
+        shutil.copy(tmp_path / "data" / "d" / "part-000.parquet", tmp_path / "data" / "d" / f"part-{number:03}.parquet")
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files

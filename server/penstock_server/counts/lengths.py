@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +25,26 @@ from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
 
 SUFFIX = ".lengths"
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _AT_A_TIME = 8  # blocks that are loaded side by side
 _VALIDATION = np.uint32(1 << 31)
+# Linux gives a process 65,530 maps. Small files of counts are copied instead, but not more than so many bytes of them.
+_SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ShardLengths:
     """The words of one shard's rows, and where those of each of its blocks start."""
 
     starts: IntArray
     words: npt.NDArray[np.uint32]
+
+
+# Of what is read already, by who uses the folder and by file: snapshots of a dataset that grows have most shards in common.
+_held: WeakValueDictionary[tuple[CacheFolder, Path], _ShardLengths] = WeakValueDictionary()
 
 
 class RowLengths:
@@ -86,11 +94,20 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Cal
     Raises what a block raises that cannot be read.
     """
     shards = []
+    small = [held.words.nbytes for ref in _held.valuerefs() if (held := ref()) and held.words.nbytes <= _SMALL_BYTES]
+    spare_bytes = _COPIED_BYTES - sum(small)
     for number, path in enumerate(lengths_files(snapshot, blocks, folder)):
         indices = snapshot.blocks_of_shard(number)
         with turn(path):
-            shard = read_sealed(path, partial(_parse, len(indices)))
-            shards.append(shard or _count_shard(snapshot, blocks, number, path, advance))
+            shard = _held.get((blocks.cache, path))
+            if shard is None:
+                stored = read_sealed(path, partial(_parse, len(indices)))
+                shard = stored or _count_shard(snapshot, blocks, number, path, advance)
+                if shard.words.nbytes <= min(_SMALL_BYTES, spare_bytes):
+                    shard = _ShardLengths(shard.starts, shard.words.copy())
+                    spare_bytes -= shard.words.nbytes
+                _held[blocks.cache, path] = shard
+            shards.append(shard)
         advance(indices.stop)
     return RowLengths(snapshot.first_block_of_shard, shards)
 
