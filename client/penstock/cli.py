@@ -39,7 +39,13 @@ def _run() -> int:
     if not chosen.command:
         parser.print_help(sys.stderr)
         return 2
-    status: int = chosen.run(chosen)
+    try:
+        status: int = chosen.run(chosen)
+    except ModuleNotFoundError as error:
+        if error.name != "fcntl":
+            raise
+        print(f"penstock {chosen.command} needs Linux or macOS; on Windows use Docker or WSL", file=sys.stderr)
+        return 2
     return status
 
 

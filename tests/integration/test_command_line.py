@@ -65,6 +65,14 @@ def test_without_the_servers_packages_its_commands_say_what_to_install_and_the_c
     assert "This client could feed" in bare.stdout
 
 
+def test_where_files_cannot_be_locked_the_server_says_what_it_needs(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data", 9)
+    for command, *flags in (("serve", "--port", "0"), ("prepare",)):
+        done = penstock_without(("fcntl",), command, str(tmp_path / "data"), *flags)
+        said = f"penstock {command} needs Linux or macOS; on Windows use Docker or WSL\n"
+        assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_help_is_quick_since_it_imports_nothing_that_is_slow() -> None:
     code = "import sys; from penstock.cli import main\ntry: main()\nfinally: print([*sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)

@@ -41,6 +41,17 @@ def test_what_is_stored_is_read_back_also_by_another_process(tmp_path: Path) -> 
     assert again.used_bytes == sum(files(tmp_path).values()) == KIB + OVERHEAD
 
 
+def test_where_room_on_the_disk_cannot_be_reserved_blocks_are_stored_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    assert cache.write("a", content(1))
+    stored = cache.read("a")
+    assert stored is not None
+    assert bytes(stored) == bytes(content(1))
+
+
 def test_the_least_recently_used_goes_first_and_a_map_outlives_its_file(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path, 4 * KIB + 4 * OVERHEAD)
     for number in range(4):

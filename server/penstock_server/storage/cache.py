@@ -150,7 +150,10 @@ class CacheFolder:
             temporary = self.folder / f"{uuid.uuid4().hex}{_TEMPORARY}"
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                os.posix_fallocate(handle, 0, nbytes)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, nbytes)
+                else:  # macOS: a disk that has no room for it says so when the bytes are written
+                    os.ftruncate(handle, nbytes)
             except OSError:
                 temporary.unlink()
                 raise
