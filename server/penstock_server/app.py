@@ -41,11 +41,14 @@ def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
 
 
 def _add_probes(app: FastAPI, catalog: Catalog) -> None:
+    # HEAD is what load balancers and `wget --spider` ask.
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["probes"])
     async def healthz() -> dict[str, Any]:
         """Whether the process lives; its versions, and its clock in seconds since 1970."""
         return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["probes"])
     async def readyz() -> dict[str, Any]:
         """Whether datasets are served."""

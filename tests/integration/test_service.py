@@ -261,6 +261,9 @@ def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> N
     assert abs(alive.pop("time") - time.time()) < 60
     assert alive == {"status": "ok", "version": __version__, "wire": wire.VERSION}
     assert server.json("/readyz") == {"status": "ready", "datasets": 4, "refused": 1}
+    for path in ("/healthz", "/readyz"):
+        head = httpx.head(f"{server.url}{path}")
+        assert (head.status_code, head.content) == (200, b"")
     page = server.get("/docs").text
     assert "https://" not in page
     assert server.get("/docs/assets/swagger-ui-bundle.js").status_code == 200
