@@ -99,7 +99,7 @@ class Settings:
         return max(1, min(num_cores(), affordable) // self.processes)
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1} | {f"{letter}{b}": 1000**power for power, letter in enumerate("KMGT", 1) for b in ("", "B")}
 
 
 def byte_count(text: str) -> int | None:

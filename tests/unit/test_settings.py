@@ -14,7 +14,16 @@ def test_a_flag_wins_over_the_environment_and_both_over_the_default() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("0", 0), ("1000", 1000), ("200GB", 200 * 10**9), ("3 mb", 3 * 10**6), ("1.5MB", 1_500_000), ("1TB", 10**12)],
+    [
+        ("0", 0),
+        ("1000", 1000),
+        ("200GB", 200 * 10**9),
+        ("3 mb", 3 * 10**6),
+        ("1.5MB", 1_500_000),
+        ("1TB", 10**12),
+        ("200G", 200 * 10**9),
+        ("7k", 7000),
+    ],
 )
 def test_a_budget_may_have_a_unit(text: str, nbytes: int) -> None:
     assert Settings.read({"data_dir": "d", "cache_bytes": text}, {}).cache_bytes == nbytes
