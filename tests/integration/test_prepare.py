@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from commands import penstock
-from corpora import write_shards, write_text, write_tokenizer
+from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from forks import Fork
 from serving import Server
 
@@ -42,7 +42,7 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
     done = prepare(data, tmp_path / "cache", "--best-fit", "256")
     assert done.returncode == 0
     assert re.search(r"long: 8,000 rows, [\d,]+ tokens, 0 bad rows", done.stdout)
-    assert "80 of 80 blocks are in the cache" in done.stdout
+    assert "80 of 80 blocks are in the cache\n" in done.stdout
     packed = re.findall(r"long: ([\d,]+) sequences of 256 tokens(.*), [\d.]+% of them padding", done.stdout)
     assert [split for _, split in packed] == ["", " of split=train", " of split=validation"]
     server = serve(data, cache_dir=tmp_path / "cache")
@@ -83,9 +83,20 @@ def test_what_was_done_before_it_was_stopped_is_not_done_again(data: Path, tmp_p
 def test_the_budget_holds_and_what_fits_is_kept(data: Path, tmp_path: Path) -> None:
     done = prepare(data, tmp_path / "cache", "--cache-bytes", "700KB")
     assert done.returncode == 0
-    [num_stored] = re.findall(r"long: (\d+) of 80 blocks are in the cache", done.stdout)
+    full = r"long: (\d+) of 80 blocks are in the cache: its budget, 700,000 bytes, is full. Raise --cache-bytes, or the others"
+    [num_stored] = re.findall(full, done.stdout)
     assert 5 < int(num_stored) < 80
     assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.block")) <= 700_000
+
+
+def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "one", 1, num_shards=1)
+    done = prepare(tmp_path / "data", tmp_path / "cache", "--best-fit", "8")
+    assert done.stdout.splitlines()[:3] == [
+        "one: 1 row, 1 token, 0 bad rows",
+        "one: 1 of 1 block is in the cache",
+        "one: 1 sequence of 8 tokens, 87.5% of them padding",
+    ]
 
 
 def test_bad_rows_end_it_with_their_place_and_other_datasets_are_prepared(data: Path, tmp_path: Path) -> None:

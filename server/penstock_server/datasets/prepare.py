@@ -10,6 +10,7 @@ from tqdm import tqdm
 from penstock.wording import counted
 from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter, Problem
+from penstock_server.storage.cache import CacheFolder
 
 _AT_A_TIME = 8  # blocks that are loaded side by side
 
@@ -30,8 +31,10 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     served.index.row_lengths("all")
     served.blocks.quarantine.check()
     served.index.rows.make(lambda _: None)  # at hand: the lengths tell them
-    num_stored = _fill(served)
-    yield f"{served.name}: {num_stored:,} of {served.snapshot.num_blocks:,} blocks are in the cache"
+    num_stored, num_blocks = _fill(served), served.snapshot.num_blocks
+    blocks = f"{counted(num_blocks, 'block')} {'is' if num_blocks == 1 else 'are'}"
+    reason = _full(served.blocks.cache) if num_stored < num_blocks else ""
+    yield f"{served.name}: {num_stored:,} of {blocks} in the cache{reason}"
     if seq_lens and len(served.snapshot.recipe.features) > 1:
         yield f"{served.name}: preference pairs are not packed"
         return
@@ -45,7 +48,8 @@ def _pack(served: Served, split: str, seq_len: int) -> str:
     with _progress(f"{served.name}: packing{of_split} for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
         num_bins = int(served.index.packing(split, seq_len).make(advance).bins_per_pool.sum())
     padding = 1 - int(served.index.tokens_per_block(split).sum()) / max(1, num_bins * seq_len)
-    return f"{served.name}: {num_bins:,} sequences of {seq_len:,} tokens{of_split}, {padding:.1%} of them padding"
+    sequences, tokens = counted(num_bins, "sequence"), counted(seq_len, "token")
+    return f"{served.name}: {sequences} of {tokens}{of_split}, {padding:.1%} of them padding"
 
 
 def _fill(served: Served) -> int:
@@ -61,6 +65,14 @@ def _fill(served: Served) -> int:
             blocks.get(some)
             advance(first + len(some))
     return sum(blocks.is_stored(index) for index in range(served.snapshot.num_blocks))
+
+
+def _full(cache: CacheFolder) -> str:
+    """Why no more blocks are in the cache, and the way out."""
+    way_out = "Raise --cache-bytes" if cache.budget_bytes == cache.configured_bytes else "Free disk space"
+    return (
+        f": its budget, {cache.budget_bytes:,} bytes, is full. {way_out}, or the others are decoded each time they are needed"
+    )
 
 
 @contextmanager
