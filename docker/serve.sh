@@ -1,10 +1,15 @@
 #!/bin/sh
-# Serves /data if it holds datasets, else a generated sample.
+# Serves /data, or a generated sample if that is empty.
 set -eu
-found=$(find -L /data -name '*.parquet' -print -quit) # fails, and the container with it, where /data cannot be read
+found=$(find -L /data -iname '*.parquet' -print -quit) # fails, and the container with it, where /data cannot be read
 if [ -n "$found" ]; then
     exec penstock serve /data
 fi
-echo "no *.parquet below /data: serving a generated sample"
+other=$(find -L /data -type f ! -path '*/.*' -print -quit)
+if [ -n "$other" ]; then
+    echo "no *.parquet below /data, but $other: make shards of such files by penstock import, or empty the folder for a sample" >&2
+    exit 2
+fi
+echo "/data is empty: serving a generated sample"
 penstock sample /tmp/sample
 exec penstock serve /tmp/sample

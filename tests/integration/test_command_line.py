@@ -200,6 +200,31 @@ def test_the_curl_line_works_for_any_name_and_address(serve: Callable[..., Serve
     assert next(iter(RemoteDataset(server.url, "so #1? it's über", batch_size=3)))["input_ids"].shape == (3, 1024)
 
 
+def test_the_image_serves_a_sample_where_the_data_folder_is_empty_and_there_alone(tmp_path: Path) -> None:
+    data, command = tmp_path / "data", tmp_path / "penstock"
+    data.mkdir()
+    command.write_text('#!/bin/sh\necho penstock "$@"')
+    command.chmod(0o755)
+    script = (Path(__file__).parents[2] / "docker" / "serve.sh").read_text().replace("/data", str(data))
+
+    def start() -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        return subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=env, check=False)
+
+    (data / ".gitkeep").touch()
+    assert start().stdout.splitlines()[1:] == ["penstock sample /tmp/sample", "penstock serve /tmp/sample"]
+    (data / "deep").mkdir()
+    (data / "deep" / "lines.jsonl").touch()
+    refused = start()
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert (
+        f"no *.parquet below {data}, but {data}/deep/lines.jsonl: make shards of such files by penstock import"
+        in refused.stderr
+    )
+    (data / "deep" / "part.PARQUET").touch()
+    assert start().stdout == f"penstock serve {data}\n"
+
+
 def test_equal_seeds_write_equal_samples(tmp_path: Path) -> None:
     for name in ("one", "two", "two"):  # a sample may be written again
         assert penstock("sample", tmp_path / name, "--rows", "200").returncode == 0
