@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,9 @@ def test_of_several_processes_one_tells_what_changed(start: Callable[..., Server
     server = start(*POLL, "--processes", "2")
     first = server.json(NUMBERS)["snapshot"]
     write_shard(folder / "part-100.parquet", 1000)
-    until(lambda: all(httpx.get(f"{server.url}{NUMBERS}", timeout=60).json()["snapshot"] != first for _ in range(4)))
+    with ExitStack() as stack:  # connections that are open at one time are shared evenly, so some of them meet each process
+        clients = [stack.enter_context(httpx.Client(base_url=server.url, timeout=60)) for _ in range(4)]
+        until(lambda: all(client.get(NUMBERS).json()["snapshot"] != first for client in clients))
     latest = server.json(NUMBERS)["snapshot"]
     assert told(server.stop()) == [f"numbers: 1 shard added; snapshot {latest} follows {first}"]
 

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -154,7 +154,8 @@ ABOUT = {
 def dataset(monkeypatch: pytest.MonkeyPatch, **about: Any) -> Check:
     monkeypatch.setattr(data_checks, "describe_dataset", lambda *_: {**ABOUT, **about})
     known = {"datasets": [{"name": "wiki"}], "mixtures": [], "refused": []}
-    [check] = check_datasets(Transport(("http://host",), retry_seconds=0), known, None)
+    with closing(Transport(("http://host",), retry_seconds=0)) as transport:
+        [check] = check_datasets(transport, known, None)
     return check
 
 
