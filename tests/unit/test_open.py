@@ -234,6 +234,7 @@ def test_links_that_lead_back_are_followed_once(data: Path, open_all: Opener) ->
     write_numbered(data / "n", 3)
     (data / "n" / "up").symlink_to(data)
     (data / "n" / "self").symlink_to(data / "n")
+    (data / "n" / "n").symlink_to("n")
     assert list(open_all().datasets) == ["n"]
 
 

@@ -8,6 +8,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from errno import ELOOP
 from pathlib import Path
 
 from penstock_server.recipes.chat import FILES_BESIDE_TOKENIZER
@@ -66,7 +67,7 @@ def list_folder(folder: Path) -> Listing:
         for entry in entries:
             if entry.name[0] in "._":
                 continue
-            if entry.is_dir():
+            if _is_folder(entry):
                 folders.append(entry.name)
             elif entry.name.lower().endswith(".parquet"):
                 shards[entry.name] = _date_of(entry)
@@ -157,6 +158,15 @@ def _date_of_file(path: Path) -> Date | None:
     except (OSError, ValueError):  # what is no file's name may be too long for one, or hold a null
         return None
     return Date.of(found) if stat.S_ISREG(found.st_mode) else None
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != ELOOP:
+            raise
+        return False  # a link to itself: `ln -s stories latest`, given twice, leaves one in stories
 
 
 def _date_of(entry: os.DirEntry[str]) -> Date:
