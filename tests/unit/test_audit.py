@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ledgers import append, begin_of
+from ledgers import FIRST, append, begin_of
 from penstock.audit import Report, audit
 from penstock.audit.text import lines_of as words_of
 from penstock.ledger import Begin
@@ -214,6 +214,66 @@ def test_runs_on_other_data_or_in_another_order_are_accounted_for_apart(ledger: 
     report = report_on(ledger)
     assert [(dict(order.key)["seed"], order.is_proven) for order in report.orders] == [(0, True), (9, False)]
     assert not report.is_proven
+
+
+@pytest.mark.parametrize("order", [{"seed": 1}, {"snapshot": "later"}])
+def test_an_epoch_that_is_left_for_another_order_lacks_its_rest(ledger: Path, order: dict[str, Any]) -> None:
+    append(ledger, begin_of(), range(10))
+    append(ledger, begin_of(start=1, epoch=1, **order), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: 50 samples not trained on\n")
+    assert "MISSING epoch 0, steps 10-19 of start 1, rank 0: 50 samples at positions 50-99" in words(ledger)
+    assert (
+        "MISSING epoch 0 was left for another order of this dataset: start 1, 2025-01-01 01:01:00, resumed at epoch 1"
+        in words(ledger)
+    )
+
+
+def test_a_start_without_a_state_leaves_an_epoch_of_another_order_unless_it_is_trusted(ledger: Path) -> None:
+    append(ledger, begin_of(), range(10))
+    append(ledger, replace(begin_of(start=1, seed=1), num_loads=0), range(20), ends=True)
+    assert not report_on(ledger).is_proven
+    assert "If its weights were new: --trust-starts" in words(ledger)
+    assert report_on(ledger, trust_starts=True).is_proven
+
+
+def test_another_order_of_an_epoch_that_begins_it_anew_from_a_state_threw_away_what_was_trained_on(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(epoch=1), range(7))
+    append(ledger, begin_of(start=1, epoch=1, seed=1), range(20), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_another_order_of_which_no_batch_was_trained_on_leaves_nothing(ledger: Path) -> None:
+    append(ledger, begin_of(), range(7))
+    append(ledger, begin_of(start=1, epoch=1, seed=1), [])
+    assert report_on(ledger).is_proven
+
+
+def test_an_order_that_was_begun_by_mistake_is_not_left_where_the_run_goes_on_from_its_own_state(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(epoch=1), range(9))
+    append(ledger, replace(begin_of(start=1, seed=1), num_loads=0), range(4))
+    append(ledger, begin_of(start=2, epoch=1, step=7), range(7, 20), ends=True)
+    append(ledger, begin_of(start=2, epoch=2), range(20), ends=True)
+    assert report_on(ledger).is_proven
+
+
+@pytest.mark.parametrize(("last", "is_proven"), [("one", False), ("two", True)])
+def test_orders_that_take_turns_in_a_process_do_not_leave_each_other(ledger: Path, last: str, is_proven: bool) -> None:
+    """Whichever goes on last has left the other, if that was not over."""
+    one, two = replace(begin_of(), launch="one"), replace(begin_of(seed=1), launch="two", time=FIRST + timedelta(seconds=1))
+    append(ledger, one, range(5))
+    append(ledger, two, range(20), ends=True)
+    append(ledger, one, range(5, 8))
+    if last == "one":
+        append(ledger, replace(two, epoch=1, iteration=1, time=FIRST + timedelta(seconds=2)), range(20), ends=True)
+    assert report_on(ledger).is_proven == is_proven
+
+
+def test_another_split_is_other_data_and_leaves_nothing(ledger: Path) -> None:
+    append(ledger, begin_of(split="train"), range(10))
+    append(ledger, replace(begin_of(split="validation"), time=FIRST + timedelta(hours=1)), range(20), ends=True)
+    assert report_on(ledger).is_proven
 
 
 def test_a_rank_that_alone_was_killed_and_resumed_goes_on_where_it_was(ledger: Path) -> None:

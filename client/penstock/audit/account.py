@@ -37,7 +37,7 @@ class Epoch:
     missing      those of them that were not trained on
     twice        samples that were trained on more than once
     num_ahead    samples that only some ranks had taken when the run ended
-    is_finished  the run came to its end, or left it for another epoch
+    is_finished  the run came to its end, or left it for another epoch or order
     steps_done   where all ranks came, in steps of the last stretch
     gaps         whose records of what is missing are not there
     stretches    how the run went through the epoch
@@ -67,14 +67,17 @@ class Epoch:
         return not len(self.missing) and not len(self.twice)
 
 
-def account_for(leader: RankHistory, ranks: Sequence[RankHistory]) -> Iterator[Epoch]:
-    """The account of each epoch that a run began, of the histories of all its ranks in one order of samples."""
+def account_for(leader: RankHistory, ranks: Sequence[RankHistory], *, is_left: bool) -> Iterator[Epoch]:
+    """The account of each epoch that a run began, of the histories of all its ranks in one order of samples.
+
+    `is_left`: from the last of them it went on in another order.
+    """
     last = leader.stretches[-1]
     later = [s for h in ranks for s in h.stretches if s.started.key == last.started.key and s.epoch > last.epoch]
     course = leader.stretches + list({stretch.epoch: stretch for stretch in later}.values())
     for epoch in sorted({stretch.epoch for stretch in course}):
         stretches = [stretch for stretch in course if stretch.epoch == epoch]
-        yield _account(epoch, stretches, ranks, is_last=stretches[-1] is course[-1])
+        yield _account(epoch, stretches, ranks, is_last=stretches[-1] is course[-1] and not is_left)
 
 
 def _account(epoch: int, stretches: list[Stretch], ranks: Sequence[RankHistory], *, is_last: bool) -> Epoch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from penstock.audit.intervals import NONE, clip, join
 from penstock.audit.reading import IntArray
@@ -41,6 +42,7 @@ class Iteration:
     begin        of the worker that begins first
     first_steps  of each worker, as its begin line has it
     runs         steps that were recorded, half-open, sorted, shape [runs, 2]; one that was recorded again begins a run anew
+    time         when it began, and `last_time` when it last went on behind another; see Part
     """
 
     start: Start
@@ -49,6 +51,8 @@ class Iteration:
     first_steps: dict[int, int]
     runs: IntArray
     has_end: bool
+    time: datetime
+    last_time: datetime
 
     @property
     def place(self) -> Place:

@@ -135,6 +135,8 @@ def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
         first_steps={part.begin.worker: part.begin.step for part in parts},
         runs=runs_of(np.sort(np.concatenate([part.steps for part in parts]))),
         has_end=all(part.has_end for part in parts),
+        time=min(part.time for part in parts),
+        last_time=max(part.last_time for part in parts),
     )
 
 

@@ -33,12 +33,14 @@ _LINE_COLUMNS = _CHECK.stop
 class Part:
     """What one file says of one iteration. `steps` and `digests`, shape [batches], are in the order of the file.
 
-    `time` is that of its begin line, but never before that of another line above it, whatever the clock said.
+    `time` is that of its begin line, but never before that of another line above it, whatever the clock said; `last_time` that
+    of the begin line with which it last went on behind another.
     """
 
     path: Path
     begin: Begin
     time: datetime
+    last_time: datetime
     steps: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     digests: Digests = field(default_factory=lambda: np.empty(0, np.uint64))
     has_end: bool = False
@@ -156,7 +158,7 @@ class _Parser:
         if begin := _begin_of(self._path, line):
             self._begin = line
             self._time = max(self._time, begin.time)
-            self._parts.setdefault(line, Part(self._path, begin, self._time))
+            self._parts.setdefault(line, Part(self._path, begin, self._time, self._time)).last_time = self._time
             self._found.setdefault(line, [])
             self._torn_before.add(number)
         elif self._begin and line == f"end {check_of('end', self._check)}".encode():

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from penstock.audit.account import Epoch, Gap, account_for
 from penstock.audit.course import Course, course_of, follow, reaches
-from penstock.audit.history import Place, Start, StartKey
+from penstock.audit.history import Iteration, Place, Start, StartKey
 from penstock.audit.intervals import size
 from penstock.audit.rank import Changed, OrderKey, RankHistory, RankRecord, Thrown, history_of, order_of, record_of
 from penstock.audit.reading import Damage, IntArray, Part, read_ledger, read_ranks
@@ -34,6 +35,7 @@ class Order:
     leader   the rank whose ledgers say how the run went
     absent   ranks that took part, and of which there is no ledger
     apart    ranks that did not go on from the leader's states
+    left_by  the start that went on from the last epoch in another order of the dataset
     """
 
     key: OrderKey
@@ -41,6 +43,7 @@ class Order:
     leader: RankHistory
     absent: list[int]
     apart: list[Apart]
+    left_by: Start | None
     epochs: list[Epoch]
     changed: list[Changed]
 
@@ -99,7 +102,7 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
                 parts.setdefault((order_of(part.begin), part.begin.rank), []).append(part)
         for (key, rank), found in parts.items():
             records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
-    return Report(list(paths), num_batches, [_make_order(key, found) for key, found in records.items()], damages)
+    return Report(list(paths), num_batches, [_make_order(key, records) for key in records], damages)
 
 
 def _by_rank(paths: Sequence[Path]) -> list[list[Path]]:
@@ -113,8 +116,8 @@ def _by_rank(paths: Sequence[Path]) -> list[list[Path]]:
     return [groups[own] for own in sorted(groups)]
 
 
-def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:
-    records = sorted(records, key=lambda record: record.rank)
+def _make_order(key: OrderKey, orders: Mapping[OrderKey, Sequence[RankRecord]]) -> Order:
+    records = sorted(orders[key], key=lambda record: record.rank)
     reach = reaches([record.iterations for record in records])
     first = _leader(records)
     course = course_of(first.iterations, reach)
@@ -122,6 +125,7 @@ def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:
     courses = [course if record is first else _path(record, course, first, reach) for record in records]
     histories = [leader if record is first else history_of(record, own) for record, own in zip(records, courses, strict=True)]
     apart = [_apart(record, own, first, course) for record, own in zip(records, courses, strict=True)]
+    left_by = _left_by(course, records, [orders[other] for other in orders if other != key and _is_of_same_data(other, key)])
     took_part = {rank for start in leader.starts for rank in range(start.slicing.world_size)}
     return Order(
         key=key,
@@ -129,7 +133,8 @@ def _make_order(key: OrderKey, records: list[RankRecord]) -> Order:
         leader=leader,
         absent=sorted(took_part - {record.rank for record in records}),
         apart=[found for found in apart if found],
-        epochs=list(account_for(leader, histories)),
+        left_by=left_by,
+        epochs=list(account_for(leader, histories, is_left=left_by is not None)),
         changed=[changed for record in records for changed in record.changed],
     )
 
@@ -159,6 +164,42 @@ def _apart(record: RankRecord, course: Course, leader: RankRecord, leads: Course
     others = [kept.iteration.start for kept in leads if kept.iteration.start.key not in mine]
     others = [start for start in others if record.rank < start.slicing.world_size]
     return Apart(record.rank, own[0], others[0]) if own and others else None
+
+
+def _is_of_same_data(one: OrderKey, other: OrderKey) -> bool:
+    return all(dict(one)[name] == dict(other)[name] for name in ("dataset", "split"))
+
+
+def _left_by(course: Course, records: Sequence[RankRecord], others: Sequence[Sequence[RankRecord]]) -> Start | None:
+    """The start that went on in another order with weights that the last epoch of this one had trained."""
+    epoch = course[-1].iteration.begin.epoch
+    if not any(len(kept.runs) for kept in course if kept.iteration.begin.epoch == epoch):
+        return None
+    last_times = {record.rank: max(iteration.last_time for iteration in record.iterations) for record in records}
+    for other in others:
+        reach = reaches([record.iterations for record in other])
+        for record in other:
+            if record.rank in last_times and (start := _went_on(record, last_times[record.rank], epoch, reach)):
+                return start
+    return None
+
+
+def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Mapping[StartKey, Place]) -> Start | None:
+    """The first start of a rank that goes on behind a time with what was trained on before it in an epoch of another order.
+
+    One with a state from before this epoch, or with one that its own order had come to, has thrown that away.
+    """
+    firsts: dict[int, Iteration] = {}
+    came: Place = (0, 0)
+    for iteration in record.iterations:
+        start = iteration.start
+        first = firsts.setdefault(start.number, iteration)
+        is_back = start.resumes and first.time > time and (first.begin.epoch <= epoch or first.place <= came)
+        if len(iteration.runs) and iteration.time > time and not is_back:
+            return start
+        if first is iteration:
+            came = max(came, reach[start.key])
+    return None
 
 
 def _order(order: Order) -> dict[str, Any]:

@@ -123,6 +123,8 @@ def _problems(order: Order) -> Iterator[str]:
             yield f"  TWICE   epoch {epoch.epoch}, {_positions(epoch.twice)}: {steps}"
     if order.absent and any(len(epoch.missing) for epoch in order.epochs):
         yield f"  MISSING the ledgers of {_ranks(order.absent)}: name the files of all ranks"
+    if order.left_by and len(order.epochs[-1].missing):
+        yield _left(order.epochs[-1].epoch, order.left_by)
     anew = [start for start in order.leader.starts[1:] if not start.resumes]
     if anew and any(len(epoch.twice) for epoch in order.epochs):
         yield (
@@ -135,6 +137,13 @@ def _problems(order: Order) -> Iterator[str]:
 def _gap(gap: Gap) -> str:
     steps = f"{_range('step', *gap.steps)} of start {gap.stretch.started.number + 1}"
     return f"  MISSING epoch {gap.epoch}, {steps}, {_ranks(gap.ranks)}: {_positions(gap.positions)}"
+
+
+def _left(epoch: int, start: Start) -> str:
+    is_anew = not start.resumes and start.begin.epoch <= epoch
+    return f"  MISSING epoch {epoch} was left for another order of this dataset: {_start(start).strip()}" + (
+        ". If its weights were new: --trust-starts" if is_anew else ""
+    )
 
 
 def _changed(changed: Changed) -> str:
