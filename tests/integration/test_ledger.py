@@ -121,7 +121,7 @@ def test_whole_epochs_with_any_number_of_loader_workers_are_proven(server: Serve
                 assert len(list(loader)) == NUM_ROWS // 8
         assert len([path for path in find_ledgers(ledger) if path.stat().st_size]) == 2 * max(1, num_workers)
         report = audit(find_ledgers(ledger))
-        assert report.is_proven
+        assert (report.is_proven, report.by_workers) == (True, num_workers > 0)
         assert [(epoch.num_due, epoch.is_finished) for epoch in report.orders[0].epochs] == 2 * [(NUM_ROWS, True)]
 
 

@@ -54,6 +54,18 @@ def test_whole_epochs_are_proven(ledger: Path) -> None:
     assert json.loads(json.dumps(report.to_dict()))["proven"] is True
 
 
+def test_of_what_loader_workers_noted_no_more_is_said_than_that_the_loader_was_handed_it(ledger: Path) -> None:
+    for worker in range(2):
+        append(ledger, replace(begin_of(), worker=worker, num_workers=2), range(worker, 20, 2), ends=True)
+    assert words(ledger).startswith(
+        "PROVEN: each sample that was due, 100 in 1 epoch, was handed to the loader exactly once. Of an epoch that the loop "
+        "left early, the last batches, as many as workers fetch ahead, may not have reached it\n"
+    )
+    assert [report_on(ledger).to_dict()[name] for name in ("proven", "by_workers")] == [True, True]
+    append(ledger.with_name("other"), begin_of(), range(20), ends=True)
+    assert report_on(ledger.with_name("other")).to_dict()["by_workers"] is False
+
+
 def test_steps_that_were_trained_twice_around_a_resume_are_told_and_counted_once(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, begin_of(rank, world_size=2), range(8))

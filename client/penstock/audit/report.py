@@ -72,10 +72,17 @@ class Report:
         """Whether all orders are, and no line is lost that might say otherwise; a torn one is what a killed process leaves."""
         return bool(self.num_batches) and all(o.is_proven for o in self.orders) and all(d.is_torn for d in self.damages)
 
+    @property
+    def by_workers(self) -> bool:
+        """Whether loader workers noted some of what counts: what they handed to the loader, not what reached the loop."""
+        histories = [history for order in self.orders for history in order.ranks]
+        return any(stretch.begin.num_workers for history in histories for stretch in history.stretches)
+
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it. Positions are [start, stop) of the epoch, the first 1,000 ranges of each kind."""
         return {
             "proven": self.is_proven,
+            "by_workers": self.by_workers,
             "batches": self.num_batches,
             "ledgers": [str(path) for path in self.paths],
             "damages": [asdict(damage) | {"path": str(damage.path)} for damage in self.damages],

@@ -38,7 +38,13 @@ def _verdict(report: Report) -> str:
     epochs = [epoch for order in report.orders for epoch in order.epochs]
     if report.is_proven:
         num = sum(epoch.num_due for epoch in epochs)
-        return f"PROVEN: each sample that was due, {num:,} in {counted(len(epochs), 'epoch')}, was trained on exactly once"
+        verdict = f"PROVEN: each sample that was due, {num:,} in {counted(len(epochs), 'epoch')}, was"
+        if not report.by_workers:
+            return f"{verdict} trained on exactly once"
+        return (
+            f"{verdict} handed to the loader exactly once. Of an epoch that the loop left early, the last batches, as many as "
+            f"workers fetch ahead, may not have reached it"
+        )
     reasons = {
         "{} not trained on": sum(size(epoch.missing) for epoch in epochs),
         "{} trained on more than once": sum(size(epoch.twice) for epoch in epochs),
