@@ -114,7 +114,8 @@ class Book:
     def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int, num_sequences: int) -> None:
         self.num_loads = 0
         self._num_iterations = 0
-        self._ledger, self._dataset, self._rank, self._num_sequences = os.fspath(ledger), dataset, rank, num_sequences
+        self._ledger = Path(ledger).absolute()  # or a loop that changes its folder would go on in another file
+        self._dataset, self._rank, self._num_sequences = dataset, rank, num_sequences
         self._launch = os.urandom(8).hex()
         path = ledger_path(ledger, rank)
         hold_ledger(path)  # whether it can be is said now, not when the first loop begins

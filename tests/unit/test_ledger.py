@@ -191,6 +191,16 @@ def test_a_single_process_writes_to_the_very_file_that_is_named() -> None:
     assert ledger_path("run.ledger", 3, 1) == Path("run.ledger.3.worker1").absolute()
 
 
+def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = book(Path("run.ledger"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    data.open(SPEC, Position(), None).close()
+    assert len(read_ledger(tmp_path / "run.ledger").parts) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
