@@ -155,6 +155,7 @@ class Ledger:
         self._begin_check = check_of(self._begin_text)
         self._fd = -1
         self._pending = bytearray()
+        self._writing = threading.Lock()
         self._num_lost = 0
         self._failure = ""
         self._pid = os.getpid()
@@ -197,8 +198,6 @@ class Ledger:
         """Has the disk write what is not written. Idempotent; does nothing in a process that was forked off."""
         if self.is_closed or self._pid != os.getpid():
             return
-        if num_lost := self._num_lost + self._pending.count(b"\n"):
-            log.error("penstock: %d lines are not in the ledger %s. %s", num_lost, self._path, self._failure)
         atexit.unregister(self.close)
         self._closing.set()
         # Python may collect an iterator that was dropped in this thread, or in one that fetches for another loop.
@@ -210,10 +209,15 @@ class Ledger:
         _latest[self._pid, self._path] = self
 
     def _append(self, text: str, begin_check: str) -> None:
-        if len(self._pending) < _MOST_PENDING_BYTES:
-            self._pending += f"{text} {check_of(text, begin_check)}\n".encode()
-        else:
-            self._num_lost += 1
+        with self._writing:
+            if len(self._pending) < _MOST_PENDING_BYTES:
+                self._pending += f"{text} {check_of(text, begin_check)}\n".encode()
+            else:
+                self._num_lost += 1
+            self._write()
+
+    def _write(self) -> None:
+        """Gives the system what waits in memory, as far as it takes it."""
         try:
             if self._fd < 0:
                 self._fd = hold_ledger(self._path)
@@ -230,17 +234,26 @@ class Ledger:
             self._failure = ""
 
     def _sync(self) -> None:
-        """Has the disk write what was appended, in a thread: on a file system that is shared it may take its time."""
+        """Has the disk write what was appended, in a thread: on a file system that is shared it may take its time.
+
+        What waits in memory is tried once more each time, unless another iteration's lines are behind its own by now.
+        """
         is_closing = False
         while True:
+            with self._writing:
+                if _latest.get((self._pid, self._path)) is self:
+                    self._write()
             try:
                 if self._fd >= 0:
                     os.fsync(self._fd)
             except OSError as error:
                 log.error("penstock: %s", cannot_be_written(self._path, error))
             if is_closing:
-                return self._close_file()
+                break
             is_closing = self._closing.wait(_SYNC_SECONDS)
+        if num_lost := self._num_lost + self._pending.count(b"\n"):
+            log.error("penstock: %d lines are not in the ledger %s. %s", num_lost, self._path, self._failure)
+        self._close_file()
 
     def _close_file(self) -> None:
         if self._fd >= 0:

@@ -301,6 +301,26 @@ def test_a_full_disk_on_the_way_is_told_once_stops_nothing_and_loses_nothing_onc
     assert [f"{path} cannot be written: No space left on device. Training goes on" in text for text in told] == [True, True]
 
 
+@pytest.mark.parametrize("seconds", [0.01, 3600.0])
+def test_what_waits_in_memory_is_written_at_the_close_or_at_the_next_sync_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float
+) -> None:
+    monkeypatch.setattr(ledger_module, "_SYNC_SECONDS", seconds)
+    path = tmp_path / "run.ledger"
+    ledger = open_at(path)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=60))
+        record(ledger, *range(9))
+        ledger.finish()
+    while seconds < 1 and not read_ledger(path).parts[0].has_end:
+        time.sleep(0.01)
+    ledger.close()
+    reading = read_ledger(path)
+    assert entries(reading) == [(step, digest(step)) for step in range(9)]
+    assert (reading.parts[0].has_end, reading.damages) == (True, [])
+    assert "are not in the ledger" not in caplog.text
+
+
 def test_batches_that_find_no_room_to_wait_in_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
