@@ -218,6 +218,15 @@ def test_data_that_a_server_no_longer_has_is_told(serve: Callable[..., Server], 
     assert (status, said.startswith("PROVEN")) == (0, True)
 
 
+def test_a_ledger_that_is_named_by_several_paths_is_read_once(server: Server, tmp_path: Path) -> None:
+    list(dataset(server, tmp_path / "run.ledger"))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = [tmp_path / folder / "run.ledger" for folder in ("", "sub/..", "link")]
+    status, said = audited(*names, "--json")
+    assert (status, json.loads(said)["ledgers"]) == (0, [str(names[0])])
+
+
 def flipped(content: bytes) -> Iterator[bytes]:
     for number in range(len(content) - 200, len(content), 37):
         yield content[:number] + bytes([content[number] ^ 4]) + content[number + 1 :]

@@ -45,13 +45,16 @@ def _sample(arguments: argparse.Namespace) -> int | None:
 
 
 def _paths(names: Sequence[str]) -> list[Path]:
-    found: dict[Path, None] = {}
+    """The files of these names, each once by whatever paths: read twice, each of its samples would be trained on twice."""
+    found: dict[tuple[int, int], Path] = {}
     for name in names:
         paths = find_ledgers(name)
         if not paths:
             raise LedgerError(f"{name}: there is no ledger of this name, nor of other ranks beside it")
-        found |= dict.fromkeys(paths)
-    return list(found)
+        for path in paths:
+            status = path.stat()
+            found.setdefault((status.st_dev, status.st_ino), path)
+    return list(found.values())
 
 
 def _compared(comparison: Comparison | None) -> Iterator[str]:
