@@ -182,6 +182,15 @@ def test_an_epoch_that_a_process_goes_through_twice_is_trained_on_twice(ledger: 
     assert not report_on(ledger, trust_starts=True).is_proven
 
 
+def test_of_each_start_those_steps_are_named_that_it_trained_again(ledger: Path) -> None:
+    begins = [replace(begin_of(start=start), num_loads=0) for start in range(3)]
+    append(ledger, begins[0], range(11))
+    append(ledger, begins[1], range(20), ends=True)
+    append(ledger, replace(begins[1], iteration=1), [0])
+    append(ledger, begins[2], [0])
+    assert "55 samples at positions 0-54: steps 0-10 of start 1, steps 0-10 of start 2, step 0 of start 3" in words(ledger)
+
+
 def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:
     append(ledger, begin_of(), range(8))
     append(ledger, begin_of(start=1, step=6), [6])

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from penstock.audit.account import Epoch, Gap
 from penstock.audit.history import Start
-from penstock.audit.intervals import clip, join, size, without
+from penstock.audit.intervals import NONE, covered, join, size, without
 from penstock.audit.rank import Changed, Stretch, Thrown
 from penstock.audit.reading import Damage, IntArray
 from penstock.audit.report import Apart, Order, Report
+from penstock.audit.slicing import Slicing
 from penstock.wording import counted
 
 _MOST_RANGES = 8
@@ -125,7 +126,7 @@ def _problems(order: Order) -> Iterator[str]:
                 f"files of the run here, from its first start on?"
             )
         if len(epoch.twice):
-            steps = ", ".join(text for stretch in epoch.stretches if (text := _steps(stretch, epoch.twice)))
+            steps = ", ".join(_steps(epoch.stretches, epoch.twice))
             yield f"  TWICE   epoch {epoch.epoch}, {_positions(epoch.twice)}: {steps}"
     if order.absent and any(len(epoch.missing) for epoch in order.epochs):
         yield f"  MISSING the ledgers of {_ranks(order.absent)}: name the files of all ranks"
@@ -166,13 +167,18 @@ def _damage(damage: Damage) -> str:
     return f"{damage.path}, {lines} cannot be read: the file was damaged or edited"
 
 
-def _steps(stretch: Stretch, found: IntArray) -> str:
-    """The steps of a stretch among which these samples are."""
-    inside = clip(found, stretch.start, min(stretch.stop, stretch.slicing.position(stretch.slicing.num_steps)))
-    if not len(inside):
-        return ""
-    (first, _), (last, _) = (stretch.slicing.step_of(position) for position in (inside[0, 0], inside[-1, 1] - 1))
-    return f"{_range('step', first, last + 1)} of start {stretch.started.number + 1}"
+def _steps(stretches: Iterable[Stretch], found: IntArray) -> Iterator[str]:
+    """Of each start, the steps that it trained among which these samples are."""
+    runs: dict[tuple[int, Slicing], IntArray] = {}
+    for stretch in stretches:
+        key = (stretch.started.number, stretch.slicing)
+        runs[key] = join([runs.get(key, NONE), stretch.runs])
+    for (number, slicing), steps in runs.items():
+        given = slicing.positions(dict.fromkeys(range(slicing.world_size), covered(steps)))
+        inside = covered(join([found, given]), 2)
+        if len(inside):
+            (first, _), (last, _) = (slicing.step_of(position) for position in (inside[0, 0], inside[-1, 1] - 1))
+            yield f"{_range('step', first, last + 1)} of start {number + 1}"
 
 
 def _positions(found: IntArray) -> str:
