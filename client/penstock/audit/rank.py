@@ -178,6 +178,8 @@ def _changed(rank: int, parts: Sequence[Part]) -> Iterable[Changed]:
         order = np.argsort(steps, kind="stable")
         steps, digests = steps[order], digests[order]
         differs = (steps[1:] == steps[:-1]) & (digests[1:] != digests[:-1])
-        for step in np.unique(steps[1:][differs]).tolist():
-            seen = dict.fromkeys(f"{digest:016x}" for digest in digests[steps == step].tolist())
-            yield Changed(same[0].begin.epoch, rank, step, tuple(seen))
+        has_changed = np.isin(steps, steps[1:][differs])
+        seen: dict[int, dict[str, None]] = {}
+        for step, digest in zip(steps[has_changed].tolist(), digests[has_changed].tolist(), strict=True):
+            seen.setdefault(step, {})[f"{digest:016x}"] = None
+        yield from (Changed(same[0].begin.epoch, rank, step, tuple(found)) for step, found in seen.items())
