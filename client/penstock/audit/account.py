@@ -75,17 +75,23 @@ def account_for(leader: RankHistory, ranks: Sequence[RankHistory], *, is_left: b
     last = leader.stretches[-1]
     later = [s for h in ranks for s in h.stretches if s.started.key == last.started.key and s.epoch > last.epoch]
     course = leader.stretches + list({stretch.epoch: stretch for stretch in later}.values())
-    for epoch in sorted({stretch.epoch for stretch in course}):
-        stretches = [stretch for stretch in course if stretch.epoch == epoch]
-        yield _account(epoch, stretches, ranks, is_last=stretches[-1] is course[-1] and not is_left)
+    by_epoch: dict[int, list[Stretch]] = {}
+    for stretch in course:
+        by_epoch.setdefault(stretch.epoch, []).append(stretch)
+    runs = _runs(ranks)
+    for epoch, stretches in sorted(by_epoch.items()):
+        own = {stretch.slicing: runs.get((epoch, stretch.slicing), {}) for stretch in stretches}
+        yield _account(epoch, stretches, own, ranks if stretches[-1] is course[-1] and not is_left else None)
 
 
-def _account(epoch: int, stretches: list[Stretch], ranks: Sequence[RankHistory], *, is_last: bool) -> Epoch:
+def _account(
+    epoch: int, stretches: list[Stretch], runs: dict[Slicing, dict[int, IntArray]], ranks: Sequence[RankHistory] | None
+) -> Epoch:
+    """The account of an epoch of which so many steps were trained. `ranks` tell how far the run came, where it is the last."""
     last = stretches[-1]
-    runs = {slicing: _runs(epoch, slicing, ranks) for slicing in {stretch.slicing for stretch in stretches}}
     num_steps = last.slicing.num_steps
-    done = _pace(last, ranks)
-    is_finished = not is_last or done >= num_steps or _has_ended(last, ranks)
+    done = _pace(last, ranks) if ranks else num_steps
+    is_finished = not ranks or done >= num_steps or _has_ended(last, ranks)
     done = max(num_steps, last.first_step) if is_finished else done
     end = last.slicing.position(done)
     skipped = covered(join([clip(intervals(s.slicing.skipped), s.start, min(s.stop, end)) for s in stretches]))
@@ -139,14 +145,14 @@ def _front(last: Stretch, history: RankHistory, num_workers: int) -> int:
     return min(next_steps.values())
 
 
-def _runs(epoch: int, slicing: Slicing, ranks: Sequence[RankHistory]) -> dict[int, IntArray]:
-    """All that each rank trained on under one slicing; what it trained on again comes again."""
-    found = {}
+def _runs(ranks: Sequence[RankHistory]) -> dict[tuple[int, Slicing], dict[int, IntArray]]:
+    """All that each rank trained on in each epoch and under each slicing; what it trained on again comes again."""
+    found: dict[tuple[int, Slicing], dict[int, list[IntArray]]] = {}
     for history in ranks:
-        runs = join([s.runs for s in history.stretches if (s.epoch, s.slicing) == (epoch, slicing)])
-        if len(runs) and history.rank < slicing.world_size:
-            found[history.rank] = runs
-    return found
+        for stretch in history.stretches:
+            if len(stretch.runs) and history.rank < stretch.slicing.world_size:
+                found.setdefault((stretch.epoch, stretch.slicing), {}).setdefault(history.rank, []).append(stretch.runs)
+    return {key: {rank: join(runs) for rank, runs in of_ranks.items()} for key, of_ranks in found.items()}
 
 
 def _given(slicing: Slicing, runs: dict[int, IntArray], stretches: Sequence[Stretch]) -> IntArray:

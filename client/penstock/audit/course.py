@@ -7,6 +7,7 @@ that nobody kept. A start goes on from the latest one before it that came as far
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from penstock.audit.history import Iteration, Kept, Place, StartKey
 
@@ -88,11 +89,11 @@ def _try(again: Sequence[list[Iteration]], later: Sequence[Iteration]) -> list[I
 def _resumed(paths: Sequence[Course], reach: Mapping[StartKey, Place], resumed: Iteration) -> Course:
     """What led to the place at which an iteration resumes."""
     place = resumed.place
-    together = [path for path in paths if reach[path[-1].iteration.start.key] >= place]
-    for path in (*reversed(together), *reversed(paths)):
-        own = [at for at, kept in enumerate(path) if kept.iteration.start is path[-1].iteration.start]
-        for at in reversed(own):
-            if path[at].iteration.may_have_saved(resumed):
+    together = (path for path in reversed(paths) if reach[path[-1].iteration.start.key] >= place)
+    for path in chain(together, reversed(paths)):
+        for at in reversed(range(len(path))):
+            iteration = path[at].iteration
+            if iteration.start is path[-1].iteration.start and iteration.may_have_saved(resumed):
                 return [*path[:at], path[at].before(resumed)]
         if place[1] == 0 and path[-1].iteration.begin.epoch < place[0]:
             return path
