@@ -49,6 +49,7 @@ VERSION = 1
 STEP_COLUMNS = 16
 _SYNC_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
+_OLD_WORKERS_SECONDS = 10.0  # loader workers that are let go take a moment to end, and those of the next epoch begin meanwhile
 _MOST_PENDING_BYTES = 16 << 20
 
 
@@ -220,7 +221,8 @@ class Ledger:
         """Gives the system what waits in memory, as far as it takes it."""
         try:
             if self._fd < 0:
-                self._fd = hold_ledger(self._path)
+                is_new_worker = self._begin.num_workers > 0 and (self._pid, self._path) not in _latest
+                self._fd = hold_ledger(self._path, _OLD_WORKERS_SECONDS if is_new_worker else 0.0)
             while self._pending:
                 del self._pending[: os.write(self._fd, self._pending)]
         except (LedgerError, OSError) as error:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ log = logging.getLogger("penstock")
 
 MAGIC = b'begin {"ledger": '
 _RANK = "{rank}"
+_POLL_SECONDS = 0.02
 
 
 def ledger_path(ledger: str | os.PathLike[str], rank: int, worker: int | None = None) -> Path:
@@ -44,14 +46,14 @@ def find_ledgers(ledger: str | os.PathLike[str]) -> list[Path]:
     return sorted(one for one in found if pattern.fullmatch(str(one.relative_to(path.anchor))) and one.is_file())
 
 
-def hold_ledger(path: Path) -> int:
+def hold_ledger(path: Path, wait_seconds: float = 0.0) -> int:
     """A descriptor that appends to a file behind a newline, for one more holder in this process.
 
-    No other process writes to the file while it is held.
+    No other process writes to the file while it is held. One that does has so long to end.
     Raises LedgerError: the file cannot be written, holds other things, or another process writes to it.
     """
     with _files_lock, _telling(path):
-        held = _files.get((os.getpid(), path)) or _File(_open(path))
+        held = _files.get((os.getpid(), path)) or _File(_open(path, wait_seconds))
         try:
             _close_last_line(held.fd, path)
         except BaseException:
@@ -96,11 +98,11 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, wait_seconds: float) -> int:
     is_new = not path.exists()
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        _lock(fd, path)
+        _lock(fd, path, wait_seconds)
         if is_new:
             _sync_folder(path.parent)
     except BaseException:
@@ -122,19 +124,29 @@ def cannot_be_written(path: Path, error: OSError) -> str:
     return f"the ledger {path} cannot be written: {error.strerror or error}"
 
 
-def _lock(fd: int, path: Path) -> None:
+def _lock(fd: int, path: Path, wait_seconds: float) -> None:
     """A lock that ends with the process, and that a fork does not inherit. Raises LedgerError: another process has it."""
     if sys.platform == "win32":
         return
+    deadline = time.monotonic() + wait_seconds
+    try:
+        while not _has_locked(fd):
+            if time.monotonic() >= deadline:
+                raise LedgerError(
+                    f"another process writes to the ledger {path}: is the run that it belongs to still there? Of processes "
+                    f"that share a rank, such as tensor-parallel peers, only one keeps the ledger"
+                )
+            time.sleep(_POLL_SECONDS)
+    except OSError as error:
+        log.warning("penstock: %s cannot be locked (%s): see to it that only one process writes to it", path, error.strerror)
+
+
+def _has_locked(fd: int) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise LedgerError(
-            f"another process writes to the ledger {path}: is the run that it belongs to still there? Of processes that share "
-            f"a rank, such as tensor-parallel peers, only one keeps the ledger"
-        ) from None
-    except OSError as error:
-        log.warning("penstock: %s cannot be locked (%s): see to it that only one process writes to it", path, error.strerror)
+        return False
+    return True
 
 
 def _close_last_line(fd: int, path: Path) -> None:

@@ -241,6 +241,27 @@ def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free
     assert len(read_ledger(path).parts) == 2
 
 
+def test_a_loader_worker_waits_for_one_of_the_epoch_before_that_is_about_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.ledger"
+    worker = Worker(first=0, stride=2, loader_seed=5)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_IT, f"{path}.worker0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "open\n"
+        with monkeypatch.context() as impatient:
+            impatient.setattr(ledger_module, "_OLD_WORKERS_SECONDS", 0.1)
+            with pytest.raises(LedgerError, match="another process writes to the ledger"):
+                book(path).open(SPEC, Position(), worker)
+        end = threading.Timer(0.5, other.kill)
+        end.start()
+        book(path).open(SPEC, Position(), worker).close()
+        end.join()
+    assert len(read_ledger(tmp_path / "run.ledger.worker0").parts) == 2
+
+
 def test_a_file_stays_locked_until_the_last_iteration_over_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
 
