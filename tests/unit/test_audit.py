@@ -253,9 +253,8 @@ def test_an_epoch_that_is_left_for_another_order_lacks_its_rest(ledger: Path, or
     append(ledger, begin_of(start=1, epoch=1, **order), range(20), ends=True)
     assert words(ledger).startswith("NOT PROVEN: 50 samples not trained on\n")
     assert "MISSING epoch 0, steps 10-19 of start 1, rank 0: 50 samples at positions 50-99" in words(ledger)
-    assert (
-        "MISSING epoch 0 was left for another order of this dataset: start 1, 2025-01-01 01:01:00, resumed at epoch 1"
-        in words(ledger)
+    assert "LEFT    epoch 0 for another order of this dataset: start 1, 2025-01-01 01:01:00, resumed at epoch 1" in words(
+        ledger
     )
 
 

@@ -148,7 +148,7 @@ def _gap(gap: Gap) -> str:
 
 def _left(epoch: int, start: Start) -> str:
     is_anew = not start.resumes and start.begin.epoch <= epoch
-    return f"  MISSING epoch {epoch} was left for another order of this dataset: {_start(start).strip()}" + (
+    return f"  LEFT    epoch {epoch} for another order of this dataset: {_start(start).strip()}" + (
         ". If its weights were new: --trust-starts" if is_anew else ""
     )
 
