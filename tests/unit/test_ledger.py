@@ -333,7 +333,9 @@ def test_what_waits_in_memory_is_written_at_the_close_or_at_the_next_sync_once_t
         full.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=60))
         record(ledger, *range(9))
         ledger.finish()
+    deadline = time.monotonic() + 30
     while seconds < 1 and not read_ledger(path).parts[0].has_end:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     ledger.close()
     reading = read_ledger(path)
