@@ -55,8 +55,9 @@ class Stranger(Fault):
     """Something answered that does not speak as a penstock server does: another program, or a load balancer in its place."""
 
 
-def failure_of(url: str, status: int, retry_after: str, body: bytes) -> Fault | PenstockError:
-    """What an answer with a status other than 200 stands for; `retry_after` is that header's value, "" for none."""
+def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -> Fault | PenstockError:
+    """What an answer with a status other than 200 stands for."""
+    retry_after = headers.get("Retry-After", "")
     problem = _problem(body)
     slug = problem.get("type", "").rpartition(":")[2]
     detail = problem.get("detail") or f"HTTP status {status}"
@@ -68,11 +69,15 @@ def failure_of(url: str, status: int, retry_after: str, body: bytes) -> Fault | 
         return Busy(detail, after_seconds=_seconds(retry_after))
     if status in (408, 425, 429) or status >= 500:
         return Fault(detail, after_seconds=_seconds(retry_after))
-    return Stranger(f"{url} answered {status}: {detail} {_doubt(url)}")
+    return Stranger(f"{url} answered {status}: {detail.rstrip('.')}. {_doubt(url, status, headers.get('Location', ''))}")
 
 
-def _doubt(url: str) -> str:
+def _doubt(url: str, status: int, location: str) -> str:
     """What to ask who gave the address that a URL begins with."""
+    if location:
+        return f"It leads to {location.partition('/v1/')[0]}: give that address."
+    if status in (401, 407):
+        return "It asks for a name and a password: give them in the address, as in https://NAME:PASSWORD@HOST."
     scheme, _, rest = url.partition("/v1/")[0].partition("://")
     host, _, path = rest.partition("/")
     if path:

@@ -83,7 +83,7 @@ class Connection:
             raise WireError(f"the answer of {named} was damaged on the way: its digest is not the one that was sent with it")
         if status == 200:
             return body
-        raise failure_of(named, status, response.headers.get("Retry-After", ""), bytes(body))
+        raise failure_of(named, status, response.headers, bytes(body))
 
     def is_alive(self, server: str, seconds: float) -> bool:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""

@@ -96,6 +96,20 @@ def test_a_run_that_is_killed_and_resumed_under_other_world_sizes_is_proven(serv
     assert first == provenance["sequences"]
 
 
+def test_rows_that_the_server_no_longer_tells_leave_the_verdict_as_it_is(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 40)
+    ledger = tmp_path / "run.ledger"
+    with serve(tmp_path / "data") as old:
+        list(RemoteDataset(old.url, "numbers", batch_size=4, seq_len=8, ledger=ledger))
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines[:5] + lines[6:]))
+    write_numbered(tmp_path / "data" / "numbers", 50)
+    new = serve(tmp_path / "data")
+    status, said = audited(ledger, "--server", new.url, "--rows", "--sample", "1")
+    assert (status, said.startswith("NOT PROVEN: 4 samples not trained on")) == (1, True)
+    assert "epoch 0, step 4 of start 1, rank 0 is not told by the server: snapshot" in said
+
+
 def test_the_ledger_holds_each_batch_that_was_handed_over_and_no_other(server: Server, ledger: Path) -> None:
     data = dataset(server, ledger)
     for number, _ in enumerate(data, start=1):

@@ -128,6 +128,21 @@ def test_http_may_be_left_out_of_an_address() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            response(b"", "302 Found", "Location: https://other:8/v1/datasets/docs/spec?seed=0"),
+            "leads to https://other:8: give",
+        ),
+        (response(b"", "401 Unauthorized"), "asks for a name and a password: give them in the address"),
+    ],
+)
+def test_who_is_sent_elsewhere_or_asked_for_a_password_is_told_so(answer: bytes, message: str) -> None:
+    with server(answer) as url, pytest.raises(PenstockError, match=message):
+        Source(url, "docs", rank=0, retry_seconds=60).resolve(Spec())
+
+
+@pytest.mark.parametrize(
     ("scheme", "path", "message"),
     [
         ("https", "", r"https://127.0.0.1:\d+ does not speak TLS: is http://127.0.0.1:\d+ meant\?"),

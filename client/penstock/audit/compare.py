@@ -18,6 +18,7 @@ from penstock.source import Source
 _RETRY_SECONDS = 30.0
 _STEPS_AT_ONCE = 16
 _MOST_BATCHES_SHOWN = 20
+_REFUSALS = (AddressError, DataError, SnapshotGone, UnknownDataset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sam
 
 
 def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the first missing batches would have shown: each one's name, and its provenance as the server tells it.
+    """What the first missing batches would have shown: each one's name, and its provenance as the server tells it, or why not.
 
     Raises ServerUnavailable: no server answers.
     """
@@ -66,7 +67,10 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
         source = _source(begin, servers, rank)
         with closing(source.connect()) as transport:
             name = f"epoch {gap.epoch}, step {step:,} of start {gap.stretch.started.number + 1}, rank {rank}"
-            yield name, source.provenance(transport, begin.spec, gap.epoch, step)
+            try:
+                yield name, source.provenance(transport, begin.spec, gap.epoch, step)
+            except _REFUSALS as error:
+                yield name, {"reason": str(error)}
 
 
 def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Begin, dict[int, str]]]:
@@ -96,7 +100,7 @@ def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) ->
             try:
                 frames = source.frames(transport, begin.spec, begin.epoch, steps)
                 found = {frame.address.step: frame.digest for frame in frames}
-            except (AddressError, DataError, SnapshotGone, UnknownDataset) as error:
+            except _REFUSALS as error:
                 found = dict.fromkeys(steps, str(error))
             for step, now in found.items():
                 if now != digests[step]:

@@ -64,14 +64,17 @@ def _compared(comparison: Comparison | None) -> Iterator[str]:
     yield f"{comparison.num_batches:,} batches were asked for again; {len(comparison.differing):,} are not what they were"
     for batch in comparison.differing[:_SAMPLE]:
         yield (
-            f"  CHANGED {batch.dataset}, epoch {batch.epoch}, step {batch.step:,} of rank {batch.rank}: {batch.then} then, "
-            f"{batch.now} now"
+            f"  CHANGED {batch.dataset}, epoch {batch.epoch}, step {batch.step:,} of rank {batch.rank}: {batch.then} then, now "
+            f"{batch.now}"
         )
 
 
 def _shown(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     for batch, provenance in rows.items():
         yield ""
+        if "reason" in provenance:
+            yield f"{batch} is not told by the server: {provenance['reason']}"
+            continue
         yield f"{batch} would have shown"
         for sequence in provenance["sequences"]:
             yield from (f"  {s['shard']}, row group {s['row_group']}, row {s['row']}" for s in sequence["sources"])

@@ -111,7 +111,7 @@ class History:
 
     def _load(self, path: Path) -> Record | None:
         kept = read_note(path)
-        if kept is None or kept[0] != _FORMAT:
+        if not isinstance(kept, tuple) or kept[:1] != (_FORMAT,):
             return None
         _, made_at_ns, num_rows, recipe, shards = kept
         return Record(path.stem, made_at_ns, num_rows, recipe, _interned(shards))

@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -54,4 +53,11 @@ def write_note(path: Path, content: Any) -> None:
 
 def read_note(path: Path) -> Any | None:
     """What was kept, with tuples for lists. None: nothing was, or it is damaged."""
-    return read_sealed(path, partial(msgpack.unpackb, use_list=False, strict_map_key=False))
+    return read_sealed(path, _parse)
+
+
+def _parse(body: memoryview) -> Any | None:
+    try:
+        return msgpack.unpackb(body, use_list=False, strict_map_key=False)
+    except ValueError:
+        return None
