@@ -110,6 +110,13 @@ def test_a_wrong_recipe_is_refused_with_what_is_wrong(data: Path, tokenizer: Pat
         snapshot_of(data, tokenizer)
 
 
+def test_a_special_token_of_ids_is_an_id(data: Path) -> None:
+    write_numbered(data, 3)
+    (data / "penstock.toml").write_text('eos = "</s>"')
+    with pytest.raises(DatasetRefused, match=r"eos = '</s>' is a text, and its rows are token ids: .* Give the id\."):
+        snapshot_of(data)
+
+
 def test_a_missing_folder_a_file_and_a_folder_without_parquet_are_told_apart(data: Path, open_all: Opener) -> None:
     with pytest.raises(DatasetRefused, match="data does not exist"):
         open_all()

@@ -27,7 +27,7 @@ from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
 from penstock_server.problems import ShardUnavailable, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
-from penstock_server.snapshots.notes import drop_old_notes
+from penstock_server.snapshots.notes import drop_old_notes, write_note
 from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
@@ -280,6 +280,17 @@ def test_what_was_never_asked_for_is_forgotten_first_and_then_what_was_asked_for
     names = [snapshot.fingerprint for snapshot in made]
     assert [record.fingerprint for record in history.records()] == [*names[:5:-1], *names[2::-1]]
     assert [record.fingerprint for record in History(tmp_path / "notes").records()] == [*names[:5:-1], *names[2::-1]]
+
+
+@pytest.mark.parametrize("content", [{"some": "map"}, (), 7, None])
+def test_a_note_of_another_kind_is_none(folder: Path, tmp_path: Path, content: object) -> None:
+    """As where a backup was put back under other names."""
+    history = History(tmp_path / "notes")
+    history.add(open_snapshot(folder, None))
+    [known] = history.records()
+    [path] = (tmp_path / "notes").iterdir()
+    write_note(path.with_name(f"other{path.suffix}"), content)
+    assert History(tmp_path / "notes").records() == [known]
 
 
 def test_what_another_server_makes_the_latest_again_or_forgets_is_seen(folder: Path, tmp_path: Path) -> None:

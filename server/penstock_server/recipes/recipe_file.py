@@ -226,6 +226,11 @@ class _Reader:
             return token
         if isinstance(token, str) and tokenizer and (found := tokenizer.tokenizer.token_to_id(token)) is not None:
             return found
+        if isinstance(token, str) and tokenizer is None:
+            raise DatasetRefused(
+                f"{self._folder / FILE_NAME}: {key} = {token!r} is a text, and its rows are token ids: there is no tokenizer "
+                f"to look it up in. Give the id."
+            )
         raise DatasetRefused(
             f"{self._folder / FILE_NAME}: {key} = {token!r} is no token of the vocabulary, of {size:,} ids. Name "
             f"one that it has, by its text or id, or leave {key} out."
