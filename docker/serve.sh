@@ -1,11 +1,16 @@
 #!/bin/sh
 # Serves /data, or a generated sample if that is empty.
 set -eu
-found=$(find -L /data -iname '*.parquet' -print -quit) # fails, and the container with it, where /data cannot be read
+if [ ! -r /data ]; then
+    echo "/data cannot be read by user $(id -u): mend its permissions" >&2
+    exit 2
+fi
+# Links that lead back, or nowhere, are errors to find.
+found=$(find -L /data -iname '*.parquet' -print -quit 2>/dev/null) || :
 if [ -n "$found" ]; then
     exec penstock serve /data
 fi
-other=$(find -L /data -type f ! -path '*/.*' -print -quit)
+other=$(find -L /data -type f ! -path '*/.*' -print -quit 2>/dev/null) || :
 if [ -n "$other" ]; then
     echo "no *.parquet below /data, but $other: make shards of such files by penstock import, or empty the folder for a sample" >&2
     exit 2

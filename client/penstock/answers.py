@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
+from urllib.parse import urljoin
 
 from penstock.errors import AddressError, DataError, PenstockError, SnapshotGone, SpecError, UnknownDataset
 
@@ -75,9 +76,13 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -
 def _doubt(url: str, status: int, location: str) -> str:
     """What to ask who gave the address that a URL begins with."""
     if location:
-        return f"It leads to {location.partition('/v1/')[0]}: give that address."
-    if status in (401, 407):
+        root, api, _ = urljoin(url, location).partition("/v1/datasets")
+        is_there = api and root != url.partition("/v1/datasets")[0] and "?" not in root
+        return f"It leads to {root}: give that address." if is_there else f"It sends elsewhere, to {location}: to a login page?"
+    if status == 401:
         return "It asks for a name and a password: give them in the address, as in https://NAME:PASSWORD@HOST."
+    if status == 407:
+        return "The proxy asks for a name and a password: give them in HTTP_PROXY or HTTPS_PROXY."
     scheme, _, rest = url.partition("/v1/")[0].partition("://")
     host, _, path = rest.partition("/")
     if path:

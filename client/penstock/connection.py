@@ -16,7 +16,7 @@ import httpx
 
 from penstock.answers import Fault, Stranger, failure_of
 from penstock.errors import SpecError, WireError
-from penstock.receive import Body, Buffers, ReceivingTransport
+from penstock.receive import Body, Buffers, ReceivingTransport, tls_context
 from penstock.wire import content_digest
 from penstock.wording import without_passwords
 
@@ -89,7 +89,7 @@ class Connection:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
         try:
             answer = ask_aside(f"{server}/healthz", seconds, self._trace)
-        except httpx.RequestError:
+        except (httpx.RequestError, SpecError):
             return False
         return answer.status_code < 500  # a proxy that passes only batches on says 404, one that has nobody behind it 502
 
@@ -149,8 +149,10 @@ def ask_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, Any]]
 
 def client_aside(server: str) -> httpx.Client:
     """What asks a server for what is no part of a run. Raises SpecError: the environment's proxies cannot be used."""
+    if _has_proxies():
+        return _client({}, None)
     # Where there is no proxy, httpx must not read the environment: it fails at what others take for a NO_PROXY.
-    return _client({}, None if _has_proxies() else httpx.HTTPTransport(verify=server.startswith("https:")))
+    return _client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))
 
 
 def _has_proxies() -> bool:
@@ -162,10 +164,10 @@ def _client(headers: dict[str, str], transport: httpx.BaseTransport | None) -> h
     try:
         return httpx.Client(headers=headers, transport=transport)
     except (httpx.InvalidURL, ValueError, ImportError, OSError) as error:
-        named = ", ".join(f"{name}={value}" for name, value in getproxies().items())
+        named = ", ".join(f"{name}_proxy".upper() for name in getproxies())
         raise SpecError(
-            f"the environment names a proxy that cannot be used ({without_passwords(named)}): {error}. Correct or unset "
-            f"HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY or SSL_CERT_FILE.",
+            f"the environment names proxies ({named}), and they cannot be used: {without_passwords(str(error))}. Correct or "
+            f"unset these, or SSL_CERT_FILE.",
             ("servers",),
         ) from error
 

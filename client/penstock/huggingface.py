@@ -23,6 +23,10 @@ from penstock.errors import SpecError, StateMismatch
 from penstock.tensors import Batch
 
 _KEY = "penstock"  # under which trainer_state.json holds the state of the data
+_ONE_FOR_BOTH = (
+    "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': to evaluate on train_dataset would "
+    "move its place, and no checkpoint could be resumed"
+)
 
 
 class RemoteTrainer(Trainer):
@@ -52,6 +56,8 @@ class RemoteTrainer(Trainer):
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
+        if chosen is self.train_dataset:
+            raise SpecError(_ONE_FOR_BOTH)
         if isinstance(chosen, RemoteDataset):
             chosen.set_epoch(chosen.epoch)  # on the same batches each time, and that is meant
             return _Loader(chosen, self._for_the_model)
@@ -74,10 +80,7 @@ class RemoteTrainer(Trainer):
             )
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
-            raise SpecError(
-                "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': to evaluate on "
-                "train_dataset would move its place, and no checkpoint could be resumed"
-            )
+            raise SpecError(_ONE_FOR_BOTH)
         expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
         if data.spec.batch_size * data.spec.world_size != expected:
             raise SpecError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from inspect import GEN_RUNNING, getgeneratorstate
+from inspect import GEN_CLOSED, getgeneratorstate
 
 from penstock.errors import PenstockError
 from penstock.tensors import Batch
@@ -27,14 +27,16 @@ class Iteration(Iterator[Batch]):
         except StopIteration:
             raise
         except BaseException as error:
-            if getgeneratorstate(self._batches) == GEN_RUNNING:
+            if getgeneratorstate(self._batches) == GEN_CLOSED:
+                self._ended_by = type(error).__name__
+            elif isinstance(error, ValueError):  # "generator already executing"
                 raise PenstockError(
                     "another thread is taking a batch of this iteration: give each a dataset of its own."
                 ) from error
-            self._ended_by = type(error).__name__
             raise
 
     def close(self) -> None:
         """Stops the fetching, as dropping it does."""
-        self._ended_by = self._ended_by or "close()"
+        if getgeneratorstate(self._batches) != GEN_CLOSED:
+            self._ended_by = "close()"
         self._batches.close()

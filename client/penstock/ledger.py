@@ -118,7 +118,7 @@ class Book:
         self._ledger = Path(ledger).absolute()  # or a loop that changes its folder would go on in another file
         self._dataset, self._rank, self._num_sequences = dataset, rank, num_sequences
         self._launch = os.urandom(8).hex()
-        path = ledger_path(ledger, rank)
+        path = ledger_path(self._ledger, rank)
         hold_ledger(path)  # whether it can be is said now, not when the first loop begins
         release_ledger(path)
 

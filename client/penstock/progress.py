@@ -93,8 +93,7 @@ class Progress:
         is_ours = self._start.begin(self._num_rounds, worker)
         stretch = self._start.stretch if is_ours else self._whole(self.epoch)
         num_sets = self._start.num_sets
-        had, _, num_had = self._counted
-        is_repetition = not is_ours and not self._is_meant and had == num_sets and num_had > min(1, stretch.num_steps - 1)
+        is_repetition = not (worker or is_ours or self._is_meant) and self._has_been_in(stretch, num_sets)
         self._is_meant = False
         if self._own and self._own[0] == num_sets:
             stretch, is_repetition = self._own[1], False
@@ -136,6 +135,12 @@ class Progress:
         if self.counts(round_):
             # All workers add their number to it when they start: what they share is the turn.
             self._counted = (round_.num_sets, round_.stretch.position, num_batches * round_.steps.step)
+
+    def _has_been_in(self, stretch: Stretch, num_sets: int) -> bool:
+        """Whether the iteration before came further into the epoch than to a first batch to look at."""
+        counted_for, at, num_steps = self._counted
+        came_far = at.offset > 0 or at.step + num_steps > min(1, stretch.num_steps - 1)
+        return counted_for == num_sets and stretch.num_steps > 0 and came_far
 
     def _set(self, stretch: Stretch, *, by_state: bool) -> None:
         self._num_rounds += 1  # what still iterates is no longer counted

@@ -7,6 +7,7 @@ its data; here the kernel writes them where they are to stay.
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import ssl
 import time
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 
 import httpx
+
+from penstock.errors import SpecError
 
 _LARGEST_BUFFER = 16 << 20
 _SPARE_BYTES = 32 << 20  # for who comes next: a loop that waits for data goes through three runs in turn
@@ -219,11 +222,11 @@ class ReceivingTransport(httpx.BaseTransport):
     def _connect(self, request: httpx.Request) -> http.client.HTTPConnection:
         url, seconds = request.url, request.extensions["timeout"]["connect"]
         port = url.port or (443 if url.scheme == "https" else 80)  # without one, http.client looks for it in an IPv6 host
+        made = http.client.HTTPConnection(url.host, port, timeout=seconds)
+        if url.scheme == "https":
+            self._tls = self._tls or tls_context()
+            made = http.client.HTTPSConnection(url.host, port, timeout=seconds, context=self._tls)
         try:
-            made = http.client.HTTPConnection(url.host, port, timeout=seconds)
-            if url.scheme == "https":
-                self._tls = self._tls or httpx.create_ssl_context()
-                made = http.client.HTTPSConnection(url.host, port, timeout=seconds, context=self._tls)
             made.connect()
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {seconds:g} seconds", request=request) from error
@@ -236,6 +239,18 @@ class ReceivingTransport(httpx.BaseTransport):
         self._asked = None
         for connection in tuple(self._connections.pop(server, ())):
             connection.close()
+
+
+def tls_context() -> ssl.SSLContext:
+    """Which certificates are trusted. Raises SpecError: those that the environment names cannot be read."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        names = [name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ]
+        named = ", ".join(f"{name}={os.environ[name]}" for name in names)
+        raise SpecError(
+            f"the certificates to trust cannot be read: {error}. Correct or unset {named}.", ("servers",)
+        ) from error
 
 
 def _send(connection: http.client.HTTPConnection, request: httpx.Request, target: str) -> None:

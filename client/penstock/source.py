@@ -141,7 +141,7 @@ def _digest_of(spec: Spec) -> str:
 
 def _why(came: wire.Frame, spec: Spec) -> str:
     """What may be the matter where a batch came that was not asked for."""
-    return f", of other parameters. {_CACHE}" if came.address.spec != spec.digest else ""
+    return f", of other parameters. {_CACHE}" if came.address.spec != _digest_of(spec) else ""
 
 
 def _decode_object(body: memoryview) -> dict[str, Any]:
@@ -198,4 +198,5 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
         sound = False
     if not sound:
         raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
-    return tuple(dict.fromkeys(address.rstrip("/") for address in given))
+    parts = [address.rstrip("/").partition("://") for address in given]
+    return tuple(dict.fromkeys(f"{scheme.lower()}://{rest}" for scheme, _, rest in parts))

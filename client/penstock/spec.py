@@ -40,7 +40,9 @@ class Spec:
     """
 
     batch_size: int = _count(8, 1, 65_536, "sequences in a batch of one rank")
-    seq_len: int = _count(1024, 1, LARGEST_SEQ_LEN, "tokens in a sequence; longer rows are truncated")
+    seq_len: int = _count(
+        1024, 1, LARGEST_SEQ_LEN, "tokens in a sequence; what becomes of longer rows, packing and long_rows say"
+    )
     world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
     seed: int = _count(0, 0, LARGEST_SEED, "chooses the order; another seed is another order in every epoch")
     shuffle: str = _choice(

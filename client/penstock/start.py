@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class Start:
 
     @property
     def _cells(self) -> torch.Tensor:
-        if os.getpid() != self._owner and not (find_worker() and _parent() == self._owner):
+        if os.getpid() != self._owner and not find_worker():
             self._owner, self._memory = os.getpid(), self._memory.clone()
             self._share()
         return self._memory
@@ -140,15 +139,14 @@ class Start:
         if worker and worker.first < _MOST_WORKERS:
             self._cells[_WORKERS + worker.first] = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes along to loader workers, which share it with the process that starts them."""
+        memory = self._cells  # from here on this process's own
+        return self.__dict__ | {"_memory": memory}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share()  # a copy would otherwise tell its own workers nothing
-
-
-def _parent() -> int | None:
-    """The process that started this one, however it did."""
-    parent = multiprocessing.parent_process()
-    return parent.pid if parent else None
 
 
 def _claim(number: int, worker: Worker | None) -> int:

@@ -24,7 +24,7 @@ def rows_kept(num_rows: int, num_kept: int | None) -> str:
 
 def without_passwords(text: str) -> str:
     """A text in which addresses do not tell who asks, as in http://me:secret@host: it is for logs and terminals."""
-    return re.sub(r"(\w://)[^/@\s]*@", r"\1", text)
+    return re.sub(r"(\w://)[^/\s]*@", r"\1", text)
 
 
 def print_anything() -> None:

@@ -212,6 +212,8 @@ def test_the_image_serves_a_sample_where_the_data_folder_is_empty_and_there_alon
         return subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=env, check=False)
 
     (data / ".gitkeep").touch()
+    (data / "back").symlink_to(data)
+    (data / "itself").symlink_to(data / "itself")
     assert start().stdout.splitlines()[1:] == ["penstock sample /tmp/sample", "penstock serve /tmp/sample"]
     (data / "deep").mkdir()
     (data / "deep" / "lines.jsonl").touch()

@@ -5,12 +5,13 @@ import threading
 from base64 import b64encode
 from contextlib import closing, suppress
 
+import httpx
 import pytest
 
 from answering import pages, response
 from penstock import SpecError
 from penstock.answers import Fault
-from penstock.connection import Connection
+from penstock.connection import Connection, client_aside
 
 BODY = bytes(range(256)) * 100
 
@@ -120,8 +121,32 @@ def test_what_plain_http_does_not_need_of_the_environment_may_be_wrong(
 @pytest.mark.usefixtures("no_proxies")
 def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", "gopher://me:secret@proxy:70")
-    with pytest.raises(SpecError, match=r"\(all=gopher://proxy:70\).*Correct or unset HTTP_PROXY"):
+    with pytest.raises(SpecError, match=r"names proxies \(ALL_PROXY\), and .* Correct or unset these") as told:
         Connection()
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_certificates_that_are_not_there_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/certificates.pem")
+    with closing(Connection()) as connection:
+        with pytest.raises(SpecError, match=r"Correct or unset SSL_CERT_FILE=/nowhere/certificates\.pem"):
+            fetch(connection, "https://localhost:9")
+        assert not connection.is_alive("https://localhost:9", 1.0)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_certificates_are_checked_however_https_is_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = []
+
+    def transport(verify: object) -> httpx.BaseTransport:
+        verified.append(verify)
+        return httpx.MockTransport(lambda _: httpx.Response(200))
+
+    monkeypatch.setattr(httpx, "HTTPTransport", transport)
+    for server in ("http://host", "HTTP://host", "https://host", "HTTPS://host"):
+        client_aside(server).close()
+    assert [bool(context) for context in verified] == [False, False, True, True]
 
 
 @pytest.mark.usefixtures("no_proxies")

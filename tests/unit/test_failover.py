@@ -235,7 +235,7 @@ def test_a_fork_that_closes_its_copy_leaves_the_connection_to_its_parent() -> No
 
 
 def test_passwords_of_addresses_are_in_no_log_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    away = AWAY.replace("http://", "http://me:secret@")
+    away = AWAY.replace("http://", "http://me:se@cret@")
     with pytest.raises(ServerUnavailable) as told, closing(Transport([away, f"{away}9"], retry_seconds=0.1)) as transport:
         transport.get("/", bytes)
     with (
@@ -244,5 +244,5 @@ def test_passwords_of_addresses_are_in_no_log_and_no_error(caplog: pytest.LogCap
         pytest.raises(PenstockError, match="answered 404") as refused,
     ):
         transport.get("/v1/datasets", bytes)
-    assert "secret" not in caplog.text + str(told.value) + str(refused.value)
+    assert "cret" not in caplog.text + str(told.value) + str(refused.value)
     assert AWAY in caplog.text

@@ -10,11 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models
 
 from corpora import EOS, write_tokenizer
 from penstock_server.counts.index import Index
 from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes import encode as encode_module
+from penstock_server.recipes.chat import says_something
+from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
@@ -139,6 +142,29 @@ def test_a_chat_in_which_nothing_is_learned_is_bad(data: Path) -> None:
     [block] = open_blocks(data).get([0])
     silent = "messages has a chat in which the assistant says nothing, so nothing is learned; its roles: "
     assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user", 3: f"{silent}user, assistant"}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"content": "a"}, True),
+        ({"content": " \n"}, False),
+        ({"content": None}, False),
+        ({"content": "", "tool_calls": [{"name": "f"}]}, True),
+        ({"content": "", "function_call": {"name": "f"}}, True),
+        ({"content": "", "reasoning_content": "hm"}, True),
+        ({"content": [{"type": "text", "text": None}, {"type": "text", "text": " "}]}, False),
+        ({"content": [{"type": "tool_use", "text": None, "name": "f"}]}, True),
+        ({"content": [{"text": "a"}]}, True),
+    ],
+)
+def test_what_an_assistant_says_may_be_a_call_or_a_thought(message: dict[str, Any], says: bool) -> None:
+    assert says_something(message) == says
+
+
+def test_a_tokenizer_that_has_no_token_for_a_letter_opens_nothing(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"G": 0, "T": 1})).save(str(tmp_path / "dna.json"))
+    assert load_tokenizer(tmp_path / "dna.json").opening is None
 
 
 def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothing(data: Path) -> None:

@@ -245,6 +245,16 @@ def test_links_that_lead_back_are_followed_once(data: Path, open_all: Opener) ->
     assert list(open_all().datasets) == ["n"]
 
 
+def test_folders_that_link_to_each_other_have_few_names(data: Path, open_all: Opener) -> None:
+    names = [f"n{number}" for number in range(5)]
+    for name in names:
+        write_numbered(data / name, 3)
+        for other in names:
+            if other != name:
+                (data / name / other).symlink_to(data / other)
+    assert list(open_all().datasets) == sorted([*names, *(f"{a}.{b}" for a in names for b in names if a != b)])
+
+
 def test_a_link_gives_a_dataset_a_second_name_and_takes_none_away(data: Path, open_all: Opener) -> None:
     write_numbered(data / "stories", 3)
     write_numbered(data / "more" / "deep", 3)

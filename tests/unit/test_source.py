@@ -134,6 +134,11 @@ def test_http_may_be_left_out_of_an_address() -> None:
             response(b"", "302 Found", "Location: https://other:8/v1/datasets/docs/spec?seed=0"),
             "leads to https://other:8: give",
         ),
+        (
+            response(b"", "302 Found", "Location: /login?next=/v1/datasets"),
+            r"sends elsewhere, to /login\?next=/v1/datasets: to a",
+        ),
+        (response(b"", "407 Proxy"), "The proxy asks for a name and a password: give them in HTTP_PROXY"),
         (response(b"", "401 Unauthorized"), "asks for a name and a password: give them in the address"),
     ],
 )

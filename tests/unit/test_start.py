@@ -1,14 +1,17 @@
 """The first round of iteration takes a start, however many workers it has, and whichever of them begin."""
 
 import pickle
+from collections.abc import Iterator
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from penstock.errors import PenstockError
-from penstock.place import Worker
+from penstock.place import Worker, find_worker
 from penstock.start import Start, Stretch
 from penstock.state import Position
 
@@ -99,6 +102,35 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
     other.start()
     other.join()
     assert (other.exitcode, start.stretch, start.num_sets) == (0, RESUMED, 1)
+
+
+def _loops(dataset: IterableDataset[int], start: Start, told: Connection) -> None:
+    """What a process that did not make the start sees of two rounds of its own workers."""
+    told.send(([[bool(given) for given in DataLoader(dataset, batch_size=None, num_workers=2)] for _ in range(2)],
+               start.is_with_workers))  # fmt: skip
+
+
+class _Rounds(IterableDataset[int]):
+    """Whether a round of workers takes the start; one number a worker."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        found = find_worker()
+        is_ours = self.start.begin(1, found)
+        self.start.take(1, found)
+        yield int(is_ours)
+
+
+@pytest.mark.parametrize("context", [get_context("fork"), get_context("spawn")], ids=["fork", "spawn"])
+def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: ForkContext | SpawnContext) -> None:
+    start = Start(RESUMED)
+    here, there = context.Pipe()
+    other = context.Process(target=_loops, args=(_Rounds(start), start, there))
+    other.start()
+    assert here.recv() == ([[True, True], [False, False]], True)
+    other.join()
 
 
 def test_without_shared_memory_only_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def describe_unused(served: Served) -> str | None:
 def describe_unsaid_bos(served: Served) -> str | None:
     """What follows from a tokenizer that opens texts, where the recipe says nothing of it; None if there is none."""
     recipe = served.snapshot.recipe
-    if not (recipe.tokenizer and recipe.unsaid_bos):
+    if not (recipe.tokenizer and recipe.unsaid_bos) or recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
         return None
     return (
         f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before a text, and here nothing does. If models know "

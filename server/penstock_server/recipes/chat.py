@@ -270,9 +270,14 @@ def says_something(message: Message) -> bool:
     """Whether a message has more than blanks in it, or calls a tool, or thinks."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text", part) if isinstance(part, dict) else part for part in parts]
-    is_blank = all(text is None or (isinstance(text, str) and not text.strip()) for text in texts)
-    return not is_blank or any(message.get(name) for name in ("tool_calls", *_REASONING))
+    return not all(map(_is_blank, parts)) or any(message.get(name) for name in ("tool_calls", "function_call", *_REASONING))
+
+
+def _is_blank(part: Any) -> bool:
+    """Whether a content, or a part of one, is nothing but blanks: not where it is an image or a call."""
+    if isinstance(part, dict) and part.get("type", "text") == "text":
+        part = part.get("text")
+    return part is None or (isinstance(part, str) and not part.strip())
 
 
 def _reason(error: Exception) -> str:

@@ -68,8 +68,11 @@ class TokenizerFile:
     @property
     def opening(self) -> str | None:
         """The token that it puts before a text if asked for its special tokens, as it is not here; None for none."""
-        with_special, plain = (self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False))
-        return with_special[0] if with_special[:1] != plain[:1] else None
+        try:
+            with_special, plain = (self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False))
+        except Exception:  # of the library: it has no token for that text
+            return None
+        return with_special[0] if plain and with_special[1 : len(plain) + 1] == plain else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

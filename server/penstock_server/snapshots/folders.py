@@ -81,13 +81,14 @@ def list_folder(folder: Path) -> Listing:
 def survey(data_dir: Path) -> Survey:
     """Looks for shards in a folder and all below it; costs a listing a folder and a stat a shard.
 
-    A folder that a link gives a second name is a dataset under each.
+    A folder that a link gives a second name is a dataset under each; links below a link are not followed, or folders that link
+    to each other would have more names than can be listed.
     """
     found = Survey()
     twice: dict[str, list[Path]] = {}
-    pending: list[tuple[Path, frozenset[tuple[int, int]]]] = [(data_dir, frozenset())]
+    pending: list[tuple[Path, bool, frozenset[tuple[int, int]]]] = [(data_dir, False, frozenset())]
     while pending:
-        folder, above = pending.pop()
+        folder, is_by_link, above = pending.pop()
         name = ".".join(folder.relative_to(data_dir).parts) or spelled(data_dir.resolve().name)
         if spelled(name) != name:
             found.refused[spelled(name)] = (
@@ -105,7 +106,10 @@ def survey(data_dir: Path) -> Survey:
                 continue
             found.refused[name] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
             continue
-        pending += [(folder / child, above | {identity}) for child in reversed(listing.folders)]
+        for child in (folder / name for name in reversed(listing.folders)):
+            is_link = child.is_symlink()
+            if not (is_by_link and is_link):
+                pending.append((child, is_by_link or is_link, above | {identity}))
         if listing.shards:
             twice.setdefault(name, []).append(folder)
             found.folders[name], found.shards[name] = folder, listing.shards
