@@ -20,6 +20,7 @@ from penstock.transport import Transport
 
 _AT_ONCE_SECONDS = 1.0
 _FEW = 64  # rows
+_LONGEST_QUERY = 60_000  # bytes; a request may have 64 KiB in all
 _CACHE = "Does a cache on the way to the server leave the query out of what it knows an answer by?"
 
 
@@ -131,7 +132,15 @@ def _query(spec: Spec, steps: range) -> str:
 
 @lru_cache(maxsize=8)  # of an epoch all are alike
 def _query_of(spec: Spec) -> str:
-    return urlencode(spec.to_query())
+    """Raises SpecError: it is longer than servers take."""
+    query = urlencode(spec.to_query())
+    if len(query) > _LONGEST_QUERY:
+        raise SpecError(
+            f"skip and mix make URLs of {len(query):,} bytes, and servers take {_LONGEST_QUERY:,}: skip longer ranges, or "
+            f"change weights less often.",
+            ("skip", "mix"),
+        )
+    return query
 
 
 @lru_cache(maxsize=8)

@@ -160,3 +160,9 @@ def test_an_address_that_can_never_work_is_told_at_once(scheme: str, path: str, 
         source = Source(url.replace("http", scheme) + path, "docs", rank=0, retry_seconds=60)
         with pytest.raises(PenstockError, match=message):
             source.resolve(Spec())
+
+
+def test_a_skip_that_makes_no_url_is_refused_before_it_is_asked_for() -> None:
+    ranges = ",".join(f"{step}-{step + 1}" for step in range(0, 40_000, 4))
+    with pytest.raises(SpecError, match=r"skip and mix make URLs of [\d,]+ bytes, and servers take 60,000"):
+        Source("http://127.0.0.1:9", "docs", rank=0, retry_seconds=9).resolve(Spec(skip=ranges))
