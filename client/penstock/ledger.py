@@ -204,6 +204,8 @@ class Ledger:
         # Python may collect an iterator that was dropped in this thread, or in one that fetches for another loop.
         if not threading.current_thread().name.startswith(OWN_THREADS):
             self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():  # it may be ended before it tells what is lost
+                log.error("penstock: the disk of the ledger %s hangs: its last lines may not be written", self._path)
 
     def _begin_again(self) -> None:
         self._append(self._begin_text, "")

@@ -450,3 +450,23 @@ def test_a_ledger_that_was_closed_is_not_kept_until_the_interpreter_exits(tmp_pa
     ledger.close()
     gc.collect()
     assert first() is None
+
+
+def test_a_disk_that_hangs_at_the_end_is_told_of_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_go_on, fsync = threading.Event(), os.fsync
+
+    def hang(descriptor: int) -> None:
+        may_go_on.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(ledger_module, "_CLOSE_SECONDS", 0.1)
+    ledger = open_at(tmp_path / "run.ledger")
+    monkeypatch.setattr(os, "fsync", hang)
+    record(ledger, 0)
+    ledger.close()
+    assert "run.ledger hangs: its last lines may not be written" in caplog.text
+    may_go_on.set()
+    ledger._thread.join(60)
+    assert len(entries(read_ledger(tmp_path / "run.ledger"))) == 1
