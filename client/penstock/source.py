@@ -107,7 +107,7 @@ class Source:
         return f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
-        own = (self.dataset, spec.snapshot, _digest_of(spec), epoch, self._rank)
+        own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)
 
         def decode(body: memoryview) -> Iterator[wire.Frame]:
             """Raises WireError behind the last frame that is sound and was asked for."""
@@ -143,14 +143,9 @@ def _query_of(spec: Spec) -> str:
     return query
 
 
-@lru_cache(maxsize=8)
-def _digest_of(spec: Spec) -> str:
-    return spec.digest
-
-
 def _why(came: wire.Frame, spec: Spec) -> str:
     """What may be the matter where a batch came that was not asked for."""
-    return f", of other parameters. {_CACHE}" if came.address.spec != _digest_of(spec) else ""
+    return f", of other parameters. {_CACHE}" if came.address.spec != spec.digest else ""
 
 
 def _decode_object(body: memoryview) -> dict[str, Any]:

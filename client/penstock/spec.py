@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -164,7 +165,7 @@ class Spec:
     @property
     def digest(self) -> str:
         """What frames name it by: 16 hex digits, of every parameter."""
-        return blake2b(json.dumps(self.to_dict(), sort_keys=True).encode(), digest_size=8).hexdigest()
+        return _digest_of(self)
 
     def to_query(self) -> dict[str, str]:
         """Every parameter that is set, as a URL's query spells it."""
@@ -176,6 +177,11 @@ class Spec:
 
 
 _COUNTS = tuple(f.name for f in fields(Spec) if "low" in f.metadata)
+
+
+@lru_cache(maxsize=64)  # every frame names one of a few
+def _digest_of(spec: Spec) -> str:
+    return blake2b(json.dumps(spec.to_dict(), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def describe() -> list[Mapping[str, Any]]:

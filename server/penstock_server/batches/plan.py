@@ -63,10 +63,6 @@ class Plan:
         """A text that no other plan has."""
         return json.dumps([VERSION, self.dataset, self.spec.to_dict()])
 
-    @cached_property
-    def _spec_digest(self) -> str:
-        return self.spec.digest
-
     @property
     def has_fixed_widths(self) -> bool:
         """Whether every line of tokens is as long as it can be, padded if need be."""
@@ -131,7 +127,7 @@ class Plan:
 
     def address(self, epoch: int, rank: int, step: int) -> Address:
         """The address that a frame of this plan carries."""
-        return Address(self.dataset, self.snapshot, self._spec_digest, epoch, rank, step)
+        return Address(self.dataset, self.snapshot, self.spec.digest, epoch, rank, step)
 
     def check_room(self) -> None:
         """Whether the cache has room for what the shuffle needs. Raises BadParameter: it has not; both numbers are told."""
