@@ -78,5 +78,33 @@ def warn_of_repetition(spec: Spec, epoch: int) -> None:
         )
 
 
+def warn_of_discard(old: int, num_left: int, new: int) -> None:
+    """The loop turns from the epoch in the midst of which a state put it to a new one."""
+    warnings.warn(
+        f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
+        f"of epoch {old}: epoch {new} starts at its first step. To go on instead, loop from data.epoch on.",
+        stacklevel=3,  # of set_epoch
+    )
+
+
+def warn_of_lag(epoch: int) -> None:
+    """The loop has gone on with an epoch from a state, and names it as if it began there."""
+    warnings.warn(
+        f"the loop went on with epoch {epoch} from a state that was loaded, and set_epoch({epoch}) gives all of it once more. "
+        f"Where a loader loads the state, data.epoch tells the epoch only once a loop has begun: save the number of the epoch "
+        f"beside the state, and loop from there on.",
+        stacklevel=3,  # of set_epoch
+    )
+
+
+def warn_of_replay(replay: int) -> None:
+    """A state is asked for that does not tell of the loop."""
+    warnings.warn(
+        f"replay={replay} gives the same batches again and again, so none of the epoch counts as consumed: this state goes on "
+        f"where the replay began.",
+        stacklevel=3,  # of state_dict
+    )
+
+
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=6)  # in the loop: before it are the iteration, its batches, look_at, what it calls, and this

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.advice import Advice, warn_of_repetition
+from penstock.advice import Advice, warn_of_discard, warn_of_lag, warn_of_repetition, warn_of_replay
 from penstock.device import Destination, check_device, find_destination
 from penstock.errors import PenstockError, SpecError, StateMismatch
 from penstock.feed import Feed
@@ -30,7 +29,6 @@ from penstock.state import Position, read_state, write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
 from penstock.whole import check_amount, check_whole, plain
-from penstock.wording import counted
 
 
 class RemoteDataset(IterableDataset[Batch]):
@@ -158,20 +156,10 @@ class RemoteDataset(IterableDataset[Batch]):
         self._progress.confirm_epoch()
         if epoch != self.epoch:
             if num_left := self._progress.discards:
-                warnings.warn(
-                    f"set_epoch({epoch}) discards the position that load_state_dict set, with "
-                    f"{counted(num_left, 'batch', 'batches')} left of epoch {self.epoch}: epoch {epoch} starts at its first "
-                    f"step. To go on instead, loop from data.epoch on.",
-                    stacklevel=2,
-                )
+                warn_of_discard(self.epoch, num_left, epoch)
             self._progress.set_epoch(epoch)
         elif self._progress.is_resumed:
-            warnings.warn(
-                f"the loop went on with epoch {epoch} from a state that was loaded, and set_epoch({epoch}) gives all of it "
-                f"once more. Where a loader loads the state, data.epoch tells the epoch only once a loop has begun: save the "
-                f"number of the epoch beside the state, and loop from there on.",
-                stacklevel=2,
-            )
+            warn_of_lag(epoch)
 
     def rewind(self) -> None:
         """Puts the next iteration at the first step of epoch 0, whatever was consumed or loaded; for the ledger no load."""
@@ -267,11 +255,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 "Between epochs, after set_epoch, it is known."
             )
         if self._replay is not None:
-            warnings.warn(
-                f"replay={self._replay} gives the same batches again and again, so none of the epoch counts as consumed: this "
-                f"state goes on where the replay began.",
-                stacklevel=2,
-            )
+            warn_of_replay(self._replay)
         return write_state(self.dataset, self.spec, self._progress.position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
