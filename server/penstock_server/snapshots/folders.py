@@ -79,7 +79,7 @@ def list_folder(folder: Path) -> Listing:
 
 
 def survey(data_dir: Path) -> Survey:
-    """Looks for shards in a folder and all below it; costs a listing a folder and a stat a shard.
+    """Looks for shards in a folder and all below it; costs a listing and two stats a folder, and a stat a shard.
 
     A folder that a link gives a second name is a dataset under each; links below a link are not followed, or folders that link
     to each other would have more names than can be listed.
