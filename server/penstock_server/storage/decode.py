@@ -44,7 +44,7 @@ def rows_of_group(
         )
     # Page by page: a row group of gigabytes must not be in memory as a whole.
     with pq.ParquetFile(shard.path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-        batches = file.iter_batches(address.rows_per_block, [address.row_group], columns)
+        batches = file.iter_batches(address.rows_per_block, [address.row_group], columns, use_threads=False)
         for index in snapshot.blocks_of_group(address.group):
             at = snapshot.block(index)
             rows = next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
