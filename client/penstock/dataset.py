@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from penstock.advice import Advice, warn_of_discard, warn_of_lag, warn_of_repetition, warn_of_replay
+from penstock.agreement import Agreement
 from penstock.device import Destination, check_device, find_destination
 from penstock.errors import PenstockError, SpecError, StateMismatch
 from penstock.feed import Feed
@@ -124,6 +125,9 @@ class RemoteDataset(IterableDataset[Batch]):
             snapshot=snapshot,
         )
         resolved = self._source.resolve(asked)
+        self._agreement = None if snapshot else Agreement(f"{dataset}/{asked.digest}")
+        if self._agreement and (first := self._agreement.first(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
+            resolved = self._source.resolve(replace(asked, snapshot=first))
         self.spec = resolved.spec
         self.steps_per_epoch = resolved.num_steps
         self.vocab_size = resolved.vocab_size
@@ -180,6 +184,8 @@ class RemoteDataset(IterableDataset[Batch]):
         worker = find_worker()
         if self._rank_was_found and not worker:  # a worker is not told what the loop's process is
             check_rank(self.rank, self.world_size)
+        if self._agreement and not worker:
+            self._agreement.check(self.snapshot)
         destination = find_destination(self._device, worker)
         this = self._progress.begin(worker)
         at = this.stretch.position

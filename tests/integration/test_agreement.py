@@ -1,0 +1,101 @@
+"""Ranks that start while data arrives: all of a job begin on one snapshot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from corpora import write_numbered
+from forks import Fork
+from penstock.agreement import Agreement
+from serving import Server
+
+NUM_ROWS = 160
+
+
+class Job:
+    """Two ranks, on data that grows."""
+
+    def __init__(self, server: Server, folder: Path, stack: ExitStack, store: Path, when: str) -> None:
+        self._server, self._folder = server, folder
+        script = Path(__file__).with_name("late_rank.py")
+        self._ranks = [
+            stack.enter_context(
+                closing(
+                    Fork(server.url, store, when, script=script, environment=os.environ | {"RANK": rank, "WORLD_SIZE": "2"})
+                )
+            )
+            for rank in ("0", "1")
+        ]
+
+    def make(self, rank: int) -> str:
+        """Has a rank make its dataset; what snapshot it is on."""
+        stdin = self._ranks[rank].stdin
+        stdin.write("\n")
+        stdin.flush()
+        return self.told(rank, "snapshot")
+
+    def told(self, rank: int, what: str) -> str:
+        """The next line of a rank."""
+        line = self._ranks[rank].stdout.readline().strip()
+        assert line.startswith(f"{what} "), line + self._ranks[rank].errors()
+        return line.removeprefix(f"{what} ")
+
+    def ids(self) -> list[int]:
+        """What both ranks trained on in their epochs."""
+        return sorted(json.loads(self.told(0, "ids")) + json.loads(self.told(1, "ids")))
+
+    def grow(self) -> None:
+        """One more shard, which the server takes in."""
+        number = len(list(self._folder.iterdir()))
+        shutil.copy2(self._folder / "part-000.parquet", self._folder / f"part-9{number}.parquet")
+        httpx.post(f"{self._server.url}/v1/datasets/numbers/refresh", timeout=60).raise_for_status()
+
+
+@pytest.fixture
+def begin(tmp_path: Path, serve: Callable[..., Server]) -> Iterator[Callable[[str], Job]]:
+    folder = write_numbered(tmp_path / "data" / "numbers", NUM_ROWS)
+    server = serve(folder.parent, "--poll-seconds", "0")
+    with ExitStack() as stack:
+        yield lambda when: Job(server, folder, stack, tmp_path / "store", when)
+    server.kill()
+
+
+def test_a_rank_that_comes_later_takes_the_snapshot_of_the_first(begin: Callable[[str], Job]) -> None:
+    job = begin("after")
+    first = job.make(1)
+    job.grow()
+    assert job.make(0) == first
+    assert job.ids() == list(range(NUM_ROWS))
+    # What is asked for anew is what is the latest by then.
+    second = job.make(0)
+    job.grow()
+    assert (job.make(1), second != first) == (second, True)
+    assert len(job.ids()) > NUM_ROWS
+
+
+def test_ranks_that_cannot_agree_in_time_are_told_before_they_train(begin: Callable[[str], Job]) -> None:
+    job = begin("before")
+    early = job.make(0)
+    job.grow()
+    late = job.make(1)
+    assert early != late
+    told = {rank: job._ranks[rank].stdout.readline() for rank in (0, 1)}
+    refused = [rank for rank in (0, 1) if told[rank].startswith("refused")]
+    assert len(refused) == 1, told
+    mine, others = (late, early) if refused == [1] else (early, late)
+    assert f"this rank would train on snapshot {mine}, and others do on {others}" in told[refused[0]]
+    assert f"pass snapshot={others!r}" in told[refused[0]]
+
+
+def test_a_process_without_a_job_agrees_with_itself() -> None:
+    agreement = Agreement("stories")
+    assert agreement.first("5d") == "5d"
+    agreement.check("c4")
