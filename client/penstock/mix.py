@@ -100,7 +100,9 @@ def _weights(text: str, body: str) -> dict[str, Fraction]:
         if name and _NUMBER.fullmatch(weight) and not _WEIGHT.fullmatch(weight):
             raise _wrong(text, f"{weight[:40]}, the weight of {name}, has more than nine digits on a side; round it")
         if not name or not _WEIGHT.fullmatch(weight):
-            raise _wrong(text, f"{item!r} is not a dataset's name, a colon and a weight")
+            raise _wrong(
+                text, f"{item!r} is not a dataset's name, a colon and a weight (one with , or ; in its name cannot be mixed)"
+            )
         if name in found:
             raise _wrong(text, f"{name} stands in it twice")
         found[name] = Fraction(weight)

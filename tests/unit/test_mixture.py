@@ -123,6 +123,7 @@ def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
     ("text", "message"),
     [
         ("wiki", "'wiki' is not a dataset's name, a colon and a weight"),
+        ("a,b:1,c:1", r"'a' is not .* \(one with , or ; in its name cannot be mixed\)"),
         ("wiki:-1", "is not a dataset's name"),
         ("wiki:1,wiki:2", "wiki stands in it twice"),
         ("wiki:0", "all weights are 0"),
