@@ -24,7 +24,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
-from penstock_server.storage.soon import Soon
+from penstock_server.storage.store import Asked
 from penstock_server.threads import InThread, in_one_of_many
 
 BatchFormat = Literal["msgpack", "json"]
@@ -206,7 +206,8 @@ async def _bodies(request: Request, making: _Making, in_thread: InThread) -> Asy
 async def _load(request: Request, making: _Making, in_thread: InThread, streams: bool) -> None:
     """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them."""
     chunk = making.chunk
-    futures = await in_thread(partial(_requested, chunk))
+    asked = await in_thread(partial(_requested, chunk))
+    futures = [found for found in asked if isinstance(found, Future)]
     try:
         # Only waited for, never cancelled: a client that leaves must not take a block from others.
         is_over = _when_all_are_there(futures)
@@ -217,32 +218,31 @@ async def _load(request: Request, making: _Making, in_thread: InThread, streams:
             if not is_over.is_set() and not streams and await request.is_disconnected():
                 raise ClientDisconnect
         for future in futures:  # what a load raised is told while others are still being loaded
-            if isinstance(future, Future) and future.done() and (error := future.exception()):
+            if future.done() and (error := future.exception()):
                 raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
-        blocks = [future.result() for future in futures]
+        blocks = [found if isinstance(found, Block) else found.result() for found in asked]
         await (in_one_of_many if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
     finally:
         chunk.forget(futures)
 
 
-def _when_all_are_there(futures: Sequence[Soon]) -> asyncio.Event:
+def _when_all_are_there(futures: Sequence[Future[Block]]) -> asyncio.Event:
     """Is set once all are answered, or one has failed.
 
     A crowd that begins waits for dozens of blocks each, for all of which asyncio would have objects of its own: tens of
     kilobytes a request.
     """
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    pending = [future for future in futures if isinstance(future, Future)]
-    left = count(len(pending) - 1, -1)
+    left = count(len(futures) - 1, -1)
 
     def answered(future: Future[Block]) -> None:
         is_last = next(left) == 0  # in the thread that answers it
         if (is_last or future.cancelled() or future.exception()) and not loop.is_closed():
             loop.call_soon_threadsafe(is_over.set)
 
-    for future in pending:
+    for future in futures:
         future.add_done_callback(answered)
-    if not pending:
+    if not futures:
         is_over.set()
     return is_over
 
@@ -252,11 +252,11 @@ def _may_wait(blocks: list[Block]) -> bool:
     return any(block.bad for block in blocks)
 
 
-def _requested(chunk: Chunk) -> list[Soon]:
+def _requested(chunk: Chunk) -> list[Asked]:
     """The blocks of a chunk, and behind them those that come next."""
-    futures = chunk.request()
+    asked = chunk.request()
     chunk.read_ahead()
-    return futures
+    return asked
 
 
 async def _chain(made: list[memoryview], rest: AsyncGenerator[memoryview, None]) -> AsyncGenerator[memoryview, None]:

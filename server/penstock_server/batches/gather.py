@@ -14,7 +14,7 @@ from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.packing import Spans, by_value
 from penstock_server.storage.block import Block
-from penstock_server.storage.soon import Soon
+from penstock_server.storage.store import Asked
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
 
@@ -48,18 +48,17 @@ class Chunk:
             found += blocks
         return found
 
-    def request(self) -> list[Soon]:
-        """The blocks of all needs, soon."""
-        return [future for need in self.needs for future in need.member.blocks.request(need.blocks)]
+    def request(self) -> list[Asked]:
+        """The blocks of all needs, or futures of them."""
+        return [found for need in self.needs for found in need.member.blocks.request(need.blocks)]
 
     def read_ahead(self) -> None:
         """Has those blocks loaded in the background that the job will need next."""
         self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
 
-    def forget(self, futures: list[Soon]) -> None:
-        """Gives up what `request` gave: blocks that nobody else waits for are not made."""
-        pending = [future for future in futures if isinstance(future, Future) and not future.done()]
-        self.plan.members[0].blocks.forget(pending)
+    def forget(self, futures: Sequence[Future[Block]]) -> None:
+        """Gives up futures that `request` gave: blocks that nobody else waits for are not made."""
+        self.plan.members[0].blocks.forget(future for future in futures if not future.done())
 
 
 def steps_per_chunk(plan: Plan) -> int:

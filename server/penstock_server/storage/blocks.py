@@ -28,8 +28,7 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.decode import hashes_of_shard, reading, rows_of_group
 from penstock_server.storage.quarantine import Quarantine
-from penstock_server.storage.soon import Soon, There
-from penstock_server.storage.store import BlockStore
+from penstock_server.storage.store import Asked, BlockStore
 
 log = logging.getLogger("penstock.blocks")
 
@@ -64,18 +63,18 @@ class Blocks:
         identity = _identity_of(self._snapshot.shards[shard])
         return _digest([identity, sizes, self._identity, self._snapshot.recipe.validation])
 
-    def request(self, indices: Iterable[int]) -> list[Soon]:
-        """The blocks at these indices, each in [0, num_blocks), soon. The futures raise what `get` raises."""
+    def request(self, indices: Iterable[int]) -> list[Asked]:
+        """The blocks at these indices, each in [0, num_blocks), or futures of them, which raise what `get` raises."""
         indices = list(indices)
-        futures = list[Soon]()
+        asked = list[Asked]()
         for index, block in zip(indices, self._store.mapped([self._key(index) for index in indices]), strict=True):
-            found = There(block) if block else self._soon(index)
-            if isinstance(found, There):
-                self.quarantine.look_in(index, found.block)
+            found = block or self._ask(index)
+            if isinstance(found, Block):
+                self.quarantine.look_in(index, found)
             else:
                 found.add_done_callback(partial(self.quarantine.look_at, index))
-            futures.append(found)
-        return futures
+            asked.append(found)
+        return asked
 
     def mapped(self, indices: Iterable[int]) -> list[Block] | None:
         """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
@@ -95,7 +94,7 @@ class Blocks:
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
         indices = list(indices)
-        blocks = [future.result() for future in self.request(indices)]
+        blocks = [found if isinstance(found, Block) else found.result() for found in self.request(indices)]
         for index, block in zip(indices, blocks, strict=True):
             self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
         return [self.of_split(block, split) for block in blocks]
@@ -155,7 +154,7 @@ class Blocks:
             f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
         )
 
-    def _soon(self, index: int) -> Soon:
+    def _ask(self, index: int) -> Asked:
         at = self._snapshot.block(index)
         return self._store.request(self._keys(at), at.number, partial(self._read, at))
 

@@ -21,7 +21,6 @@ from penstock_server.problems import Problem
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.read_ahead import ReadAhead
-from penstock_server.storage.soon import Soon, There
 from penstock_server.storage.splits import Splits
 
 log = logging.getLogger("penstock.store")
@@ -30,6 +29,9 @@ _OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, and more where rows
 _TOUCH_SECONDS = 10.0
 _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
+
+# A block that was asked for: itself where it is mapped, since a future takes 1.4 KB, and a crowd asks for tens of thousands.
+Asked = Block | Future[Block]
 
 # Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.
 Decoder = Callable[[Callable[[int], bool]], Generator[tuple[int, pa.RecordBatch], None, None]]
@@ -77,8 +79,8 @@ class BlockStore:
         self._wanted: dict[str, _Wanted] = {}  # of each row group of which something is
         self._loads: dict[Future[Block], _Load] = {}  # of each of those
 
-    def request(self, group: Sequence[str], number: int, decode: Decoder) -> Soon:
-        """The block `number` of a row group whose blocks have these keys, soon.
+    def request(self, group: Sequence[str], number: int, decode: Decoder) -> Asked:
+        """The block `number` of a row group whose blocks have these keys, or a future of it.
 
         What is stored is mapped, by threads that do nothing else. What is not is made by `decode`, with all that is asked
         for of the same row group, and its neighbours if the cache can keep them: the group is decoded from its start. The
@@ -86,7 +88,7 @@ class BlockStore:
         """
         with self._lock:
             if found := self._open.get(group[number]):
-                return There(found.block)
+                return found.block
             wanted = self._wanted.setdefault(group[0], _Wanted())
             future = wanted.futures.get(number)
             if future is None:
