@@ -6,8 +6,9 @@ import warnings
 
 import torch
 
+from penstock.batch import IGNORED
 from penstock.source import Source
-from penstock.spec import IGNORED, Spec
+from penstock.spec import Spec
 from penstock.tensors import Batch
 from penstock.wording import counted
 

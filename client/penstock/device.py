@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.batch import IGNORED
 from penstock.errors import PenstockError, SpecError
 from penstock.item import Item
 from penstock.place import Worker
 from penstock.prefetch import Prefetch
-from penstock.spec import IGNORED
 from penstock.tensors import ALL, CPU, Batch, as_tensor, columns_of, lines_of, travelled
 from penstock.wire import Frame
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock import wire
+from penstock.batch import count_tokens
 from penstock.prefetch import OBJECT_BYTES
-from penstock.tensors import Batch, count_tokens, nbytes
+from penstock.tensors import Batch, nbytes
 
 
 class Item(NamedTuple):

@@ -20,8 +20,6 @@ from penstock.wording import did_you_mean
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
-IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
-SIDES = ("", "chosen_", "rejected_")  # how tensors' names begin: those of sequences, and of the two of a preference pair
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 

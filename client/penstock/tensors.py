@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.batch import IGNORED, PARTS, SIDES
 from penstock.errors import SpecError
-from penstock.spec import IGNORED, SIDES
 from penstock.wire import Frame
 
 CPU = torch.device("cpu")
@@ -20,9 +19,7 @@ Batch = dict[str, Any]  # tensors, and lists of texts or bytes
 T = TypeVar("T")
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
-_PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label_lengths")
-_LENGTHS, _TARGETS = 1, 4
-_ALL_LENGTHS = (*(f"{side}lengths" for side in SIDES), "label_lengths")
+_LENGTHS, _TARGETS = PARTS.index("lengths"), PARTS.index("labels")
 # Torch has no arithmetic on these; nor on uint64, but no type with arithmetic holds all of that.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
@@ -92,7 +89,7 @@ def names_of(travelling: Collection[str]) -> list[str]:
 class _Side(NamedTuple):
     """What belongs to the sequences of one side: the names of its tensors, and those of the arrays that they are made of.
 
-    `names` are of ids, mask and labels. The parts are in the order of _PARTS; what does not travel is "".
+    `names` are of ids, mask and labels. The parts are in the order of PARTS; what does not travel is "".
     """
 
     names: tuple[str, str, str]
@@ -153,7 +150,7 @@ def _sides(travelling: tuple[str, ...]) -> tuple[_Side, ...]:
     return tuple(
         _Side(
             (f"{side}input_ids", f"{side}attention_mask", f"{side}labels"),
-            tuple(side + name if side + name in travelling else "" for name in _PARTS),
+            tuple(side + name if side + name in travelling else "" for name in PARTS),
         )
         for side in SIDES
         if f"{side}input_ids" in travelling
@@ -164,11 +161,6 @@ def _sides(travelling: tuple[str, ...]) -> tuple[_Side, ...]:
 def _columns(travelling: tuple[str, ...]) -> tuple[str, ...]:
     parts = {part for side in _sides(travelling) for part in side.parts} | {"cu_seqlens"}
     return tuple(name for name in travelling if name not in parts)
-
-
-@lru_cache
-def _lengths(travelling: tuple[str, ...]) -> list[str]:
-    return [name for name in _ALL_LENGTHS if name in travelling]
 
 
 def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
@@ -221,13 +213,6 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
     numbers = np.arange(count, dtype=np.int32)
     numbers.setflags(write=False)
     return numbers
-
-
-def count_tokens(frame: Frame) -> int:
-    """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
-    if names := _lengths(tuple(frame.alike)):
-        return sum(map(frame.total, names))
-    return math.prod(frame.alike["input_ids"].shape[1:])  # what has no lengths has no padding
 
 
 def document_mask(batch: Batch) -> torch.Tensor:

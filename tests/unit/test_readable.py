@@ -13,7 +13,8 @@ import pytest
 import penstock_server.batches.readable
 from corpora import write_tokenizer
 from penstock import wire
-from penstock.tensors import count_tokens, expand
+from penstock.batch import count_tokens
+from penstock.tensors import expand
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.batches.readable import as_json

@@ -2,7 +2,8 @@ import numpy as np
 import torch
 
 from penstock import wire
-from penstock.tensors import count_tokens, document_mask, expand, nbytes
+from penstock.batch import count_tokens
+from penstock.tensors import document_mask, expand, nbytes
 
 
 def frame(**tensors: object) -> wire.Frame:

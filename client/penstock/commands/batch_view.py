@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from penstock.spec import IGNORED, SIDES
+from penstock.batch import IGNORED, SIDES
 
 
 @dataclass(frozen=True, slots=True)

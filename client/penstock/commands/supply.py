@@ -9,10 +9,11 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from penstock.batch import IGNORED, SIDES, count_tokens
 from penstock.errors import PenstockError, SpecError
 from penstock.runs import PREFETCH_BYTES, fetch_ahead
 from penstock.source import Resolved, Source
-from penstock.spec import IGNORED, SIDES, Spec
+from penstock.spec import Spec
 from penstock.transport import Transport
 from penstock.wire import Frame
 
@@ -139,10 +140,6 @@ def _count_tensors(ignored: int | None, batch: Mapping[str, Any]) -> Count:
 
 
 def _count_frame(frame: Frame) -> Count:
-    num_tokens = num_positions = 0
-    for ids, lengths in (*((f"{side}input_ids", f"{side}lengths") for side in SIDES), ("labels", "label_lengths")):
-        if ids in frame.tensors and (ids != "labels" or lengths in frame.tensors):
-            size = frame.tensors[ids].size
-            num_positions += size
-            num_tokens += int(frame.tensors[lengths].sum()) if lengths in frame.tensors else size
-    return Count(num_tokens=num_tokens, num_positions=num_positions)
+    tensors = frame.tensors
+    ids = (*(f"{side}input_ids" for side in SIDES), "labels")
+    return Count(num_tokens=count_tokens(frame), num_positions=sum(tensors[name].size for name in ids if name in tensors))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock import wire
-from penstock.spec import IGNORED
+from penstock.batch import IGNORED
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import Plan

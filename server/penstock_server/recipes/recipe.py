@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
 
+from penstock.batch import TENSOR_NAMES
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
 from penstock_server.recipes.fields import Field, FieldError
@@ -17,19 +17,7 @@ from penstock_server.recipes.transform import Transform
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
-TENSOR_NAMES = {
-    f"{side}{name}"
-    for side in ("", "chosen_", "rejected_")
-    for name in "input_ids lengths prompt_lengths loss_mask labels label_lengths attention_mask position_ids".split()
-} | {"document_starts", "cu_seqlens"}
 MASKS = ("attention_mask", "labels", "loss_mask")
-FEATURES: Mapping[Kind, tuple[str, ...]] = {
-    "tokens": ("tokens",),
-    "text": ("tokens",),
-    "prompt_response": ("tokens",),
-    "messages": ("tokens",),
-    "preference": ("chosen", "rejected"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +68,7 @@ class Recipe:
     @property
     def features(self) -> tuple[str, ...]:
         """The token lists that a row becomes."""
-        return FEATURES[self.kind]
+        return ("chosen", "rejected") if self.kind == "preference" else ("tokens",)
 
     @property
     def has_turns(self) -> bool:
