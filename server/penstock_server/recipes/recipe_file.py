@@ -27,7 +27,6 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 _PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-_KNOWN = ("input_ids", "tokens", "text", "prompt", "response", "messages", "chosen", "rejected")
 _OF_NO_ROWS = (
     " The transform was called with no rows, to learn its columns: give them types, as in "
     "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
@@ -125,7 +124,7 @@ class _Reader:
             return made("prompt_response", prompt="prompt", response="response")
         columns = [f"{field.name} ({field.type})" for field in schema]
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
-        wrong = [f"{field.name} is {field.type}" for field in schema if field.name in _KNOWN]
+        wrong = [f"{field.name} is {field.type}" for field in schema if field.name in ("input_ids", *ROLES)]
         more = f" {', '.join(wrong)}: texts must be strings, and messages lists of role and content." if wrong else ""
         raise DatasetRefused(
             f"{self._folder}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
