@@ -10,6 +10,7 @@ from email.utils import parsedate_to_datetime
 from urllib.parse import urljoin
 
 from penstock.errors import AddressError, DataError, PenstockError, SnapshotGone, SpecError, UnknownDataset
+from penstock.urls import DATASETS
 
 _REFUSALS: Mapping[str, type[PenstockError]] = {
     "bad-parameter": SpecError,
@@ -76,8 +77,8 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -
 def _doubt(url: str, status: int, location: str) -> str:
     """What to ask who gave the address that a URL begins with."""
     if location:
-        root, api, _ = urljoin(url, location).partition("/v1/datasets")
-        is_there = api and root != url.partition("/v1/datasets")[0] and "?" not in root
+        root, api, _ = urljoin(url, location).partition(DATASETS)
+        is_there = api and root != url.partition(DATASETS)[0] and "?" not in root
         return f"It leads to {root}: give that address." if is_there else f"It sends elsewhere, to {location}: to a login page?"
     if status == 401:
         return "It asks for a name and a password: give them in the address, as in https://NAME:PASSWORD@HOST."

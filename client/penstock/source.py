@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import httpx
 
@@ -17,6 +17,7 @@ from penstock.connection import ask_aside
 from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.spec import Spec
 from penstock.transport import Transport
+from penstock.urls import batches_path, dataset_path
 
 _AT_ONCE_SECONDS = 1.0
 _FEW = 64  # rows
@@ -51,7 +52,6 @@ class Source:
         self._servers = _addresses(servers)
         self._rank = rank
         self._retry_seconds = retry_seconds
-        self._path = f"/v1/datasets/{quote(dataset, safe='')}"
 
     def connect(self) -> Transport:
         """Connections for one thread of this process."""
@@ -63,7 +63,7 @@ class Source:
         rank = self._rank if spec.snapshot else 0
         transport = Transport(self._servers, retry_seconds=self._retry_seconds, rank=rank, first_contact=True)
         with closing(transport):
-            return transport.get(f"{self._path}/spec?{_query_of(spec)}", partial(_decode_resolved, spec))
+            return transport.get(f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}", partial(_decode_resolved, spec))
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
         """The batches of at least the first of the steps, in order; the spec is one that the server resolved.
@@ -72,7 +72,7 @@ class Source:
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.
         """
-        path = self._batches(epoch)
+        path = batches_path(self.dataset, epoch, self._rank)
         if len(steps) > 1 or then:
             ahead = path + _query(spec, then) if then else None
             frames = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
@@ -87,7 +87,7 @@ class Source:
         """The tokens of each of an epoch's first rows, before they are cut; none if the server does not tell at once."""
         # Whatever a batch is, and not the shortest or the longest of a window.
         few = replace(spec, batch_size=_FEW, world_size=1, tail="wrap", offset=0, skip=None, group_by_length=0)
-        target = f"{self._path}/epochs/{epoch}/ranks/0/batches/0/provenance?{urlencode(few.to_query())}"
+        target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(few.to_query())}"
         try:
             answer = ask_aside(self._servers[0] + target, _AT_ONCE_SECONDS).raise_for_status().json()
             rows = [row for sequence in answer["sequences"] for row in sequence["sources"]]
@@ -101,10 +101,8 @@ class Source:
 
         Raises ServerUnavailable, and the PenstockError that fits a refusal.
         """
-        return transport.get(f"{self._batches(epoch)}/{step}/provenance?{_query_of(spec)}", _decode_object)
-
-    def _batches(self, epoch: int) -> str:
-        return f"{self._path}/epochs/{epoch}/ranks/{self._rank}/batches"
+        path = batches_path(self.dataset, epoch, self._rank)
+        return transport.get(f"{path}/{step}/provenance?{_query_of(spec)}", _decode_object)
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
         own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)

@@ -10,12 +10,12 @@ import socket
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from urllib.parse import quote
 
 import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
+from penstock.urls import batches_path
 from penstock.wording import counted, rows_kept
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
@@ -147,8 +147,7 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
         lines += [
             f"  {name}: {rows} in {shards}, snapshot {snapshot.fingerprint}",
             f"    recipe: {snapshot.recipe.describe()}",
-            f"    curl '{url}/v1/datasets/{quote(name, safe='')}/epochs/0/ranks/0/batches/0?format=json"
-            f"{_small(snapshot.num_rows)}'",
+            f"    curl '{url}{batches_path(name, 0, 0)}/0?format=json{_small(snapshot.num_rows)}'",
         ]
     lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
     for name, reason in catalog.refused.items():

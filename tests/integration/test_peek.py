@@ -23,10 +23,10 @@ from chat_templates import CHATML
 from commands import penstock, penstock_in_terminal
 from corpora import write_numbered, write_pairs, write_text, write_tokenizer
 from penstock import RemoteDataset, Spec
-from penstock.commands.address import batch_path
 from penstock.commands.batch_view import SequenceView, view
 from penstock.commands.remote import get_json
 from penstock.transport import Transport
+from penstock.urls import batches_path
 from serving import Server
 
 NUM_ROWS = 40
@@ -71,7 +71,7 @@ def server(serve: Callable[..., Server], data_dir: Path) -> Server:
 
 
 def views(server: Server, dataset: str, step: int, **spec: Any) -> list[SequenceView]:
-    path = batch_path(dataset, 0, 0, step)
+    path = f"{batches_path(dataset, 0, 0)}/{step}"
     query = {name: str(value) for name, value in spec.items()}
     with closing(Transport((server.url,), retry_seconds=5)) as transport:
         return view(get_json(transport, path, {**query, "format": "json"}), get_json(transport, f"{path}/provenance", query))

@@ -3,7 +3,8 @@
 import pytest
 
 from penstock import SpecError
-from penstock.commands.address import Address, batch_path, parse_address, url
+from penstock.commands.address import Address, parse_address, url
+from penstock.urls import batches_path
 
 HOST = "http://host:8000"
 BATCHES = f"{HOST}/v1/datasets/wiki/epochs/2/ranks/3/batches"
@@ -54,6 +55,6 @@ def test_a_url_without_a_batch_is_refused(rest: str) -> None:
 
 def test_a_batchs_url_is_read_back() -> None:
     query = {"mix": "a:1,b:2@5", "split": "train"}
-    written = url(HOST, batch_path("a b/c", 1, 2, 3), query)
+    written = url(HOST, f"{batches_path('a b/c', 1, 2)}/3", query)
     assert written == f"{HOST}/v1/datasets/a%20b%2Fc/epochs/1/ranks/2/batches/3?mix=a:1,b:2@5&split=train"
     assert parse_address(written) == Address(server=HOST, dataset="a b/c", epoch=1, rank=2, step=3, query=tuple(query.items()))

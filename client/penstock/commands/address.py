@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from penstock.errors import SpecError
+from penstock.urls import DATASETS
 
-_API = "/v1/datasets"
 _BATCHES = re.compile(r"epochs/(\d{1,16})/ranks/(\d{1,16})/batches(?:/(\d{1,16})(?:/provenance)?)?")
 _WITHOUT_BATCH = ("", "spec", "shuffle-report", "quarantine")
 _NO_SPEC = ("format", "start", "stop", "stride", "epoch")  # parameters of URLs that say nothing of a batch's bytes
@@ -43,7 +43,7 @@ def parse_address(text: str) -> Address:
     if not sound:
         raise SpecError(f"{text!r} is no address. One looks like http://localhost:8000/stories", ("address",))
     root = f"{split.scheme}://{split.netloc}"
-    before, api, behind = split.path.partition(_API)
+    before, api, behind = split.path.partition(DATASETS)
     if not api or (behind and not behind.startswith("/")):
         before, _, name = split.path.rstrip("/").rpartition("/")
         return Address(server=root + before, dataset=unquote(name) or None, query=_spec_of(split.query))
@@ -61,11 +61,6 @@ def parse_address(text: str) -> Address:
         step=_number(pairs.get("start")) if step is None else step,
         query=_spec_of(split.query),
     )
-
-
-def batch_path(dataset: str, epoch: int, rank: int, step: int) -> str:
-    """The path of a batch's URL."""
-    return f"{_API}/{quote(dataset, safe='')}/epochs/{epoch}/ranks/{rank}/batches/{step}"
 
 
 def url(server: str, path: str, query: dict[str, str]) -> str:

@@ -21,6 +21,7 @@ from penstock.connection import client_aside
 from penstock.errors import PenstockError
 from penstock.runs import RUN_BYTES
 from penstock.transport import Transport
+from penstock.urls import DATASETS
 
 _PROBES = 15
 _SLOW_SECONDS = 0.05
@@ -42,7 +43,7 @@ def checks(server: str, dataset: str | None) -> Iterator[Check]:
     yield from check_machine()
     with closing(Transport((server,), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
         try:
-            known = get_json(transport, "/v1/datasets")
+            known = get_json(transport, DATASETS)
             yield from check_datasets(transport, known, dataset)
             yield from check_cache(known["datasets"])
             yield from check_bandwidth(server, transport, known, dataset)

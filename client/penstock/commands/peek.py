@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.commands.address import batch_path, url
+from penstock.commands.address import url
 from penstock.commands.arguments import address_of, first_of, spec_query
 from penstock.commands.batch_view import SequenceView, view
 from penstock.commands.remote import connected, dataset_of, get_json
 from penstock.commands.table import table
 from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal, printable
+from penstock.urls import batches_path
 from penstock.wording import counted
 
 _MUCH_PADDING = 0.5
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     epoch, rank = first_of(arguments.epoch, address.epoch), first_of(arguments.rank, address.rank)
     step = first_of(arguments.step, address.step)
     with connected(address.server) as transport:
-        path = batch_path(dataset_of(address, transport), epoch, rank, step)
+        path = f"{batches_path(dataset_of(address, transport), epoch, rank)}/{step}"
         batch = get_json(transport, path, {**query, "format": "json"})
         # Of the same data, also where the dataset grows between the two requests.
         provenance = get_json(transport, f"{path}/provenance", {**query, "snapshot": batch["snapshot"]})

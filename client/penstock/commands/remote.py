@@ -14,6 +14,7 @@ from penstock.commands.address import Address
 from penstock.connection import ask_aside
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
 from penstock.transport import Transport
+from penstock.urls import DATASETS, dataset_path
 
 RETRY_SECONDS = 2.0  # a person waits: long enough for a hiccup, not for a restart
 _GREETING_SECONDS = 5.0
@@ -55,14 +56,14 @@ def get_json(transport: Transport, path: str, query: Mapping[str, str] | None = 
 
 def describe_dataset(transport: Transport, dataset: str) -> Any:
     """What the server tells of a dataset or a mixture."""
-    return get_json(transport, f"/v1/datasets/{quote(dataset, safe='')}")
+    return get_json(transport, dataset_path(dataset))
 
 
 def dataset_of(address: Address, transport: Transport) -> str:
     """The dataset that an address names. Raises SpecError: it names none; the message lists those of the server."""
     if address.dataset is not None:
         return address.dataset
-    known = get_json(transport, "/v1/datasets")
+    known = get_json(transport, DATASETS)
     names = [one["name"] for kind in ("datasets", "mixtures") for one in known[kind]]
     example = f"{address.server}/{quote(names[0], safe='')}" if names else ""
     raise SpecError(

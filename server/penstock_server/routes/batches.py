@@ -10,12 +10,13 @@ from fastapi import APIRouter, Query, Request, Response
 
 from penstock import wire
 from penstock.spec import Spec
+from penstock.urls import DATASETS
 from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
-from penstock_server.routes.parameters import PREFIX, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
+from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
 from penstock_server.routes.plain import PlainRoute
 from penstock_server.threads import Epochs, InThread, in_one_of_many, in_two_for_people
 
@@ -32,7 +33,7 @@ _BATCH_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
     """The routes over one catalog; batches are held against one budget of bytes in flight."""
-    router = APIRouter(prefix=PREFIX, responses=PROBLEMS, route_class=PlainRoute)
+    router = APIRouter(prefix=DATASETS, responses=PROBLEMS, route_class=PlainRoute)
     epochs = Epochs()
 
     async def answer(

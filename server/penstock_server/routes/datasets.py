@@ -12,19 +12,20 @@ from starlette.concurrency import run_in_threadpool
 
 from penstock import wire
 from penstock.spec import LARGEST_COUNT
+from penstock.urls import DATASETS
 from penstock_server.batches.plan import Plan
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
-from penstock_server.routes.parameters import PREFIX, PROBLEMS, SPEC_PARAMETERS, Name, Row, spec_of
+from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Name, Row, spec_of
 from penstock_server.shuffling.picture import draw_png
 from penstock_server.shuffling.report import report
 
 
 def make_dataset_router(catalog: Catalog) -> APIRouter:
     """The routes over one catalog."""
-    router = APIRouter(prefix=PREFIX, responses=PROBLEMS)
+    router = APIRouter(prefix=DATASETS, responses=PROBLEMS)
 
     def plan_of(request: Request, dataset: str, *own: str) -> Plan:
         return catalog.plan(dataset, spec_of(request, *own))

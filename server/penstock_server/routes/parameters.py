@@ -12,7 +12,6 @@ from penstock.errors import SpecError
 from penstock.spec import LARGEST_COUNT, Spec, describe
 from penstock_server.routes.plain import query_of
 
-PREFIX = "/v1/datasets"
 _REMEMBERED_QUERIES = 32
 
 Name = Annotated[str, Path(description="its name in the list of datasets")]
