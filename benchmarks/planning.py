@@ -61,7 +61,7 @@ def main() -> None:
 
     snapshot = synthetic(num_blocks)
     blocks = Blocks(snapshot, BlockStore(cache))
-    index = Index("synthetic", snapshot, blocks, cache.folder)
+    index = Index("synthetic", snapshot, blocks)
     numbers = np.random.default_rng(0).random(num_blocks)
     sort = min(seconds(lambda: np.sort(numbers)) for _ in range(3))
     print(

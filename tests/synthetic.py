@@ -31,7 +31,7 @@ def synthetic_plan(cache_dir: Path, datasets: Mapping[str, Geometry], member: ty
     for name in sorted(datasets):
         snapshot = _snapshot(name, datasets[name])
         blocks = Blocks(snapshot, BlockStore(cache))
-        index = Index(name, snapshot, blocks, cache.folder)
+        index = Index(name, snapshot, blocks)
         members.append(member(name, snapshot, blocks, index, PlannedEpochs(), OrderKey.of(asked)))
     fingerprint = "+".join(member.snapshot.fingerprint for member in members)
     return make_plan(members[0].name, tuple(members), replace(asked, snapshot=fingerprint))

@@ -49,7 +49,7 @@ def open_blocks(folder: Path) -> Blocks:
 
 
 def index_of(blocks: Blocks, folder: Path) -> Index:
-    return Index("data", open_snapshot(folder, folder / "../tokenizer.json"), blocks, (folder / "../cache").resolve())
+    return Index("data", open_snapshot(folder, folder / "../tokenizer.json"), blocks)
 
 
 def rows_of(block: Block, feature: str = "tokens") -> list[list[int]]:

@@ -41,10 +41,10 @@ class Index:
     Every method raises IndexNotReady while what it needs is being counted, and whatever stopped that.
     """
 
-    def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks, folder: Path) -> None:
-        self._name, self._snapshot, self._blocks, self._folder = name, snapshot, blocks, folder
+    def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks) -> None:
+        self._name, self._snapshot, self._blocks = name, snapshot, blocks
         num_blocks = snapshot.num_blocks
-        of_shards = partial(lengths_files, snapshot, blocks, folder)
+        of_shards = partial(lengths_files, snapshot, blocks)
         self.lengths = Counting(f"the tokens of {name}", num_blocks, self._count_lengths, of_shards)
         self.rows = Counting(f"the rows of {name} that are served", num_blocks, self._count_rows, lambda: [self._path("rows")])
         self._bins: dict[tuple[int, str], Counting[PackedPools]] = {}
@@ -127,7 +127,7 @@ class Index:
         return lengths
 
     def _count_lengths(self, advance: Callable[[int], None]) -> RowLengths:
-        lengths = count_lengths(self._snapshot, self._blocks, self._folder, advance)
+        lengths = count_lengths(self._snapshot, self._blocks, advance)
         self._blocks.quarantine.num_counted = int(lengths.per_block("all")[2].sum())
         return lengths
 
@@ -167,7 +167,7 @@ class Index:
             return keep_bins(self._path(f"bins-{split}-{seq_len}"), len(starts) - 1, pack_all)
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{self._blocks.identity}-{name}-{_FORMAT}{_SUFFIX}"
+        return self._blocks.cache.folder / f"{self._blocks.identity}-{name}-{_FORMAT}{_SUFFIX}"
 
 
 def drop_old_counts(folder: Path) -> None:

@@ -88,7 +88,7 @@ def _split(words: npt.NDArray[np.uint32], split: str) -> tuple[IntArray, npt.NDA
     return (words & ~_VALIDATION).astype(np.int64), inside
 
 
-def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Callable[[int], None]) -> RowLengths:
+def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], None]) -> RowLengths:
     """Counts the tokens of all rows, by loading every block of which they are not known; `advance` is told the blocks done.
 
     Raises what a block raises that cannot be read.
@@ -96,7 +96,7 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Cal
     shards = []
     small = [held.words.nbytes for ref in _held.valuerefs() if (held := ref()) and held.words.nbytes <= _SMALL_BYTES]
     spare_bytes = _COPIED_BYTES - sum(small)
-    for number, path in enumerate(lengths_files(snapshot, blocks, folder)):
+    for number, path in enumerate(lengths_files(snapshot, blocks)):
         indices = snapshot.blocks_of_shard(number)
         with turn(path):
             shard = _held.get((blocks.cache, path))
@@ -112,10 +112,10 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, folder: Path, advance: Cal
     return RowLengths(snapshot.first_block_of_shard, shards)
 
 
-def lengths_files(snapshot: Snapshot, blocks: Blocks, folder: Path) -> Iterator[Path]:
+def lengths_files(snapshot: Snapshot, blocks: Blocks) -> Iterator[Path]:
     """Where the lengths of each shard's rows are, or will be."""
     for shard in range(len(snapshot.shards)):
-        yield folder / f"{blocks.identity_of_shard(shard)}{SUFFIX}"
+        yield blocks.cache.folder / f"{blocks.identity_of_shard(shard)}{SUFFIX}"
 
 
 def _count_shard(snapshot: Snapshot, blocks: Blocks, shard: int, path: Path, advance: Callable[[int], None]) -> _ShardLengths:

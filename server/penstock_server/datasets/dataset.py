@@ -214,7 +214,7 @@ class Dataset:
 
     def _serve(self, snapshot: Snapshot) -> Served:
         blocks = Blocks(snapshot, self._store)
-        index = Index(self.name, snapshot, blocks, self._store.cache.folder)
+        index = Index(self.name, snapshot, blocks)
         if snapshot.recipe.on_bad_row == "substitute":
             index.lengths.read()  # or a run would be refused in its midst for bad rows that are counted already
         return Served(self.name, snapshot, blocks, index)
