@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock_server.recipes.filters import FilterError, parse_filter
+from penstock_server.recipes.filter_sql import FilterError
+from penstock_server.recipes.filters import parse_filter
 
 SCHEMA = pa.schema(
     {

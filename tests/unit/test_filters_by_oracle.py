@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from penstock_server.recipes.filters import Filter, FilterError, parse_filter
+from penstock_server.recipes.filter_sql import FilterError
+from penstock_server.recipes.filters import Filter, parse_filter
 
 Row = dict[str, Any]
 

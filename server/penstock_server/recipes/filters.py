@@ -21,8 +21,6 @@ from pyarrow.fs import LocalFileSystem
 
 from penstock_server.recipes.filter_sql import FilterError, Meaning, parse
 
-__all__ = ["Filter", "FilterError", "not_null", "parse_filter"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:

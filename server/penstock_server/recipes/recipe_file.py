@@ -12,7 +12,8 @@ from penstock_server.recipes.chat import ChatTemplate, TemplateError, load_chat_
 from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
-from penstock_server.recipes.filters import Filter, FilterError, parse_filter
+from penstock_server.recipes.filter_sql import FilterError
+from penstock_server.recipes.filters import Filter, parse_filter
 from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, travelling
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import Transform, TransformError, load_transform
