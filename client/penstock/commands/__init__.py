@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 from penstock.commands.arguments import add_spec_options
 from penstock.errors import PenstockError
 from penstock.wording import without_passwords
-
-Run = Callable[[argparse.Namespace], int]
 
 _ADDRESS = "http://HOST:PORT/DATASET, or the URL of a batch"
 
@@ -95,9 +93,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a command; what the client raises is one line, without a traceback, and status 2."""
-    run = _load(name)
+    command = import_module(f"penstock.commands.{name}")
     try:
-        status = run(arguments)
+        status: int = command.run(arguments)
         sys.stdout.flush()
     except PenstockError as error:
         from penstock.commands.terminal import printable
@@ -109,18 +107,6 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
-
-
-def _load(name: str) -> Run:
-    if name == "peek":
-        from penstock.commands.peek import run
-    elif name == "bench":
-        from penstock.commands.bench import run
-    elif name == "doctor":
-        from penstock.commands.doctor import run
-    else:
-        from penstock.commands.audit import run
-    return run
 
 
 def _count(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.commands.address import Address, parse_address
+from penstock.commands.address import Address
 from penstock.spec import Spec, describe
 
 
@@ -43,8 +43,3 @@ def spec_query(arguments: argparse.Namespace, address: Address) -> dict[str, str
 def first_of(option: int | None, inside: int | None) -> int:
     """What an option says, else what the address says, else 0."""
     return option if option is not None else inside or 0
-
-
-def address_of(arguments: argparse.Namespace) -> Address:
-    """The address that is given. Raises SpecError: it is none."""
-    return parse_address(arguments.address)

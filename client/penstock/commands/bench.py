@@ -11,8 +11,8 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.commands.address import Address
-from penstock.commands.arguments import address_of, first_of, spec_query
+from penstock.commands.address import Address, parse_address
+from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.measure import Figures, measure
 from penstock.commands.remote import connected, dataset_of, describe_dataset
 from penstock.commands.supply import Supply, frames, tensors
@@ -43,7 +43,7 @@ class Result:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints. Raises the PenstockError that says why there is nothing to measure."""
-    address = address_of(arguments)
+    address = parse_address(arguments.address)
     query = spec_query(arguments, address)
     epoch, rank = first_of(arguments.epoch, address.epoch), first_of(arguments.rank, address.rank)
     with connected(address.server) as transport:

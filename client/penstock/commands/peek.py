@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.commands.address import url
-from penstock.commands.arguments import address_of, first_of, spec_query
+from penstock.commands.address import parse_address, url
+from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.batch_view import SequenceView, view
 from penstock.commands.remote import connected, dataset_of, get_json
 from penstock.commands.table import table
 from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal, printable
+from penstock.spec import Spec
 from penstock.urls import batches_path
 from penstock.wording import counted
 
@@ -21,7 +22,7 @@ _MUCH_PADDING = 0.5
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the batch. Raises the PenstockError that says why there is none."""
-    address = address_of(arguments)
+    address = parse_address(arguments.address)
     query = spec_query(arguments, address)
     epoch, rank = first_of(arguments.epoch, address.epoch), first_of(arguments.rank, address.rank)
     step = first_of(arguments.step, address.step)
@@ -61,10 +62,11 @@ def _foot(
         f"{tokens:,} of {positions:,} positions are tokens ({padding:.0%} padding), {learned:,} learned; "
         f"{batch['nbytes']:,} bytes"
     )
-    if padding >= _MUCH_PADDING and query.get("packing", "rows") == "rows" and "pad" not in query:
+    spec = Spec.from_query(query.items())
+    if padding >= _MUCH_PADDING and spec.packing == "rows" and "pad" not in query:
         packings = ", --packing best_fit or concat" if _can_be_packed(batch) else ""
         yield from terminal.paragraph(f"less padding: a smaller --seq-len, --pad longest{packings}", YELLOW)
-    if cut := [s for s in sequences if s.num_behind and _cuts_rows(query)]:
+    if cut := [s for s in sequences if s.num_behind and spec.cuts_rows]:
         lost = counted(sum(s.num_behind for s in cut), "token")
         packings = ": --long-rows split or --packing concat takes them in" if _can_be_packed(batch) else ""
         are = "is" if len(cut) == 1 else "are"
@@ -81,11 +83,6 @@ def _foot(
     if any(not run.learned for s in sequences for passage in s.passages for run in passage.runs):
         dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
         yield f"{dimmed}: no loss is taken there"
-
-
-def _cuts_rows(query: Mapping[str, str]) -> bool:
-    """Whether what does not fit into a sequence is in no other one either."""
-    return query.get("packing", "rows") == "rows" and query.get("long_rows", "truncate") == "truncate"
 
 
 def _can_be_packed(batch: Mapping[str, Any]) -> bool:
