@@ -51,16 +51,15 @@ def _of_environment() -> tuple[int, int]:
             f"rank 0. Make the dataset after torch.distributed is initialized, or pass rank and world_size.",
             ("rank", "world_size"),
         )
-    given = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
-    if not all(value.isascii() and value.isdigit() for value in given.values()) or int(given["RANK"]) >= int(
-        given["WORLD_SIZE"]
-    ):
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    are_numbers = all(value.isascii() and value.isdigit() for value in (rank, world_size))
+    if not are_numbers or int(rank) >= int(world_size):
         raise SpecError(
-            f"the environment says RANK={given['RANK']} and WORLD_SIZE={given['WORLD_SIZE']}: RANK must be a whole number "
-            f"below WORLD_SIZE. Start with torchrun, or pass rank and world_size.",
+            f"the environment says RANK={rank} and WORLD_SIZE={world_size}: RANK must be a whole number below WORLD_SIZE. "
+            f"Start with torchrun, or pass rank and world_size.",
             ("rank", "world_size"),
         )
-    return int(given["RANK"]), int(given["WORLD_SIZE"])
+    return int(rank), int(world_size)
 
 
 @dataclass(frozen=True, slots=True)
