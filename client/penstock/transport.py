@@ -108,16 +108,18 @@ class Transport:
             for item in decode(body):
                 items.append(item)  # noqa: PERF402 (extend promises nothing where its argument raises)
 
-        for server in (turn := self._servers.turn())[:1]:
-            try:
-                self._attempt(server, target, collect, then, hurry=len(turn) > 1)
-            except _Interrupted:
-                raise
-            except Fault as fault:
-                with suppress(WireError):
-                    collect(fault.received)
-            except PenstockError:
-                pass
+        turn = self._servers.turn()
+        if not turn:
+            return []
+        try:
+            self._attempt(turn[0], target, collect, then, hurry=len(turn) > 1)
+        except _Interrupted:
+            raise
+        except Fault as fault:
+            with suppress(WireError):
+                collect(fault.received)
+        except PenstockError:
+            pass
         return items
 
     def interrupt(self) -> None:
