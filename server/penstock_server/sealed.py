@@ -22,6 +22,8 @@ T = TypeVar("T")
 log = logging.getLogger("penstock.sealed")
 
 SEAL_BYTES = 8
+TEMPORARY = ".tmp"  # behind the names of files that are not yet whole
+ABANDONED_SECONDS = 60.0  # one that nobody has written to for so long belongs to a process that died
 
 
 class Damaged(Exception):
@@ -116,7 +118,7 @@ def write_sealed(path: Path, pieces: Iterable[bytes], otherwise: str) -> None:
 
     Raises what `pieces` raises, but for an OSError.
     """
-    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
     seal = xxhash.xxh3_64()
     try:
         with temporary.open("wb") as file:

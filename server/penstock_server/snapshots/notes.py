@@ -16,10 +16,9 @@ from typing import Any
 
 import msgpack
 
-from penstock_server.sealed import read_sealed, write_sealed
+from penstock_server.sealed import ABANDONED_SECONDS, TEMPORARY, read_sealed, write_sealed
 
-_FOLDER, _TEMPORARY = "notes", ".tmp"
-_ABANDONED_SECONDS = 60.0  # a temporary file this old belongs to a process that died
+_FOLDER = "notes"
 _FORGET_SECONDS = 90 * 86_400.0  # of a dataset that no server has opened for so long
 
 
@@ -39,7 +38,7 @@ def drop_old_notes(cache: Path) -> None:
             age_seconds = time.time() - path.stat().st_mtime
             if path.is_dir() and age_seconds > _FORGET_SECONDS:
                 shutil.rmtree(path)
-            elif path.suffix == _TEMPORARY and age_seconds > _ABANDONED_SECONDS:
+            elif path.suffix == TEMPORARY and age_seconds > ABANDONED_SECONDS:
                 path.unlink()
 
 

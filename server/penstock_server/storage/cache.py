@@ -24,15 +24,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from penstock_server.sealed import SEAL_BYTES, Damaged, Sound, map_sealed, seal_of
+from penstock_server.sealed import ABANDONED_SECONDS, SEAL_BYTES, TEMPORARY, Damaged, Sound, map_sealed, seal_of
 from penstock_server.storage.pages import expect_few
 
 log = logging.getLogger("penstock.cache")
 
 _USED = struct.Struct("<q")
-_SUFFIX, _TEMPORARY = ".block", ".tmp"
+_SUFFIX = ".block"
 _NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
-_ABANDONED_SECONDS = 60.0  # a temporary file that nobody has written to for so long belongs to a process that died
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
 _LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
 _SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
@@ -147,7 +146,7 @@ class CacheFolder:
                 if used.bytes + nbytes > self.budget_bytes:
                     return None
             # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
-            temporary = self.folder / f"{uuid.uuid4().hex}{_TEMPORARY}"
+            temporary = self.folder / f"{uuid.uuid4().hex}{TEMPORARY}"
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 if hasattr(os, "posix_fallocate"):
@@ -216,13 +215,13 @@ class CacheFolder:
         os.utime(self._lock_file)  # by the clock that dates files here: a file server's may differ from ours by minutes
         now = os.fstat(self._lock_file).st_mtime
         for entry in os.scandir(self.folder):
-            if not entry.name.endswith((_SUFFIX, _TEMPORARY)):
+            if not entry.name.endswith((_SUFFIX, TEMPORARY)):
                 continue
             try:
                 stat = entry.stat()
             except FileNotFoundError:  # of counts, which are written here too, without the lock
                 continue
-            if entry.name.endswith(_TEMPORARY) and now - stat.st_mtime > _ABANDONED_SECONDS:
+            if entry.name.endswith(TEMPORARY) and now - stat.st_mtime > ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
             else:
                 total += stat.st_size
