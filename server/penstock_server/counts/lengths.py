@@ -24,12 +24,11 @@ from penstock_server.recipes.encode import is_validation
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
-from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.blocks import LOADED_TOGETHER, Blocks
 from penstock_server.storage.cache import CacheFolder
 
 SUFFIX = ".lengths"
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
-_AT_A_TIME = 8  # blocks that are loaded side by side
 _VALIDATION = np.uint32(1 << 31)
 # Linux gives a process 65,530 maps. Small files of counts are copied instead, but not more than so many bytes of them.
 _SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
@@ -131,8 +130,8 @@ def _count(
     blocks: Blocks, indices: range, validation: float, advance: Callable[[int], None]
 ) -> tuple[IntArray, npt.NDArray[np.uint32]]:
     num_rows, words = [], []
-    for first in range(indices.start, indices.stop, _AT_A_TIME):
-        some = range(first, min(first + _AT_A_TIME, indices.stop))
+    for first in range(indices.start, indices.stop, LOADED_TOGETHER):
+        some = range(first, min(first + LOADED_TOGETHER, indices.stop))
         for block in blocks.get(some):
             num_rows.append(block.num_rows)
             words.append(_words(block, validation))

@@ -10,9 +10,8 @@ from tqdm import tqdm
 from penstock.wording import counted
 from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter, Problem
+from penstock_server.storage.blocks import LOADED_TOGETHER
 from penstock_server.storage.cache import CacheFolder
-
-_AT_A_TIME = 8  # blocks that are loaded side by side
 
 
 def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
@@ -57,8 +56,8 @@ def _fill(served: Served) -> int:
     blocks, cache = served.blocks, served.blocks.cache
     missing = [index for index in range(served.snapshot.num_blocks) if not blocks.is_stored(index)]
     with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
-        for first in range(0, len(missing), _AT_A_TIME):
-            some = missing[first : first + _AT_A_TIME]
+        for first in range(0, len(missing), LOADED_TOGETHER):
+            some = missing[first : first + LOADED_TOGETHER]
             needed = sum(served.snapshot.block(index).nbytes for index in some)
             if cache.used_bytes + 2 * needed > cache.budget_bytes:  # beyond it blocks would put each other out
                 break
