@@ -1,7 +1,8 @@
 """The audit: proves from the ledgers of a run that each sample was trained on exactly once an epoch, or says which was not.
 
 reading              files: iterations with their steps and digests, and what is damaged
-history, rank        of one rank, what was thrown away where a later start resumed, and what is left
+history, rank        of one rank, its starts and iterations, and what became of them
+course               which of these led to where the run is, and which a later start threw away
 slicing, intervals   steps of ranks: samples of an epoch
 account              all ranks: which samples were trained on once, never, or more than once
 report, text         the answer, as data and in words
