@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from http.client import HTTPException
 from typing import Any
 from urllib.request import getproxies
 
@@ -16,11 +18,17 @@ import httpx
 
 from penstock.answers import Fault, Stranger, failure_of
 from penstock.errors import SpecError, WireError
-from penstock.receive import Body, Buffers, ReceivingTransport, tls_context
+from penstock.receive import Body, Buffers, Origin, Receiver, Request, tls_context
 from penstock.wire import content_digest
 from penstock.wording import without_passwords
 
 _spare: deque[Buffers] = deque(maxlen=1)  # of this process, from one connection to the next
+_HEADERS = {
+    "Accept": "*/*",
+    "Accept-Encoding": "identity",  # token ids do not shrink enough to pay for the CPU of a compressed transfer
+    "Connection": "keep-alive",
+    "User-Agent": f"python-httpx/{httpx.__version__}",  # as it says where it is asked
+}
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
 
 
@@ -37,11 +45,8 @@ class Connection:
         self._hung_up: str | None = None
         self._buffers = _take_spare()
         self._is_fetching = False
-        # A proxy is httpx's to find and to speak to, and then its own transport receives.
-        self._transport = None if _has_proxies() else ReceivingTransport(self._remember)
-        # Token ids do not shrink enough to pay for the CPU of a compressed transfer.
-        self._client = _client({"Accept-Encoding": "identity"}, self._transport)
-        self._requests: dict[str, httpx.Request] = {}
+        self._receiver = Receiver(self._remember)
+        self._client = _client(_HEADERS, None) if _has_proxies() else None  # a proxy is httpx's to find and to speak to
 
     def fetch(self, server: str, target: str, *, then: str | None = None, silence_seconds: float) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
@@ -53,37 +58,24 @@ class Connection:
         """
         self._hung_up = None
         named = server + target.partition("?")[0]
-        timeout = httpx.Timeout(silence_seconds, connect=min(_CONNECT_SECONDS, silence_seconds))
         receiving = Body(self._buffers.allocate, self._hear)
         try:
             self._is_fetching = True
-            if self._transport is None:
-                response = self._client.get(_url(server + target), timeout=timeout, extensions={"trace": self._trace})
-            else:
-                # By itself: what the client does beside, as for cookies, takes longer than what the transport does.
-                request = self._request(named)
-                request.extensions = {
-                    "timeout": timeout.as_dict(),
-                    "body": receiving,
-                    "target": _encoded(server, target),
-                    "then": then and _encoded(server, then),
-                }
-                response = self._transport.handle_request(request)
-        except httpx.RequestError as error:
+            status, headers, body = self._exchange(server, target, then, silence_seconds, receiving)
+        except (httpx.RequestError, OSError, HTTPException) as error:
             reason = self._hung_up or str(error) or type(error).__name__
             if "WRONG_VERSION_NUMBER" in reason:
                 plain = server.replace("https:", "http:", 1)
                 raise Stranger(f"{server} does not speak TLS: is {plain} meant?") from error
-            raise Fault(reason, received=receiving.take() if receiving.status == 200 else memoryview(b"")) from error
+            raise Fault(reason, received=receiving.received if receiving.status == 200 else memoryview(b"")) from error
         finally:
             self._is_fetching = False
-        status, body = response.status_code, receiving.take() or memoryview(response.content)
-        declared = response.headers.get("Content-Digest", "")
+        declared = headers.get("Content-Digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
             raise WireError(f"the answer of {named} was damaged on the way: its digest is not the one that was sent with it")
         if status == 200:
             return body
-        raise failure_of(named, status, response.headers, bytes(body))
+        raise failure_of(named, status, headers, bytes(body))
 
     def is_alive(self, server: str, seconds: float) -> bool:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
@@ -110,16 +102,22 @@ class Connection:
         if not self._is_fetching:
             buffers.trim()
             _spare.append(buffers)
-        self._client.close()
+        self._receiver.close()
+        if self._client:
+            self._client.close()
 
-    def _request(self, url: str) -> httpx.Request:
-        """A request for a URL, which is the same for all runs of an epoch but for its extensions."""
-        if url not in self._requests:
-            request = self._client.build_request("GET", _url(url))
-            if request.url.userinfo:
-                next(httpx.BasicAuth(request.url.username, request.url.password).auth_flow(request))
-            self._requests[url] = request
-        return self._requests[url]
+    def _exchange(
+        self, server: str, target: str, then: str | None, silence_seconds: float, receiving: Body
+    ) -> tuple[int, httpx.Headers, memoryview]:
+        connect_seconds = min(_CONNECT_SECONDS, silence_seconds)
+        if self._client:
+            timeout = httpx.Timeout(silence_seconds, connect=connect_seconds)
+            response = self._client.get(_url(server + target), timeout=timeout, extensions={"trace": self._trace})
+            return response.status_code, response.headers, memoryview(response.content)
+        ahead = then and _encoded(server, then)
+        request = Request(_origin(server), _encoded(server, target), ahead, connect_seconds, silence_seconds)
+        status, headers = self._receiver.get(request, receiving)
+        return status, headers, receiving.received
 
     def _hear(self) -> None:
         self.heard_at = time.monotonic()
@@ -176,6 +174,16 @@ def _take_spare() -> Buffers:
     with suppress(IndexError):
         return _spare.pop()
     return Buffers()
+
+
+@lru_cache(maxsize=8)
+def _origin(server: str) -> Origin:
+    url = httpx.URL(server)
+    headers = {"Host": url.netloc.decode(), **_HEADERS}
+    if url.userinfo:
+        headers["Authorization"] = f"Basic {b64encode(f'{url.username}:{url.password}'.encode()).decode()}"
+    port = url.port or (443 if url.scheme == "https" else 80)  # without one, http.client looks for it in an IPv6 host
+    return Origin(url.scheme, url.host, port, tuple(headers.items()))
 
 
 _url = lru_cache(maxsize=8)(httpx.URL)  # those of an epoch differ in their queries, and it takes long to check one

@@ -1,4 +1,4 @@
-"""Receiving: an httpx transport that reads a body from the socket straight into memory that the caller gives.
+"""Receiving: a GET whose body is read from the socket straight into memory that the caller gives.
 
 httpx copies a body four times on its way through Python. For bodies of megabytes that is most of what a trainer's CPU does for
 its data; here the kernel writes them where they are to stay.
@@ -13,6 +13,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import httpx
 
@@ -23,12 +24,33 @@ _SPARE_BYTES = 32 << 20  # for who comes next: a loop that waits for data goes t
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 _LARGEST_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
-_Server = tuple[str, str, int | None]  # scheme, host, port
 _PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
 
 
+class Origin(NamedTuple):
+    """A server, and the headers that every request to it has."""
+
+    scheme: str
+    host: str
+    port: int
+    headers: tuple[tuple[str, str], ...]
+
+
+class Request(NamedTuple):
+    """A GET of one `target`, path and query as they are sent; `then` is the target that is likely to be asked for next.
+
+    The server may be silent for `silence_seconds` at a time, and must take a connection within `connect_seconds`.
+    """
+
+    origin: Origin
+    target: str
+    then: str | None
+    connect_seconds: float
+    silence_seconds: float
+
+
 class Body:
-    """The body of one response, as a request's extension "body": `allocate(nbytes)` gives memory for it.
+    """The body of one response: `allocate(nbytes)` gives memory for it.
 
     What has come so far is `received`; `on_bytes()` is called whenever something came.
     """
@@ -42,11 +64,6 @@ class Body:
     def received(self) -> memoryview:
         """What has come so far; the whole body, once the response is there."""
         return self._memory[: self._num_bytes]
-
-    def take(self) -> memoryview:
-        """What has come, and forgets it: httpx's request refers to this until the next one, which would keep its memory."""
-        received, self._memory, self._num_bytes = self.received, memoryview(b""), 0
-        return received
 
     def read(self, response: http.client.HTTPResponse) -> None:
         """Reads to the end. Raises IncompleteRead: the connection closed before it."""
@@ -116,61 +133,59 @@ def _is_free(buffer: bytearray) -> bool:
     return True
 
 
-class ReceivingTransport(httpx.BaseTransport):
+class Receiver:
     """HTTP/1.1 over connections that are kept open between requests; for one thread at a time.
 
-    Every request has a Body as its extension "body"; the response itself is empty. The extension "target" is asked for instead
-    of the URL's own path and query: for long ones httpx takes longer than for all else. The extension "then" is the target
-    that is likely to be asked for next, of the same server, or None: it is asked ahead over a second connection, so that the
-    server makes the one answer while the other is received. If something else is requested next, that answer is given up.
-    `on_connect` is given each new socket. Raises what httpx's own transport raises.
+    What a request says is likely to be asked for next is asked ahead over a second connection, so that the server makes the one
+    answer while the other is received. If something else is requested next, that answer is given up. `on_connect` is given
+    each new socket.
     """
 
     def __init__(self, on_connect: Callable[[socket.socket], None]) -> None:
         self._on_connect = on_connect
         # Of each server: the one whose turn it is, and perhaps the one that is asked ahead.
-        self._connections: dict[_Server, deque[http.client.HTTPConnection]] = {}
-        self._asked: tuple[_Server, str] | None = None  # ahead: of whom, and its target
+        self._connections: dict[Origin, deque[http.client.HTTPConnection]] = {}
+        self._asked: tuple[Origin, str] | None = None  # ahead: of whom, and its target
         self._paused_until = 0.0  # nothing is asked ahead before
         self._tls: ssl.SSLContext | None = None
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """One exchange."""
+    def get(self, request: Request, body: Body) -> tuple[int, httpx.Headers]:
+        """One exchange: the status and the headers, once all is in `body`.
+
+        Raises OSError, HTTPException: the server is away, or what came is no answer or not all of it.
+        Raises SpecError: see tls_context.
+        """
         try:
             response = self._answer(request)
-            body: Body = request.extensions["body"]
             with response:  # one that ends its connection keeps the socket for itself
                 _check(response)
                 if response.status == http.client.OK and not response.will_close:
                     self._ask_ahead(request)
                 body.read(response)
-        except (OSError, http.client.HTTPException) as error:
-            self._drop(_server(request))
-            # What is no HTTP stands in the error, and is nothing for a log.
-            reason = "what came is no HTTP" if type(error) is http.client.BadStatusLine else str(error)
-            raise _as_httpx(error)(reason or type(error).__name__, request=request) from error
-        except BaseException:
-            self._drop(_server(request))  # what it would still send belongs to no request
+        except BaseException as error:
+            self._drop(request.origin)  # what it would still send belongs to no request
+            if type(error) is http.client.BadStatusLine:  # what is no HTTP stands in it, and is nothing for a log
+                raise http.client.HTTPException("what came is no HTTP") from error
             raise
         if response.will_close:
-            self._drop(_server(request))
+            self._drop(request.origin)
         # As bytes: httpx takes text for ASCII, and a damaged header may be of any characters.
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
-        return httpx.Response(response.status, headers=headers)
+        return response.status, httpx.Headers(headers)
 
     def close(self) -> None:
         """Closes the connections. If a thread that did not end in time still uses them, it fails, and not this."""
-        for server in tuple(self._connections):
-            self._drop(server)
+        for origin in tuple(self._connections):
+            self._drop(origin)
 
-    def _answer(self, request: httpx.Request) -> http.client.HTTPResponse:
+    def _answer(self, request: Request) -> http.client.HTTPResponse:
         """The answer, as far as its headers.
 
         A kept connection that the server has closed meanwhile is made anew. A refusal of what was asked ahead is not heard: it
         was said while another answer was being read, perhaps because of that one.
         """
         is_asked = self._turn(request)
-        is_kept = _server(request) in self._connections
+        is_kept = request.origin in self._connections
         try:
             response = self._ask(request, is_asked)
             if not is_asked or response.status == http.client.OK:
@@ -179,65 +194,62 @@ class ReceivingTransport(httpx.BaseTransport):
         except ConnectionError:
             if not is_kept:
                 raise
-        self._drop(_server(request))
+        self._drop(request.origin)
         return self._ask(request, False)
 
-    def _turn(self, request: httpx.Request) -> bool:
+    def _turn(self, request: Request) -> bool:
         """Whether this was asked ahead: it is the turn of that connection then."""
-        server, asked, self._asked = _server(request), self._asked, None
-        is_asked = asked == (server, _target(request))
+        asked, self._asked = self._asked, None
+        is_asked = asked == (request.origin, request.target)
         if is_asked:
-            self._connections[server].rotate()
+            self._connections[request.origin].rotate()
         elif asked:
             self._drop(asked[0])
         return is_asked
 
-    def _ask(self, request: httpx.Request, is_asked: bool) -> http.client.HTTPResponse:
-        server = _server(request)
-        connections = self._connections.get(server) or deque((self._connect(request),))
-        self._connections[server] = connections
-        connections[0].sock.settimeout(request.extensions["timeout"]["read"])
+    def _ask(self, request: Request, is_asked: bool) -> http.client.HTTPResponse:
+        connections = self._connections.get(request.origin) or deque((self._connect(request),))
+        self._connections[request.origin] = connections
+        connections[0].sock.settimeout(request.silence_seconds)
         if not is_asked:
-            _send(connections[0], request, _target(request))
+            _send(connections[0], request.origin, request.target)
         return connections[0].getresponse()
 
-    def _ask_ahead(self, request: httpx.Request) -> None:
-        target: str | None = request.extensions.get("then")
-        if target is None or time.monotonic() < self._paused_until:
+    def _ask_ahead(self, request: Request) -> None:
+        if request.then is None or time.monotonic() < self._paused_until:
             return
-        connections = self._connections[_server(request)]
-        try:
-            if len(connections) == 1:
+        connections = self._connections[request.origin]
+        if len(connections) == 1:
+            try:
                 connections.append(self._connect(request))
-            _send(connections[1], request, target)
-            self._asked = (_server(request), target)
-        except httpx.TransportError:
-            self._pause()  # to find out may have taken seconds, while an answer waits to be read
+            except OSError:
+                self._pause()  # to find out may have taken seconds, while an answer waits to be read
+                return
+        try:
+            _send(connections[1], request.origin, request.then)
+            self._asked = (request.origin, request.then)
         except OSError:  # a kept one, that the server has closed meanwhile
             connections.pop().close()
 
     def _pause(self) -> None:
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
-    def _connect(self, request: httpx.Request) -> http.client.HTTPConnection:
-        url, seconds = request.url, request.extensions["timeout"]["connect"]
-        port = url.port or (443 if url.scheme == "https" else 80)  # without one, http.client looks for it in an IPv6 host
-        made = http.client.HTTPConnection(url.host, port, timeout=seconds)
-        if url.scheme == "https":
+    def _connect(self, request: Request) -> http.client.HTTPConnection:
+        (scheme, host, port, _), seconds = request.origin, request.connect_seconds
+        made = http.client.HTTPConnection(host, port, timeout=seconds)
+        if scheme == "https":
             self._tls = self._tls or tls_context()
-            made = http.client.HTTPSConnection(url.host, port, timeout=seconds, context=self._tls)
+            made = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._tls)
         try:
             made.connect()
         except TimeoutError as error:
-            raise httpx.ConnectTimeout(f"no connection within {seconds:g} seconds", request=request) from error
-        except OSError as error:
-            raise httpx.ConnectError(str(error), request=request) from error
+            raise TimeoutError(f"no connection within {seconds:g} seconds") from error
         self._on_connect(made.sock)
         return made
 
-    def _drop(self, server: _Server) -> None:
+    def _drop(self, origin: Origin) -> None:
         self._asked = None
-        for connection in tuple(self._connections.pop(server, ())):
+        for connection in tuple(self._connections.pop(origin, ())):
             connection.close()
 
 
@@ -253,21 +265,11 @@ def tls_context() -> ssl.SSLContext:
         ) from error
 
 
-def _send(connection: http.client.HTTPConnection, request: httpx.Request, target: str) -> None:
-    connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
-    for name, value in request.headers.items():
+def _send(connection: http.client.HTTPConnection, origin: Origin, target: str) -> None:
+    connection.putrequest("GET", target, skip_host=True, skip_accept_encoding=True)
+    for name, value in origin.headers:
         connection.putheader(name, value)
     connection.endheaders()
-
-
-def _target(request: httpx.Request) -> str:
-    target: str = request.extensions.get("target") or request.url.raw_path.decode()
-    return target
-
-
-def _server(request: httpx.Request) -> _Server:
-    url = request.url
-    return url.scheme, url.host, url.port
 
 
 def _check(response: http.client.HTTPResponse) -> None:
@@ -285,9 +287,3 @@ def _check(response: http.client.HTTPResponse) -> None:
 def _check_size(num_bytes: int) -> None:
     if num_bytes > _LARGEST_BODY:
         raise http.client.HTTPException(f"the answer is of {num_bytes:,} bytes or more, larger than any batch")
-
-
-def _as_httpx(error: OSError | http.client.HTTPException) -> type[httpx.TransportError]:
-    if isinstance(error, http.client.HTTPException):  # RemoteDisconnected is an OSError, too
-        return httpx.RemoteProtocolError
-    return httpx.ReadTimeout if isinstance(error, TimeoutError) else httpx.ReadError
