@@ -7,8 +7,8 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.counts.bins import BestFit, PackedPools, keep_bins
-from penstock_server.geometry.best_fit import POOL_ROWS, pack, pools_of
+from penstock_server.counts.bins import keep_bins
+from penstock_server.geometry.best_fit import POOL_ROWS, BestFit, PackedPools, pack, pools_of
 from penstock_server.geometry.order import starts_of
 from penstock_server.geometry.packing import STREAM, Concat, Packing, Rows, SplitRows
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
-from penstock_server.counts.bins import BestFit
 from penstock_server.counts.index import Index
+from penstock_server.geometry.best_fit import BestFit
 from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.order import EpochOrder, IntArray, key
 from penstock_server.geometry.packing import Concat, Packing, Rows, SplitRows, by_value

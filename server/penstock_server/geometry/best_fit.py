@@ -6,12 +6,17 @@ is packed like a document. The bins are the same in every epoch; their order is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock_server.geometry.order import IntArray, starts_of
+from penstock_server.geometry.order import IntArray, concatenated_ranges, find, starts_of
+from penstock_server.geometry.packing import Spans
+
+_Words = npt.NDArray[np.uint32]
 
 POOL_ROWS = 1 << 16  # blocks are packed together until they have so many rows: fewer would leave more padding
 
@@ -32,6 +37,11 @@ class Bins:
     def num_bins(self) -> int:
         """How many there are."""
         return len(self.starts) - 1
+
+    @property
+    def words(self) -> _Words:
+        """What is looked up of them, end to end: `starts` [num_bins + 1], `rows` [num_parts], `firsts` [num_parts]."""
+        return np.concatenate([self.starts, self.rows, self.firsts]).astype(np.uint32)
 
 
 def pack(lengths: IntArray, seq_len: int) -> Bins:
@@ -98,3 +108,74 @@ def _close(starts: list[int], per_group: list[int], end: int) -> None:
     if end > starts[-1]:
         starts.append(end)
         per_group.append(1)
+
+
+class PackedPools:
+    """The bins of each pool; `sizes` are the bins and the parts of each, shape [2, num_pools], `words` those of all Bins."""
+
+    def __init__(self, sizes: IntArray, words: _Words) -> None:
+        self.bins_per_pool, self._num_parts = sizes
+        self._starts = starts_of(sizes[0] + 1 + 2 * sizes[1])
+        self._words = words
+
+    @classmethod
+    def of(cls, pools: Iterable[Bins]) -> PackedPools:
+        """The bins of pools, kept in memory."""
+        found = [(bins.num_bins, len(bins.rows), bins.words) for bins in pools]
+        sizes = np.array([(num_bins, num_parts) for num_bins, num_parts, _ in found], np.int64).reshape(-1, 2).T
+        return cls(sizes, np.concatenate([np.zeros(0, np.uint32), *(words for *_, words in found)]))
+
+    def documents(self, pools: IntArray, numbers: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """What is in bins numbers[i] of pools[i], both of shape [num_bins].
+
+        How many documents each has, [num_bins]; and of these, bin by bin, their numbers in the pool and the first token of each
+        that is in the bin, [num_documents].
+        """
+        at = self._starts[pools]
+        starts, ends = self._words[at + numbers].astype(np.int64), self._words[at + numbers + 1]
+        sizes = ends - starts
+        words = concatenated_ranges(at + self.bins_per_pool[pools] + 1 + starts, sizes)
+        firsts = words + np.repeat(self._num_parts[pools], sizes)
+        return sizes, self._words[words].astype(np.int64), self._words[firsts].astype(np.int64)
+
+    def holding(self, pool: int, document: int) -> IntArray:
+        """The bins of a pool that a document is in, or a part of it."""
+        starts, documents, _ = self._of_pool(pool)
+        found: IntArray = np.searchsorted(starts, np.flatnonzero(documents == document), side="right") - 1
+        return found
+
+    def _of_pool(self, pool: int) -> tuple[_Words, _Words, _Words]:
+        words = self._words[self._starts[pool] : self._starts[pool + 1]]
+        first, second = int(self.bins_per_pool[pool]) + 1, int(self._num_parts[pool])
+        return words[:first], words[first : first + second], words[first + second :]
+
+
+class BestFit:
+    """The bins of every pool, one sequence each: a Packing.
+
+    `pool_starts` see pools_of; `rows_per_block` are the rows that were packed, shape [num_blocks].
+    """
+
+    def __init__(self, pool_starts: IntArray, packed: PackedPools, rows_per_block: IntArray, seq_len: int) -> None:
+        self._pool_starts, self._packed, self._seq_len = pool_starts, packed, seq_len
+        self._first_row = starts_of(rows_per_block)
+        self.sequences_per_pool = packed.bins_per_pool
+
+    def blocks_of(self, pool: int) -> range:
+        """The blocks whose documents are packed together."""
+        return range(int(self._pool_starts[pool]), int(self._pool_starts[pool + 1]))
+
+    def spans(self, pools: IntArray, indices: IntArray) -> Spans:
+        """A span a document."""
+        sizes, documents, starts = self._packed.documents(pools, indices)
+        rows = np.repeat(self._first_row[self._pool_starts[pools]], sizes) + documents
+        blocks = find(self._first_row, rows)
+        sequences = np.repeat(np.arange(len(pools)), sizes)
+        return Spans(sequences, blocks, rows - self._first_row[blocks], starts, starts + self._seq_len)
+
+    def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
+        """The bin of the document; several if it is too long for one."""
+        pool = int(find(self._pool_starts, np.array([block]))[0])
+        document = int(self._first_row[block] - self._first_row[self._pool_starts[pool]]) + row
+        found = self._packed.holding(pool, document)
+        return np.full(len(found), pool), found

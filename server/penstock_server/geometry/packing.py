@@ -3,7 +3,7 @@
     Rows      one row, one sequence, cut to its longest length; from row counts
     SplitRows one row, as many sequences as it fills; from row lengths
     Concat    the documents of all blocks, one behind the other, are a ring of tokens, cut into sequences; from token counts
-    BestFit   whole documents in bins; from row lengths (see best_fit and bins)
+    BestFit   whole documents in bins; from row lengths (see best_fit)
 
 Each cuts the blocks into pools and says how many sequences each pool has, which is what an order permutes, and what a sequence
 is made of. A pool is one block, but for BestFit.
