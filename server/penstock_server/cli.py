@@ -86,7 +86,7 @@ def _allocate_with_jemalloc() -> None:
 def _prepare(arguments: argparse.Namespace) -> int:
     _allocate_with_jemalloc()
     from penstock_server.datasets.catalog import open_catalog
-    from penstock_server.datasets.prepare import failure_of, prepare
+    from penstock_server.datasets.prepare import prepare
     from penstock_server.serve import open_cache, warn
     from penstock_server.storage.store import BlockStore
 
@@ -108,7 +108,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
             for line in prepare(dataset, arguments.best_fit):
                 print(line)
         except Problem as problem:
-            failed.append(failure_of(problem))
+            failed.append(f"{problem} What is done is kept; run the command again to go on.")
     for line in failed:
         print(f"penstock prepare: {line}", file=sys.stderr)
     return 1 if failed else 0

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from penstock.wording import counted
 from penstock_server.datasets.held import Served
-from penstock_server.problems import BadParameter, Problem
+from penstock_server.problems import BadParameter
 from penstock_server.storage.blocks import LOADED_TOGETHER
 from penstock_server.storage.cache import CacheFolder
 
@@ -83,8 +83,3 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
             bar.update(done - bar.n)
 
         yield advance
-
-
-def failure_of(problem: Problem) -> str:
-    """What to say when a dataset cannot be prepared."""
-    return f"{problem} What is done is kept; run the command again to go on."
