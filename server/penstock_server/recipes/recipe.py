@@ -169,7 +169,7 @@ def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None
         raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted.get(kind, 'text')}")
 
 
-def travelling(name: str, schema: pa.Schema) -> Column:
+def travelling_column(name: str, schema: pa.Schema) -> Column:
     """The column of that name: numbers, lists of a fixed number of them, text or bytes. Raises FieldError: it cannot travel."""
     source = Field.parse(name, schema)
     type_ = source.type(schema)

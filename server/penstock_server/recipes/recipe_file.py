@@ -13,8 +13,8 @@ from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
-from penstock_server.recipes.filters import Filter, parse_filter
-from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, travelling
+from penstock_server.recipes.filters import parse_filter
+from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, travelling_column
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import Transform, TransformError, load_transform
 
@@ -75,10 +75,10 @@ class _Reader:
             eos_id=eos_id,
             pad_id=self._pad(tokenizer, vocab_size, eos_id),
             chat=chat,
-            columns=tuple(travelling(name, self._schema) for name in given.get("columns", [])),
+            columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not chat and "bos" not in given else None,
             unused=tuple(name for name in MASKS if kind == "tokens" and name in self._schema.names),
-            filter=self._filter(),
+            filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
             validation=float(given.get("validation", 0.005)),
             split_by=Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None,
@@ -132,9 +132,6 @@ class _Reader:
             f"response, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, for "
             f'example: text = "content".{_OF_NO_ROWS if self._transform else ""}'
         )
-
-    def _filter(self) -> Filter | None:
-        return parse_filter(self._given["filter"], self._file_schema) if "filter" in self._given else None
 
     def _tokenizer(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)
