@@ -12,7 +12,7 @@ from typing import TypeVar
 from penstock.answers import Busy, Fault, NotYet, Stranger
 from penstock.connection import Connection
 from penstock.errors import PenstockError, ServerUnavailable, WireError
-from penstock.report import Report
+from penstock.retry_log import RetryLog
 from penstock.servers import Servers
 from penstock.watch import Watch
 from penstock.wording import without_passwords
@@ -49,7 +49,7 @@ class Transport:
         self._servers = Servers(addresses, rank)
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
         self._process = os.getpid()
-        self._report = Report(retry_seconds)
+        self._log = RetryLog(retry_seconds)
         self._connection = Connection()
         self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)))
 
@@ -86,7 +86,7 @@ class Transport:
             if is_last or left <= 0:
                 raise self._unavailable(failures)
             if failures:
-                self._report.nobody(failures)
+                self._log.nobody(failures)
             # Full jitter, so that a thousand ranks do not come back as one. The last round is made when time is up.
             wait = max(uniform(0, delay), self._servers.seconds_until_ready())
             is_first, is_last = False, wait >= left
@@ -133,7 +133,7 @@ class Transport:
             self._connection.interrupt()
             self._watch.close()
             self._connection.close()
-            self._report.end_bar()
+            self._log.end_bar()
 
     def _attempt(
         self,
@@ -149,7 +149,7 @@ class Transport:
             result = decode(self._fetch(server, target, then, _HURRY_SECONDS if hurry else _SILENCE_SECONDS))
         except NotYet as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
-            self._report.progress(progress)
+            self._log.progress(progress)
             raise
         except (Fault, PenstockError) as failure:
             if self._connection.interrupted.is_set():
@@ -161,10 +161,10 @@ class Transport:
             if isinstance(fault, Fault) or len(self._servers) > 1:
                 self.num_retries += 1
                 after_seconds = fault.after_seconds if isinstance(fault, Fault) else 0.0
-                self._report.failed(server, fault, self._servers.failed(server, after_seconds))
+                self._log.failed(server, fault, self._servers.failed(server, after_seconds))
             raise fault from failure
         self._servers.answered(server)
-        self._report.answered(server)
+        self._log.answered(server)
         return result
 
     def _fetch(self, server: str, target: str, then: str | None, silence_seconds: float) -> memoryview:
@@ -182,7 +182,7 @@ class Transport:
         if self._servers.return_is_due():
             if self._connection.is_alive(self._servers.home, _HOME_SECONDS):
                 self._servers.go_home()
-                self._report.came_home(self._servers.home)
+                self._log.came_home(self._servers.home)
             else:
                 self._servers.stay_away()
 

@@ -1,4 +1,4 @@
-"""What a run says of its servers while it waits: a line for each stage of an outage, and a bar for work that takes its time."""
+"""The retry log: a line for each stage of an outage while a run waits, and a bar for work of a server that takes its time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUIET_SECONDS = 10.0  # between two lines of one kind: a line that flips bits w
 _BAR_WIDTH = 20
 
 
-class Report:
+class RetryLog:
     """The log lines of one transport; an outage begins with the first failure and ends with the next answer."""
 
     def __init__(self, retry_seconds: float) -> None:
