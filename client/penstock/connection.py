@@ -16,6 +16,7 @@ from urllib.request import getproxies
 
 import httpx
 
+from penstock import __version__
 from penstock.answers import Fault, Stranger, failure_of
 from penstock.errors import SpecError, WireError
 from penstock.receive import Body, Buffers, Origin, Receiver, Request, tls_context
@@ -27,7 +28,7 @@ _HEADERS = {
     "Accept": "*/*",
     "Accept-Encoding": "identity",  # token ids do not shrink enough to pay for the CPU of a compressed transfer
     "Connection": "keep-alive",
-    "User-Agent": f"python-httpx/{httpx.__version__}",  # as it says where it is asked
+    "User-Agent": f"penstock/{__version__}",
 }
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
 
