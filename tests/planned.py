@@ -1,14 +1,23 @@
-"""Plans over a catalog in this process."""
+"""Snapshots of folders, and plans over a catalog, in this process."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from penstock.spec import Spec
 from penstock_server.batches.plan import Plan
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.problems import IndexNotReady
+from penstock_server.snapshots.folders import list_folder
+from penstock_server.snapshots.footers import Footers
+from penstock_server.snapshots.snapshot import Snapshot, read_folder
+
+
+def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
+    """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
+    return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder)).snapshot()
 
 
 def plan_of(catalog: Catalog, dataset: str, **spec: Any) -> Plan:

@@ -18,13 +18,13 @@ from penstock_server import sealed
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
-from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage import store as store_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.splits import Splits
 from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from corpora import write_tokenizer
 from importing import read_back, shards_in
 from penstock_server.importing.shards import Shape, old_shards, row_groups, shard_name, staged, write_shards
 from penstock_server.importing.source import ImportRefused
-from penstock_server.snapshots.snapshot import open_snapshot
+from planned import open_snapshot
 
 SCHEMA = pa.schema([("text", pa.string())])
 

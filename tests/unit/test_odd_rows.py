@@ -18,11 +18,11 @@ from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes.chat import says_something
 from penstock_server.recipes.tokenizer import load_tokenizer
-from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
 
 IDS = pa.list_(pa.int32())
 CHATML = (

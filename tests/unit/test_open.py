@@ -21,10 +21,11 @@ from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import DatasetRefused, UnknownDataset
 from penstock_server.snapshots import shard as shard_module
-from penstock_server.snapshots.snapshot import Snapshot, open_snapshot, read_folder
+from penstock_server.snapshots.snapshot import Snapshot, read_folder
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
 
 Opener = Callable[..., Catalog]
 

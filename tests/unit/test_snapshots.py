@@ -28,10 +28,10 @@ from penstock_server.inflight import InFlight
 from penstock_server.problems import ShardUnavailable, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes, write_note
-from penstock_server.snapshots.snapshot import open_snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
 
 
 def write_shard(folder: Path, number: int, variant: int) -> None:

@@ -20,7 +20,6 @@ from penstock_server.recipes.encode import Place
 from penstock_server.recipes.filters import not_empty, not_null
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.recipe_file import read_recipe
-from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.shard import Date, Shard
 
@@ -182,11 +181,6 @@ def read_folder(
     read = footers.read(dates, recipe, settled=settled)
     shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
     return Reading(folder, recipe, shards, tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused)))
-
-
-def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
-    """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
-    return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder)).snapshot()
 
 
 def _part_of_recipe(recipe: Recipe) -> dict[str, Any]:
