@@ -16,8 +16,8 @@ import pytest
 from penstock import __version__, wire
 from penstock.commands import data_checks, machine_checks
 from penstock.commands.check import Check, size
-from penstock.commands.checks import checks
 from penstock.commands.data_checks import check_cache, check_datasets
+from penstock.commands.doctor import checks
 from penstock.commands.machine_checks import check_machine
 from penstock.transport import Transport
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 
 from penstock.commands.address import parse_address
 from penstock.commands.check import Check
-from penstock.commands.checks import checks
+from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
+from penstock.commands.machine_checks import check_machine
+from penstock.commands.remote import RETRY_SECONDS, get_json, greet
+from penstock.commands.server_checks import check_proxies, check_versions, check_way
 from penstock.commands.terminal import BOLD, GREEN, RED, YELLOW, Terminal, printable
+from penstock.errors import PenstockError
+from penstock.transport import Transport
+from penstock.urls import DATASETS
 from penstock.wording import without_passwords
 
 _STYLES = {"ok": GREEN, "warn": YELLOW, "fail": RED}
@@ -29,6 +37,29 @@ def run(arguments: argparse.Namespace) -> int:
     failed, warned = (sum(check.level == level for check in found) for level in ("fail", "warn"))
     print(_verdict(failed, warned))
     return 1 if failed else 0
+
+
+def checks(server: str, dataset: str | None) -> Iterator[Check]:
+    """Everything, or of the data only what concerns one dataset. Each is made when it is asked for."""
+    try:
+        greeting = greet(server)
+    except PenstockError as error:
+        yield Check("fail", "server", str(error))
+        yield from check_proxies(server)
+        yield from check_machine()
+        return
+    yield check_versions(greeting)
+    yield from check_proxies(server)
+    yield from check_way(server)
+    yield from check_machine()
+    with closing(Transport((server,), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
+        try:
+            known = get_json(transport, DATASETS)
+            yield from check_datasets(transport, known, dataset)
+            yield from check_cache(known["datasets"])
+            yield from check_bandwidth(server, transport, known, dataset)
+        except PenstockError as error:
+            yield Check("fail", "data", str(error))
 
 
 def _lines(check: Check, terminal: Terminal) -> list[str]:

@@ -1,10 +1,9 @@
-"""What `penstock doctor` looks at, in its order: the server, the way to it, this machine, and then the data."""
+"""What `penstock doctor` looks at in the server and on the way to it: versions, proxies, latency and clocks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,44 +13,16 @@ import httpx
 
 from penstock import __version__, wire
 from penstock.commands.check import Check, size
-from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
-from penstock.commands.machine_checks import check_machine
-from penstock.commands.remote import RETRY_SECONDS, get_json, greet
 from penstock.connection import client_aside
-from penstock.errors import PenstockError
 from penstock.runs import RUN_BYTES
-from penstock.transport import Transport
-from penstock.urls import DATASETS
 
 _PROBES = 15
 _SLOW_SECONDS = 0.05
 _CLOCK_SECONDS = 5.0
 
 
-def checks(server: str, dataset: str | None) -> Iterator[Check]:
-    """Everything, or of the data only what concerns one dataset. Each is made when it is asked for."""
-    try:
-        greeting = greet(server)
-    except PenstockError as error:
-        yield Check("fail", "server", str(error))
-        yield from _proxies(server)
-        yield from check_machine()
-        return
-    yield _versions(greeting)
-    yield from _proxies(server)
-    yield from _way(server)
-    yield from check_machine()
-    with closing(Transport((server,), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
-        try:
-            known = get_json(transport, DATASETS)
-            yield from check_datasets(transport, known, dataset)
-            yield from check_cache(known["datasets"])
-            yield from check_bandwidth(server, transport, known, dataset)
-        except PenstockError as error:
-            yield Check("fail", "data", str(error))
-
-
-def _versions(greeting: Mapping[str, Any]) -> Check:
+def check_versions(greeting: Mapping[str, Any]) -> Check:
+    """Whether both sides understand each other."""
     theirs, spoken = greeting.get("version"), greeting.get("wire")
     if spoken is not None and spoken != wire.VERSION:
         return Check(
@@ -67,7 +38,7 @@ def _versions(greeting: Mapping[str, Any]) -> Check:
     return Check("ok", "server", f"penstock {theirs}, wire version {spoken}, the same as here")
 
 
-def _proxies(server: str) -> Iterator[Check]:
+def check_proxies(server: str) -> Iterator[Check]:
     """A proxy is seldom meant for batches, and mostly comes from an environment that nobody looks at."""
     address = urlsplit(server)
     named = [name for name in (address.scheme, "all") if name in getproxies()]
@@ -80,7 +51,7 @@ def _proxies(server: str) -> Iterator[Check]:
         )
 
 
-def _way(server: str) -> Iterator[Check]:
+def check_way(server: str) -> Iterator[Check]:
     """Latency, and the difference of the clocks, from a few requests over one connection."""
     seconds, ahead = [], []
     try:
