@@ -192,13 +192,17 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     """Each once; http:// may be left out."""
     try:
         given = [a if "://" in a else f"http://{a}" for a in ((servers,) if isinstance(servers, str) else servers)]
-        # As socket encodes a host: empty labels, as in a..b, make it fail.
-        sound = bool(given) and all(
-            httpx.URL(a).scheme in ("http", "https") and httpx.URL(a).host.encode("idna") for a in given
-        )
+        sound = bool(given) and all(map(_is_address, map(httpx.URL, given)))
     except (httpx.InvalidURL, TypeError, UnicodeError):
         sound = False
     if not sound:
         raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
     parts = [address.rstrip("/").partition("://") for address in given]
     return tuple(dict.fromkeys(f"{scheme.lower()}://{rest}" for scheme, _, rest in parts))
+
+
+def _is_address(url: httpx.URL) -> bool:
+    """Whether a socket can be opened to it. Raises UnicodeError: its host has empty labels, as in a..b."""
+    # A port beyond 16 bits loses the rest of them on the way to the socket: another server would be asked.
+    is_port = url.port is None or 0 < url.port < 1 << 16
+    return url.scheme in ("http", "https") and bool(url.host.encode("idna")) and is_port

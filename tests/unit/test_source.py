@@ -112,7 +112,8 @@ def test_a_length_that_no_answer_has_is_a_fault_as_any_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "ftp://a:1", "http://", "::1", "a:port", "http://a..b:80", "a" * 64, [], ["a:1", 3], None]
+    "given",
+    ["", "ftp://a:1", "http://", "::1", "a:port", "a:65536", "a:0", "http://a..b:80", "a" * 64, [], ["a:1", 3], None],
 )
 def test_what_is_no_address_of_a_server_is_refused(given: object) -> None:
     with pytest.raises(SpecError, match="servers must be addresses such as"):
