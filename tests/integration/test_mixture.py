@@ -30,6 +30,8 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     (data / "blend" / "penstock.toml").write_text(f'mix = "{MIX}"\nmix_stop = "all"')
     (data / "stray").mkdir()
     (data / "stray" / "penstock.toml").write_text('mix = "few:1,absent:2"')
+    (data / "nested").mkdir()
+    (data / "nested" / "penstock.toml").write_text('mix = "few:1,blend:2"')
     (data / "typo").mkdir()
     (data / "typo" / "penstock.toml").write_text('mix = "few"')
     write_pairs(data / "pairs", [("the dog", "jumps")] * 30)
@@ -223,6 +225,7 @@ def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> Non
     assert [mixture["name"] for mixture in server.json("/v1/datasets")["mixtures"]] == ["blend"]
     assert "is not a dataset's name, a colon and a weight" in server.get("/v1/datasets/typo").json()["detail"]
     assert "mixes absent, of which there is no folder here" in server.get("/v1/datasets/stray").json()["detail"]
+    assert "mixes blend, itself a mixture" in server.get("/v1/datasets/nested").json()["detail"]
     batch = "/v1/datasets/blend/epochs/0/ranks/0/batches/0"
     resolved = server.json("/v1/datasets/blend/spec")["spec"]
     assert "+" in resolved["snapshot"]

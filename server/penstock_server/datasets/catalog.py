@@ -167,7 +167,7 @@ class Catalog:
                     mixtures[name] = read_mixture(name, folder)
                     if missing := [own for own in mixtures[name].mix.datasets if own not in known]:
                         del mixtures[name]
-                        refused[name] = f"{folder} mixes {', '.join(missing)}, of which there is no folder here."
+                        refused[name] = _unmixed(folder, missing, found)
             except DatasetRefused as refusal:
                 refused[name] = str(refusal)
         self._known = _Known(dict(sorted(known.items())), mixtures, refused, found.others)
@@ -260,6 +260,13 @@ def _resolve(spec: Spec, snapshot: str) -> Spec:
         mix=str(mix) if mix else None,
         mix_stop=(spec.mix_stop or "first") if mix else None,
     )
+
+
+def _unmixed(folder: Path, missing: list[str], found: Survey) -> str:
+    """Why a folder whose mix names these, which are no datasets, is no mixture."""
+    if nested := [name for name in missing if name in found.declared]:
+        return f"{folder} mixes {', '.join(nested)}, itself a mixture. Name the datasets of that, with weights of their own."
+    return f"{folder} mixes {', '.join(missing)}, of which there is no folder here."
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
