@@ -6,7 +6,6 @@ mix_stop = "first"          # or "all", "never"
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from penstock.errors import SpecError
 from penstock.mix import Mix
 from penstock.spec import Spec
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.declaration import FILE_NAME
+from penstock_server.recipes.declaration import FILE_NAME, read_toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,7 @@ class DeclaredMixture:
 def read_mixture(name: str, folder: Path) -> DeclaredMixture:
     """The mixture that a folder declares. Raises DatasetRefused: its penstock.toml is wrong."""
     path = folder / FILE_NAME
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
+    given = read_toml(path)
     if unknown := [key for key in given if key not in ("mix", "mix_stop")]:
         raise DatasetRefused(
             f"{path} has the keys {', '.join(unknown)}, but no shard lies beside it. A mixture has mix and mix_stop, no more."

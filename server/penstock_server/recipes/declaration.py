@@ -70,11 +70,9 @@ def read_declaration(folder: Path) -> dict[str, Any]:
     path = folder / FILE_NAME
     if not path.exists():
         return {}
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DatasetRefused(f"{path} cannot be read: {error}. Texts stand in quotes in TOML.") from error
-    problems = [f"unknown key {key!r}{hint(key, list(_KEYS))}" for key in given if key not in _KEYS]
+    given = read_toml(path)
+    unknown = [key for key in given if key not in _KEYS]
+    problems = [f"unknown key {key!r}{hint(key, list(_KEYS))}" for key in unknown]
     problems += [
         f"{key} must be {_KEYS[key][1]}, not {value!r}"
         for key, value in given.items()
@@ -82,6 +80,18 @@ def read_declaration(folder: Path) -> dict[str, Any]:
     ]
     if "tokenizer" in given and "vocab_size" in given:
         problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
+    if "mix" in unknown:
+        problems.append("a mixture is declared in a folder of its own, without shards")
     if problems:
-        raise DatasetRefused(f"{path}: {'; '.join(problems)}. Known keys: {', '.join(_KEYS)}.")
+        known = f" Known keys: {', '.join(_KEYS)}." if unknown else ""
+        raise DatasetRefused(f"{path}: {'; '.join(problems)}.{known}")
     return given
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a file of TOML says. Raises DatasetRefused: it cannot be read, or is none."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte order mark
+    except (OSError, ValueError) as error:
+        quotes = " Texts stand in quotes in TOML." if str(error).startswith("Invalid value") else ""
+        raise DatasetRefused(f"{path} cannot be read: {error}.{quotes}") from error

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import stat
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from errno import ELOOP
 from pathlib import Path
 
+from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import FILES_BESIDE_TOKENIZER
-from penstock_server.recipes.declaration import FILE_NAME
+from penstock_server.recipes.declaration import FILE_NAME, read_toml
 from penstock_server.snapshots.shard import Date, spelled
 
 QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
@@ -129,10 +129,10 @@ def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | Non
     """The sight of a folder whose shards have these dates."""
     recipe = folder / FILE_NAME
     try:
-        texts = list(_texts(tomllib.loads(recipe.read_text(encoding="utf-8"))))
+        texts = list(_texts(read_toml(recipe)))
         # "clean:strip" is a function of clean.py.
         named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
-    except (OSError, ValueError):  # there is none, or reading it as a recipe will say what is wrong with it
+    except DatasetRefused:  # there is none, or reading it as a recipe will say what is wrong with it
         named = []
     tokenizers = [path for path in (*named, default_tokenizer) if path and path.suffix == ".json"]
     paths = [recipe, *named, *tokenizers, *(path.parent / name for path in tokenizers for name in FILES_BESIDE_TOKENIZER)]
