@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.wording import counted
 from penstock_server.geometry.order import IntArray
 from penstock_server.problems import BadRow
 from penstock_server.recipes import encode
@@ -194,7 +195,8 @@ class Blocks:
         if num_bad:
             policy = snapshot.recipe.on_bad_row
             then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
-            log.warning("%s, row group %d: %d rows cannot be used; %s", address.shard.path, address.row_group, num_bad, then)
+            rows_of = f"{address.shard.path}, row group {address.row_group}"
+            log.warning("%s: %s cannot be used; %s", rows_of, counted(num_bad, "row"), then)
         return batch
 
 

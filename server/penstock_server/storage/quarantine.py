@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from itertools import islice
 from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
+
+log = logging.getLogger("penstock.quarantine")
 
 _LISTED_ROWS = 100_000  # with their reasons; beyond them rows are only counted
 _LISTED_FOOTERS = 1000
@@ -60,7 +63,10 @@ class Quarantine:
             at = self._snapshot.block(index)
             group = BadGroup(shard=at.shard.path.name, row_group=at.row_group, reason=str(error))
             with self._lock:
+                is_known = (group.shard, group.row_group) in self._groups
                 self._groups[group.shard, group.row_group] = group
+            if not is_known:  # batches ask for it again and again
+                log.warning("%s", error)
         elif error is None:
             self.look_in(index, loaded.result())
 
