@@ -242,7 +242,7 @@ def test_a_long_prompt_does_not_hide_the_response_and_all_of_it_can_be_asked_for
     assert short.count("fox") * 4 + int(left_out.replace(",", "")) == pytest.approx(3600, abs=8)
     assert whole.count("fox") == 900
     cut = penstock("peek", f"{server.url}/long", "--batch-size", "1", "--seq-len", "64").stdout
-    assert "nothing is learned from 0: does the prompt fill seq_len?" in cut
+    assert "nothing is learned from sequence 0: does the prompt fill seq_len?" in cut
 
 
 def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:

@@ -79,7 +79,8 @@ def _foot(
         named = f"GET /v1/datasets/{batch['dataset']}/quarantine lists them"
         yield from terminal.paragraph(f"{batch['substituted']} of these stand in for rows that cannot be used: {named}", YELLOW)
     if empty := [str(s.index) for s in sequences if not s.num_learned]:
-        yield from terminal.paragraph(f"nothing is learned from {', '.join(empty)}: does the prompt fill seq_len?", RED)
+        which = ", ".join(empty)
+        yield from terminal.paragraph(f"nothing is learned from sequence {which}: does the prompt fill seq_len?", RED)
     if any(not run.learned for s in sequences for passage in s.passages for run in passage.runs):
         dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
         yield f"{dimmed}: no loss is taken there"

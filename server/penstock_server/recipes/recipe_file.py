@@ -138,7 +138,7 @@ class _Reader:
         if path is None and kind != "tokens":
             columns = " and ".join(source.text for _, source in fields)
             raise DatasetRefused(
-                f"the data is text (column {columns}) and no tokenizer is given. Start with --tokenizer FILE (a "
+                f"the data is text (in {columns}) and no tokenizer is given. Start with --tokenizer FILE (a "
                 f'tokenizer.json), or name one in {self._folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
             )
         return load_tokenizer(path) if path else None
