@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import lru_cache
 from http.client import HTTPException
 from typing import Any
-from urllib.request import getproxies
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -68,7 +69,8 @@ class Connection:
             if "WRONG_VERSION_NUMBER" in reason:
                 plain = server.replace("https:", "http:", 1)
                 raise Stranger(f"{server} does not speak TLS: is {plain} meant?") from error
-            raise Fault(reason, received=receiving.received if receiving.status == 200 else memoryview(b"")) from error
+            received = receiving.received if receiving.status == 200 else memoryview(b"")
+            raise Fault(reason + by_proxy(server), received=received) from error
         finally:
             self._is_fetching = False
         declared = headers.get("Content-Digest", "")
@@ -154,6 +156,20 @@ def client_aside(server: str) -> httpx.Client:
     return _client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))
 
 
+def proxy_of(server: str) -> str | None:
+    """The variable of the environment that names a proxy for this server; None if no proxy is taken."""
+    address, known = urlsplit(server), getproxies()
+    if proxy_bypass(address.hostname or ""):
+        return None
+    return next((f"{name.upper()}_PROXY" for name in (address.scheme, "all") if name in known), None)
+
+
+def by_proxy(server: str) -> str:
+    """What to put behind a failure that may be a proxy's, which nobody thinks of; "" if none is taken."""
+    variable = proxy_of(server)
+    return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
+
+
 def _has_proxies() -> bool:
     return bool(getproxies().keys() - {"no"})  # that is what needs none
 
@@ -164,9 +180,10 @@ def _client(headers: dict[str, str], transport: httpx.BaseTransport | None) -> h
         return httpx.Client(headers=headers, transport=transport)
     except (httpx.InvalidURL, ValueError, ImportError, OSError) as error:
         named = ", ".join(f"{name}_proxy".upper() for name in getproxies())
+        reason = without_passwords(str(error)).rstrip(".")
         raise SpecError(
-            f"the environment names proxies ({named}), and they cannot be used: {without_passwords(str(error))}. Correct or "
-            f"unset these, or SSL_CERT_FILE.",
+            f"the environment names proxies ({named}), and they cannot be used: {reason}. Correct or unset these, or "
+            f"SSL_CERT_FILE.",
             ("servers",),
         ) from error
 

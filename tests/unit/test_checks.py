@@ -105,6 +105,7 @@ def test_a_proxy_in_between_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     away = found("http://127.0.0.1:10")
     assert away["server"].level == "fail"
+    assert "refused (through HTTP_PROXY; NO_PROXY=127.0.0.1 goes past it)." in away["server"].text
     assert away["proxy"].fix == "set NO_PROXY=127.0.0.1 where the trainer runs"
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert "proxy" not in found("http://127.0.0.1:10")

@@ -80,6 +80,19 @@ def test_that_hosts_need_no_proxy_takes_no_copy(monkeypatch: pytest.MonkeyPatch,
         assert isinstance(body.obj, bytearray) == is_read_in_place
 
 
+def test_a_failure_names_the_proxy_that_it_may_be_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    through = r"refused \(through ALL_PROXY; NO_PROXY=localhost goes past it\)$"
+    with closing(Connection()) as connection, pytest.raises(Fault, match=through):
+        fetch(connection, "http://localhost:10")
+    monkeypatch.setenv("no_proxy", "localhost")
+    with closing(Connection()) as connection, pytest.raises(Fault, match="refused$"):
+        fetch(connection, "http://localhost:10")
+
+
 def test_the_name_and_the_password_of_an_address_are_sent() -> None:
     asked: list[bytes] = []
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
 from penstock import __version__, wire
 from penstock.commands.check import Check, size
-from penstock.connection import client_aside
+from penstock.connection import client_aside, proxy_of
 from penstock.runs import RUN_BYTES
 
 _PROBES = 15
@@ -40,14 +39,12 @@ def check_versions(greeting: Mapping[str, Any]) -> Check:
 
 def check_proxies(server: str) -> Iterator[Check]:
     """A proxy is seldom meant for batches, and mostly comes from an environment that nobody looks at."""
-    address = urlsplit(server)
-    named = [name for name in (address.scheme, "all") if name in getproxies()]
-    if named and not proxy_bypass(address.hostname or ""):
+    if variable := proxy_of(server):
         yield Check(
             "warn",
             "proxy",
-            f"{named[0].upper()}_PROXY is set, so batches go through a proxy",
-            f"set NO_PROXY={address.hostname} where the trainer runs",
+            f"{variable} is set, so batches go through a proxy",
+            f"set NO_PROXY={urlsplit(server).hostname} where the trainer runs",
         )
 
 
