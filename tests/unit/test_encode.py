@@ -101,6 +101,11 @@ def test_bad_token_lists_are_null_with_the_reason() -> None:
     assert batch["tokens"].to_pylist() == [[1], None, None, None, None, None, [399], None]
 
 
+def test_the_first_id_that_is_none_is_seen_where_no_other_is_wrong() -> None:
+    batch = encode(pa.table({"ids": [[0, 399], [400]]}), recipe("tokens", "ids"), "uint16", 400)
+    assert batch["bad"].to_pylist() == [None, "has token id 400, outside 0 to 399"]
+
+
 def test_pre_tokenized_rows_are_closed_where_the_recipe_says_so_and_they_are_not_yet() -> None:
     lists = pa.array([[1], [2, 9], [], [9], None, [3, 9, 4]], pa.list_(pa.int32()))
     closing = encode(pa.table({"ids": lists}), recipe("tokens", "ids", eos_id=9), "uint16", 10)

@@ -184,6 +184,29 @@ def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothin
         assert tokenizer.decode(learned) == side
 
 
+def test_what_opens_and_closes_a_chat_moves_no_border_of_its_loss(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+    write(data, "bos = 1\neos = 2", {"messages": [chat]})
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    [(asked, is_learned), (said, _)] = block.features["tokens"].row(0)
+    tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
+    assert tokenizer
+    assert (asked[0], said[-1], is_learned) == (1, 2, False)
+    assert tokenizer.decode(asked[1:]) == f"<|user|>fox{EOS}<|assistant|>"
+    assert tokenizer.decode(said[:-1]) == f"dog{EOS}"
+
+
+def test_of_a_pair_that_is_alike_the_last_message_is_the_answer(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    asked, said = {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}
+    write(data, "", {"chosen": [[asked, said]], "rejected": [[asked, said]]})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {}
+    assert [is_learned for _, is_learned in block.features["chosen"].row(0)] == [False, True]
+
+
 def test_a_row_that_is_longer_than_lengths_can_tell_is_bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "LONGEST_ROW", 3)
     write(data, "", {"tokens": pa.array([[1, 2, 3], [1, 2, 3, 4]], IDS)})

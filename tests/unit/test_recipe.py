@@ -1,0 +1,55 @@
+"""The identity of a recipe: whatever changes a token is in it, or two recipes would pass for one another."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer, models
+
+from penstock_server.recipes.fields import Field
+from penstock_server.recipes.recipe import Column, Recipe
+from penstock_server.recipes.tokenizer import TokenizerFile
+
+NUMBER = Field("n", (("", ("n",)),))
+IDS = Field("ids", (("", ("ids",)),))
+RECIPE = Recipe(kind="tokens", fields=(("tokens", IDS),), columns=(Column("n", NUMBER, pa.int32()),))
+WORDS = TokenizerFile(Path("words.json"), "digest", Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox")), 1)
+
+CHANGES: dict[str, Any] = {
+    "fields": (("tokens", NUMBER),),
+    "tokenizer": WORDS,
+    "vocab_size": 100,
+    "bos_id": 0,
+    "eos_id": 0,
+    "pad_id": 1,
+    "columns": (Column("n", NUMBER, pa.int64()),),
+    "split_by": NUMBER,
+}
+ALIKE: dict[str, Any] = {"unused": ("labels",), "unsaid_bos": "<s>"}
+BESIDE: dict[str, Any] = {"validation": 0.1, "on_bad_row": "substitute", "max_bad_share": 0.5}  # changes no token
+ELSEWHERE = {"kind", "chat", "filter", "transform"}  # the fields' roles tell the kind; the others are texts, and tested as such
+
+
+def test_each_field_of_a_recipe_is_looked_at() -> None:
+    assert {field.name for field in fields(Recipe)} == CHANGES.keys() | ALIKE.keys() | BESIDE.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_a_batch_is_in_the_identity(name: str) -> None:
+    assert replace(RECIPE, **{name: CHANGES[name]}).identity != RECIPE.identity
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_decides_of_bad_rows_and_splits_is_another_recipe_with_the_same_tokens(name: str) -> None:
+    other = replace(RECIPE, **{name: BESIDE[name]})
+    assert other.identity == RECIPE.identity
+    assert not other.is_like(RECIPE)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_only_told_is_the_same_recipe(name: str) -> None:
+    assert replace(RECIPE, **{name: ALIKE[name]}).is_like(RECIPE)
