@@ -67,6 +67,31 @@ def test_a_failure_arrives_after_what_was_made_before_it() -> None:
         assert raised.value.__context__ is None  # nothing that happened in here stands before it in a log
 
 
+def test_whatever_ends_the_thread_does_not_pass_for_the_end_of_the_epoch() -> None:
+    def groups() -> Generator[list[bytes], None, None]:
+        yield from groups_of(1)
+        raise SystemExit(3)
+
+    ahead = prefetch(groups(), 64 * KIB)
+    assert next(ahead) == item(0)
+    with pytest.raises(SystemExit):
+        next(ahead)
+
+
+def test_what_is_made_while_it_is_closed_is_dropped() -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def groups() -> Generator[list[bytes], None, None]:
+        entered.set()
+        assert gate.wait(30)
+        yield from groups_of(1)
+
+    ahead = prefetch(groups(), 64 * KIB, gate)
+    assert entered.wait(30)
+    ahead.close()
+    assert (ahead.has_next, ahead.buffered_bytes) == (False, 0)
+
+
 def test_closing_interrupts_what_the_thread_is_in_and_leaves_no_thread() -> None:
     gate, entered = threading.Event(), threading.Event()
 
@@ -82,6 +107,36 @@ def test_closing_interrupts_what_the_thread_is_in_and_leaves_no_thread() -> None
     ahead.close()
     ahead.close()
     assert threading.active_count() == before
+
+
+def test_closing_wakes_a_thread_that_waits_for_room_and_a_loop_that_waits_for_a_batch() -> None:
+    before = threading.active_count()
+    ahead = prefetch(groups_of(*[1] * 9), KIB)
+    while ahead.buffered_bytes < KIB:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    ahead.close()
+    assert threading.active_count() == before
+
+    gate, ended = threading.Event(), threading.Event()
+
+    def groups() -> Generator[list[bytes], None, None]:
+        gate.wait(30)
+        ended.wait(30)  # longer than closing waits for it
+        yield []
+
+    def loop() -> None:
+        with pytest.raises(PenstockError, match="was closed"):
+            next(ahead)
+        ended.set()
+
+    ahead = prefetch(groups(), KIB, gate)
+    waiting = threading.Thread(target=loop)
+    waiting.start()
+    time.sleep(0.1)
+    ahead.close()
+    waiting.join(30)
+    assert ended.is_set()
 
 
 def test_groups_are_closed_by_the_thread_that_made_them() -> None:
