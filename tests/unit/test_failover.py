@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -14,6 +15,7 @@ import penstock.servers
 import penstock.transport
 from answering import pages, problem, response, server
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone
+from penstock.connection import Connection
 from penstock.transport import Transport
 
 AWAY = "http://127.0.0.1:9"
@@ -74,9 +76,9 @@ def test_it_waits_only_when_all_have_failed(monkeypatch: pytest.MonkeyPatch) -> 
         return 0.001
 
     monkeypatch.setattr(penstock.transport, "uniform", wait)
-    with server(*[b""] * 3, response(b"here")) as flaky:
-        assert get(AWAY, flaky) == (b"here", 7)
-    assert waits == [0.01, 0.02, 0.04]
+    with server(*[b""] * 5, response(b"here")) as flaky:
+        assert get(AWAY, flaky) == (b"here", 11)
+    assert waits == [0.01, 0.02, 0.04, 0.05, 0.05]
 
 
 def test_a_server_that_answers_is_asked_again_and_the_one_that_failed_is_not() -> None:
@@ -117,6 +119,42 @@ def test_it_comes_home_once_home_lives_again(monkeypatch: pytest.MonkeyPatch, ca
         answers["/"] = (200, b"home again")
         assert transport.get_some("/", lambda body: [body]) == [b"home again"]
     assert f"{home} lives again" in caplog.text
+
+
+def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.2)
+    monkeypatch.setattr(penstock.servers, "uniform", lambda *_: 1.0)
+    asked = Counter[str]()
+    lives = threading.Event()
+
+    def home(path: str) -> tuple[int, bytes]:
+        asked[path] += 1
+        return 200 if lives.is_set() else 500, b"home"
+
+    with pages(home) as first, pages(named(b"away")) as second:
+
+        def some() -> bytes:
+            return b"".join(transport.get_some("/", lambda body: [bytes(body)]))
+
+        with closing(Transport([first, second], retry_seconds=9)) as transport:
+            assert transport.get("/", bytes) == b"away"
+            time.sleep(0.25)
+            assert [some() for _ in range(5)] == [b"away"] * 5
+            assert asked["/healthz"] == 1  # it is away for twice as long from here on
+            lives.set()
+            time.sleep(0.45)
+            assert some() == b"home"
+
+
+def test_a_refusal_is_taken_back_by_who_counts_now() -> None:
+    gone = problem("snapshot-gone", 409)
+    with (
+        server(gone, problem("index-not-ready", 503), response(b"here")) as restarted,
+        server(b"", *[gone] * 9) as other,
+    ):
+        assert get(restarted, other)[0] == b"here"
 
 
 def test_what_all_refuse_is_final_and_says_what_each_said() -> None:
@@ -221,11 +259,12 @@ def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: py
         transport.close()
 
 
-def test_a_fork_that_closes_its_copy_leaves_the_connection_to_its_parent() -> None:
+def test_a_fork_that_closes_its_copy_leaves_the_connection_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pages(named(b"here")) as url, closing(Transport([url], retry_seconds=9)) as transport:
         assert transport.get("/", bytes) == b"here"
         child = os.fork()
         if child == 0:
+            monkeypatch.setattr(Connection, "interrupt", lambda _: os._exit(1))
             transport.interrupt()
             transport.close()
             os._exit(0)

@@ -157,6 +157,18 @@ def test_one_connection_serves_many_requests_and_one_that_was_closed_is_made_ane
     assert all(known.fileno() < 0 for known in made)
 
 
+def test_what_is_left_of_an_answer_that_nobody_read_is_no_part_of_the_next(server: Listener) -> None:
+    def allocate(_: int) -> memoryview:
+        raise MemoryError
+
+    body = body_in(bytearray())
+    with receiver() as client:
+        with pytest.raises(MemoryError):
+            ask(client, url_of(server, "sized"), Body(allocate, lambda: None))
+        ask(client, url_of(server, "missing"), body)
+    assert body.received == CONTENT
+
+
 def get(client: Receiver, server: Listener, kind: str, then: str) -> bytes:
     """The body, where another is asked ahead."""
     body = body_in(bytearray())

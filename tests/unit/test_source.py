@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from urllib.parse import parse_qsl
 
+import httpx
 import pytest
 
+import penstock.source
 import penstock.transport
-from answering import problem, response, server
+from answering import pages, problem, response, server
 from penstock import DataError, PenstockError, SnapshotGone, Spec, SpecError, wire
 from penstock.source import Source
 
@@ -126,6 +129,43 @@ def test_http_may_be_left_out_of_an_address() -> None:
         with closing(source.connect()) as transport:
             assert len(source.frames(transport, SPEC, 1, range(4, 5))) == 1
             assert transport.num_retries == 0
+
+
+def test_a_server_that_is_named_twice_is_one() -> None:
+    with server(problem("unknown-dataset", 404)) as url:
+        source = Source([url.removeprefix("http://"), url, f"{url}/", url.upper()], "docs", rank=1, retry_seconds=9)
+        with pytest.raises(PenstockError, match="^this is unknown-dataset$"):
+            source.resolve(Spec())
+
+
+def test_all_ranks_ask_the_same_server_what_the_latest_snapshot_is() -> None:
+    asked: list[str] = []
+
+    def away(name: str) -> tuple[int, bytes]:
+        asked.append(name)
+        return 404, b""
+
+    with pages(lambda _: away("first")) as first, pages(lambda _: away("second")) as second:
+        source = Source([first, second], "docs", rank=1, retry_seconds=9)
+        for spec in (Spec(), SPEC):
+            with suppress(PenstockError):
+                source.resolve(spec)
+    assert asked == ["first", "second", "second", "first"]  # a snapshot that is named is the same everywhere: ranks are spread
+
+
+def test_how_long_rows_are_is_asked_of_the_first_of_the_epoch_whatever_a_batch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[httpx.URL] = []
+
+    def ask_aside(url: str, seconds: float) -> httpx.Response:
+        asked.append(httpx.URL(url))
+        raise httpx.ConnectError("away")
+
+    monkeypatch.setattr(penstock.source, "ask_aside", ask_aside)
+    spec = Spec(snapshot="5eed", seed=3, batch_size=2, world_size=4, offset=8, skip="1-2", group_by_length=8)
+    assert Source("http://a:1", "docs", rank=1, retry_seconds=9).some_lengths(spec, 5) == []
+    assert asked[0].path == "/v1/datasets/docs/epochs/5/ranks/0/batches/0/provenance"
+    few = Spec(snapshot="5eed", seed=3, batch_size=64, tail="wrap")
+    assert Spec.from_query(parse_qsl(asked[0].query.decode())) == few
 
 
 @pytest.mark.parametrize(

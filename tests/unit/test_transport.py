@@ -146,6 +146,8 @@ def test_an_interrupt_ends_a_get_at_once(state: str) -> None:
         thread.join(20)
         assert not thread.is_alive()
         assert isinstance(caught[0], ServerUnavailable)
+        if state == "reading":
+            assert transport.num_retries == 0  # it is no fault of the server's, and nobody is told of one
         transport.close()
 
 
@@ -167,6 +169,18 @@ def test_a_run_waits_for_a_busy_server_though_another_refuses() -> None:
     gone = problem("snapshot-gone", 409)
     with server(problem("busy", 503, "Retry-After: 1"), response(b"here")) as busy, server(*[gone] * 100) as other:
         assert get(busy, other, retry_seconds=5)[0] == b"here"
+
+
+@pytest.mark.parametrize("slug", ["busy", "index-not-ready"])
+def test_a_server_that_lives_in_the_last_round_is_asked_again(monkeypatch: pytest.MonkeyPatch, slug: str) -> None:
+    monkeypatch.setattr(penstock.transport, "uniform", lambda _, high: 60 * high)
+    with server(b"", problem(slug, 503), response(b"here")) as url:
+        assert get(url, retry_seconds=0.2)[0] == b"here"
+
+
+def test_when_time_is_up_a_server_is_asked_that_wanted_to_be_left_alone_for_longer() -> None:
+    with server(response(b"", "503 Away", "Retry-After: 3600"), response(b"here")) as url:
+        assert get(url, retry_seconds=0.2) == (b"here", 1)
 
 
 def test_of_a_busy_and_a_free_server_the_free_one_is_asked_for_the_rest_at_once() -> None:
