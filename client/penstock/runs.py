@@ -57,7 +57,7 @@ def fetch_runs(
         yield frames
         start += len(frames)
         largest = max(1, target_bytes * len(frames) // sum(map(_nbytes, frames)))
-        if start < min(behind, len(steps)):  # something broke: it begins small again
+        if start < behind:  # something broke: it begins small again
             run = following = min(len(frames), largest)
         else:
             run, following = following, min(2 * following, largest)
