@@ -14,12 +14,13 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ledgers import begin_of, line, lines_of
-from penstock import LedgerError, Spec
+from penstock import LedgerError, Spec, ledger_file
 from penstock import ledger as ledger_module
 from penstock.audit.reading import Reading, read_ledger
 from penstock.ledger import Begin, Book, Ledger
@@ -50,6 +51,15 @@ def open_at(path: Path, epoch: int = 0) -> Ledger:
 def record(ledger: Ledger, *steps: int, epoch: int = 0) -> None:
     for step in steps:
         ledger.record(address(step, epoch=epoch), digest(step))
+
+
+def open_files(folder: Path) -> list[Path]:
+    """The files in a folder that this process has open."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder's own, which is closed by now
+            found.append(descriptor.readlink())
+    return [path for path in found if path.is_relative_to(folder)]
 
 
 def entries(reading: Reading) -> list[tuple[int, str]]:
@@ -120,11 +130,12 @@ def test_a_file_that_is_cut_off_anywhere_is_read_and_appended_to(tmp_path: Path)
 
 def test_what_a_file_system_leaves_of_a_write_that_never_came_is_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
-    path.write_bytes(lines_of(begin_of(), [0]).encode() + bytes(4000))
-    ledger = open_at(path)
-    ledger.close()
-    reading = read_ledger(path)
-    assert (len(entries(reading)), [d.is_torn for d in reading.damages]) == (1, [True])
+    for num_batches, whole in enumerate([b"", lines_of(begin_of(), [0]).encode()]):
+        path.write_bytes(whole + bytes(4000))
+        ledger = open_at(path)
+        ledger.close()
+        reading = read_ledger(path)
+        assert (len(entries(reading)), [d.is_torn for d in reading.damages]) == (num_batches, [True])
 
 
 def test_every_flipped_bit_is_seen_and_turns_no_batch_into_another(tmp_path: Path) -> None:
@@ -158,11 +169,34 @@ def test_iterations_at_once_take_turns(tmp_path: Path) -> None:
         record(two, step + 10)
     one.close()
     record(two, 13)
+    three = data.open(SPEC, Position(), None)
     two.finish()
     two.close()
+    three.close()
     reading = read_ledger(path)
-    assert [(part.steps.tolist(), part.has_end) for part in reading.parts] == [([0, 1, 2], False), ([10, 11, 12, 13], True)]
+    parts = [(part.steps.tolist(), part.has_end) for part in reading.parts]
+    assert parts == [([0, 1, 2], False), ([10, 11, 12, 13], True), ([], False)]
     assert reading.damages == []
+
+
+def test_what_waits_in_memory_is_not_written_behind_the_lines_of_another_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.ledger"
+    data = book(path)
+    one = data.open(SPEC, Position(), None)
+    record(one, 0)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", fails_with(errno.ENOSPC))
+        record(one, 1)
+    two = data.open(SPEC, Position(), None)
+    record(two, 10)
+    for ledger in (one, two):
+        ledger.close()
+    reading = read_ledger(path)
+    assert [part.steps.tolist() for part in reading.parts] == [[0], [10]]
+    assert reading.damages == []
+    assert f"1 lines are not in the ledger {path}" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["run.ledger", "run-{rank}.ledger", "rank{rank}/run.ledger", "[a]*?/run.ledger"])
@@ -211,8 +245,10 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
 )
 def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "notes.txt").write_text("begin at the beginning")
+    before = open_files(tmp_path)
     with pytest.raises(LedgerError, match=message):
         book(tmp_path / name)
+    assert open_files(tmp_path) == before
     assert (tmp_path / "notes.txt").read_text() == "begin at the beginning"
 
 
@@ -236,9 +272,21 @@ def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free
         assert other.stdout.readline() == "open\n"
         with pytest.raises(LedgerError, match="another process writes to the ledger"):
             book(path)
+        assert open_files(tmp_path) == []
         other.send_signal(signal.SIGKILL)
     open_at(path).close()
     assert len(read_ledger(path).parts) == 2
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
+def test_a_fork_opens_a_ledger_though_a_thread_was_at_one_when_it_was_made(tmp_path: Path) -> None:
+    with ledger_file._files_lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            open_at(tmp_path / "run.ledger").close()
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_loader_worker_waits_for_one_of_the_epoch_before_that_is_about_to_end(
@@ -292,6 +340,24 @@ def fails_with(code: int, after_bytes: int = 0) -> Callable[[int, bytes], int]:
         return taken
 
     return write
+
+
+def test_a_process_that_may_start_no_more_threads_leaves_the_file_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    path = tmp_path / "run.ledger"
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            open_at(path)
+    assert (os.getpid(), path) not in ledger_file._files
+    ledger = open_at(path)
+    record(ledger, 0)
+    ledger.close()
+    assert entries(read_ledger(path)) == [(0, digest(0))]
 
 
 def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,8 +449,10 @@ def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, m
         real(fd)
         synced.set()
 
-    ledger = open_at(tmp_path / "run.ledger")
     monkeypatch.setattr(os, "fsync", fsync)
+    data = book(tmp_path / "run.ledger")
+    assert synced.is_set()  # or a machine that goes down would lose the file with its name
+    ledger = data.open(SPEC, Position(), None)
     for _ in range(3):
         synced.clear()
         assert synced.wait(30)
