@@ -138,6 +138,29 @@ def test_a_file_that_may_yet_be_written_to_without_a_new_date_is_not_remembered(
         assert largest == (1, 2 if settled else ids[-1])
 
 
+def test_columns_of_a_file_that_may_yet_be_written_to_are_not_remembered(data: Path) -> None:
+    path, footers = data / "part-000.parquet", Footers(data)
+    soon_ns = time.time_ns() + 10**9
+    for name in ("tokens", "labels"):
+        content = path.with_suffix(".new")
+        pq.write_table(pa.table({name: pa.array([[1]], pa.list_(pa.int32()))}), content)
+        path.write_bytes(content.read_bytes())
+        content.unlink()
+        os.utime(path, ns=(soon_ns, soon_ns))
+        assert footers.schema(list_folder(data).shards).names == [name]
+
+
+def test_every_byte_of_a_footer_is_in_the_digest_however_long_it_is(data: Path) -> None:
+    path = data / "part-000.parquet"
+    digests = set()
+    for letter in "ab":
+        note = "x" * 100_000 + letter + "x" * 900_000  # where no sample of the file is taken
+        table = pq.read_table(data / "part-001.parquet").replace_schema_metadata({"note": note})
+        pq.write_table(table, path)
+        digests.add(read(data, Footers(data)).shards[0].digest)
+    assert len(digests) == 2
+
+
 def test_a_damaged_note_is_dropped_and_made_again(data: Path, note: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = read(data, Footers(data, note)).shards
     whole = note.read_bytes()

@@ -396,10 +396,18 @@ def test_a_shard_without_tokens_says_nothing_of_the_vocabulary(data: Path, rows:
     assert (snapshot.vocab_size, snapshot.token_dtype) == (4, "uint16")
 
 
+def test_a_token_that_closes_rows_is_of_the_vocabulary(data: Path) -> None:
+    write_shards(data, "tokens", [[[1, 3]]], type_=pa.list_(pa.int32()), row_group_size=1)
+    (data / "penstock.toml").write_text("eos = 70000")
+    snapshot = snapshot_of(data)
+    assert (snapshot.vocab_size, snapshot.token_dtype) == (70_001, "uint32")
+
+
 def test_a_vocabulary_that_nobody_names_is_not_made_up(data: Path) -> None:
     data.mkdir()
     table = pa.table({"tokens": pa.array([[1, 3]], pa.list_(pa.int32()))})
     pq.write_table(table, data / "a.parquet", write_statistics=False)
+    pq.write_table(table, data / "b.parquet")
     snapshot = snapshot_of(data)
     assert (snapshot.vocab_size, snapshot.token_dtype) == (None, "uint32")
 
@@ -522,7 +530,13 @@ def test_the_fingerprint_is_of_shards_and_recipe_and_nothing_else(data: Path, tm
     assert snapshot_of(data).fingerprint == first
     (data / "penstock.toml").write_text("vocab_size = 60")
     assert snapshot_of(data).fingerprint != first
+    (data / "penstock.toml").write_text("validation = 0.1")
+    assert snapshot_of(data).fingerprint != first
     (data / "penstock.toml").unlink()
+    (data / "part-000.parquet").rename(data / "part-00.parquet")  # of which split a row is, its shard's name decides
+    assert snapshot_of(data).fingerprint != first
+    (data / "part-00.parquet").rename(data / "part-000.parquet")
+    assert snapshot_of(data).fingerprint == first
     write_shards(data, "input_ids", [[], [], [], [[1]]], type_=pa.list_(pa.int32()), row_group_size=1)
     assert snapshot_of(data).fingerprint != first
 

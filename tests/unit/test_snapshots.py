@@ -151,6 +151,19 @@ def test_a_policy_that_changes_takes_effect_without_another_snapshot(folder: Pat
     assert (before.recipe.on_bad_row, after.recipe.on_bad_row) == ("fail", "substitute")
 
 
+def test_an_older_snapshot_follows_a_policy_and_keeps_its_recipe(folder: Path, open_all: Callable[[], Catalog]) -> None:
+    catalog = open_all()
+    before = catalog["d"].latest.snapshot
+    write_shard(folder, 1, 0)
+    catalog.refresh("d")
+    for toml in ('on_bad_row = "substitute"', "eos = 77"):
+        assert catalog["d"].served(before.fingerprint).snapshot.fingerprint == before.fingerprint
+        (folder / "penstock.toml").write_text(toml)
+        catalog.refresh("d")
+    older = catalog["d"].served(before.fingerprint).snapshot
+    assert (older.fingerprint, older.recipe.eos_id, older.recipe.on_bad_row) == (before.fingerprint, None, "substitute")
+
+
 def test_a_cache_folder_that_lost_its_notes_costs_only_what_a_restart_would_need(
     folder: Path, open_all: Callable[[], Catalog], tmp_path: Path
 ) -> None:
@@ -280,6 +293,19 @@ def test_what_was_never_asked_for_is_forgotten_first_and_then_what_was_asked_for
     names = [snapshot.fingerprint for snapshot in made]
     assert [record.fingerprint for record in history.records()] == [*names[:5:-1], *names[2::-1]]
     assert [record.fingerprint for record in History(tmp_path / "notes").records()] == [*names[:5:-1], *names[2::-1]]
+
+
+def test_what_was_asked_for_stays_so_though_it_becomes_the_latest_again(folder: Path, tmp_path: Path) -> None:
+    history, first = History(tmp_path / "notes"), open_snapshot(folder, None)
+    history.add(first)
+    time.sleep(0.01)  # dates of files are of some milliseconds
+    history.touch(first.fingerprint)
+    for number in range(18):
+        if number == 1:
+            history.add(first)
+        write_shard(folder, 9, number + 1)
+        history.add(open_snapshot(folder, None))
+    assert history.records()[-1].fingerprint == first.fingerprint
 
 
 @pytest.mark.parametrize("content", [{"some": "map"}, (), 7, None])
