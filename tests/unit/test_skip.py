@@ -1,5 +1,7 @@
 """Skipped ranges: a schedule without them is the schedule with them, less what they hold."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,14 @@ schedules = st.builds(
     st.sampled_from(["drop", "wrap"]),
     ranges,
 )
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=5), st.integers(1, 3))
+def test_ranges_hold_what_their_text_names_and_are_as_few_as_can_be(pairs: list[tuple[int, int]], per_step: int) -> None:
+    skipped = parse_skip(",".join(f"{first}-{first + more}" for first, more in pairs), per_step)
+    steps = {step for first, more in pairs for step in range(first, first + more + 1)}
+    assert [p for start, stop in skipped for p in range(start, stop)] == [p for p in range(200) if p // per_step in steps]
+    assert all(one[1] < two[0] for one, two in pairwise(skipped))
 
 
 @given(schedules)

@@ -65,6 +65,26 @@ def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
             assert taken[name].default == default
 
 
+def test_what_makes_no_sense_together_is_refused_with_the_parameter_at_fault() -> None:
+    for name, spec in (
+        ("target_len", {"target_len": 9}),
+        ("long_rows", {"long_rows": "split", "packing": "concat"}),
+        ("task", {"task": "seq2seq", "packing": "best_fit"}),
+        ("group_by_length", {"group_by_length": 8, "packing": "concat"}),
+        ("group_by_length", {"group_by_length": 8, "shuffle": "global"}),
+        ("boundaries", {"boundaries": "documents"}),
+        ("long_rows", {"long_rows": "split", "task": "seq2seq"}),
+        ("pad", {"pad": "3", "seq_len": 8}),
+    ):
+        with pytest.raises(SpecError) as caught:
+            Spec.from_query((key, str(value)) for key, value in spec.items())
+        assert caught.value.parameters == (name,)
+
+
+def test_a_plus_that_a_query_turned_into_a_blank_is_one_again() -> None:
+    assert Spec.from_query([("snapshot", "5eed 5eee")]).snapshot == "5eed+5eee"
+
+
 def test_a_multiple_that_does_not_divide_the_longest_response_is_refused() -> None:
     with pytest.raises(SpecError, match="pad must be seq_len"):
         Spec(pad="000000001" + 5_000 * "0")

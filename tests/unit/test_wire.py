@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import penstock.wire.frame
 from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
+from penstock.wire.layout import MOST_SEQUENCES
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -209,7 +210,22 @@ def test_a_header_that_lies_is_refused_or_holds_what_it_says(tensors: list[Any],
     assert sum(len(text) for texts in frame.texts.values() for text in texts) <= 128 * len(tensors)
 
 
+def test_two_tensors_of_one_name_and_more_texts_than_sequences_are_refused() -> None:
+    with pytest.raises(WireError, match="does not fit"):
+        list(wire.decode(sealed([["a", "uint8", [4], 0], ["a", "uint8", [4], 64]])))
+    for count in (MOST_SEQUENCES, MOST_SEQUENCES + 1):
+        body = sealed([["a", "utf8", [count, 0], 0]], bytes(8 * (count + 1)))
+        if count > MOST_SEQUENCES:
+            with pytest.raises(WireError, match="does not fit"):
+                list(wire.decode(body))
+        else:
+            assert [frame.texts for frame in wire.decode(body)] == [{"a": [""] * count}]
+
+
 @given(st.lists(st.one_of(st.integers(-200, 200), huge), min_size=16, max_size=16), st.integers(0, 15), st.integers(0, 128))
+@example([0, 5, 3, 8] + [0] * 12, 3, 8)
+@example([2, 8] + [0] * 14, 1, 8)
+@example([0, 7] + [0] * 14, 1, 8)
 def test_texts_whose_offsets_lie_are_refused(words: list[int], count: int, nbytes: int) -> None:
     body = sealed([["a", "binary", [count, nbytes], 0]], np.array(words, "<i8").tobytes())
     sound = words[0] == 0 and words[count] == nbytes and words[: count + 1] == sorted(words[: count + 1])
