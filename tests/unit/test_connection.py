@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from base64 import b64encode
 from contextlib import closing, suppress
 
@@ -57,6 +58,23 @@ def test_memory_is_not_given_away_while_a_thread_fetches() -> None:
         answered.set()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_each_request_has_a_patience_of_its_own() -> None:
+    answers, over = iter([False, True]), threading.Event()
+
+    def answer(_: str) -> tuple[int, bytes]:
+        if next(answers):
+            over.wait(20)
+        return 200, BODY
+
+    with pages(answer) as server, closing(Connection()) as connection:
+        assert fetch(connection, server) == BODY
+        began = time.monotonic()
+        with pytest.raises(Fault, match="timed out"):
+            connection.fetch(server, "/path?step=1", silence_seconds=0.2)
+        assert time.monotonic() - began < 3
+        over.set()
 
 
 def test_a_server_may_be_one_of_several_behind_an_address() -> None:

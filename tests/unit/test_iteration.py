@@ -12,6 +12,20 @@ from penstock.iteration import Iteration
 from penstock.tensors import Batch
 
 
+def test_what_was_closed_does_not_pass_for_what_ended_and_what_ended_stays_so() -> None:
+    def batches() -> Generator[Batch, None, None]:
+        yield {"number": [1]}
+
+    closed, ended = Iteration(batches()), Iteration(batches())
+    assert next(closed) == {"number": [1]}
+    assert list(ended) == [{"number": [1]}]
+    for iteration in (closed, ended):
+        iteration.close()
+    with pytest.raises(PenstockError, match=r"was ended by close\(\)"):
+        next(closed)
+    assert list(ended) == []
+
+
 def test_a_second_thread_is_refused_and_ends_nothing() -> None:
     asked, may_go_on = threading.Event(), threading.Event()
 

@@ -101,6 +101,20 @@ def test_the_way_home_is_asked_for_less_and_less_often_while_home_fails(clock: C
     assert not servers.return_is_due()
 
 
+def test_home_that_failed_once_more_is_left_alone_from_then_on(clock: Clock) -> None:
+    servers = Servers(NAMES, 0, clock)
+    servers.failed("a")
+    servers.answered("b")
+    clock.now += 29
+    for name in "bca":
+        servers.failed(name)
+    servers.answered("b")
+    clock.now += 59
+    assert not servers.return_is_due()
+    clock.now += 1
+    assert servers.return_is_due()
+
+
 def test_ranks_that_lost_their_home_together_do_not_come_back_together() -> None:
     clock = Clock()
     lost = [Servers(NAMES, 0, clock) for _ in range(100)]

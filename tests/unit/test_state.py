@@ -58,6 +58,14 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
     assert read_state(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
 
 
+@pytest.mark.parametrize(
+    "damage", [{"step": True}, {"step": -1}, {"epoch": 2**53 + 1}, {"offset": 1.5}, {"batch_size": 0}, {"world_size": 0}]
+)
+def test_what_no_count_can_be_is_damage(damage: dict[str, Any]) -> None:
+    with pytest.raises(StateMismatch, match=f"damaged: {next(iter(damage))}="):
+        read_state(write_state("a", Spec(), HERE) | damage, "a", Spec())
+
+
 def test_what_is_no_state_is_refused_whatever_is_asked_for() -> None:
     with pytest.raises(StateMismatch, match="damaged"):
         read_state(write_state("a", Spec(), HERE) | {"step": None}, "a", Spec(seed=1), strict=False)
