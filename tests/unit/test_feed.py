@@ -1,0 +1,96 @@
+"""A feed whose batches are pinned for a GPU. That there is none here is hidden from it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import closing
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+import penstock.feed
+from penstock import Spec, wire
+from penstock.device import Destination
+from penstock.feed import Feed
+from penstock.item import Item
+from penstock.source import Source
+from penstock.tensors import CPU, Batch, expand
+from penstock.transport import Transport
+
+PINNED = Destination(device=CPU, pinned_for=3)
+
+
+class Asked:
+    """A source of frames that say nothing but their step, and its transport."""
+
+    num_bytes = num_retries = num_damaged = 0
+
+    def connect(self) -> Transport:
+        return cast(Transport, self)
+
+    def frames(self, _transport: Transport, _spec: Spec, epoch: int, steps: range, _then: range) -> list[wire.Frame]:
+        return [
+            wire.Frame(
+                wire.Address("d", "s", "p", epoch, 0, step), "", 8, {}, 0,
+                wire.Arrays({"input_ids": np.full((1, 1, 4), step, np.uint16)}), 0,
+            )
+            for step in steps
+        ]  # fmt: skip
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The GPUs that are made current."""
+    made_current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    return made_current
+
+
+def pin_until(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pinned(frame: wire.Frame, *, pin_memory: bool, columns: Container[str]) -> Batch:
+        if frame.address.step == last:
+            raise RuntimeError("CUDA error: out of memory")
+        return expand(frame, pin_memory=not pin_memory, columns=columns)
+
+    monkeypatch.setattr(penstock.feed, "expand", pinned)
+
+
+def feed(num_steps: int, replay: int | None = None) -> Feed:
+    return Feed(
+        cast(Source, Asked()), Spec(), 0, range(num_steps), prefetch_bytes=1 << 20, destination=PINNED, replay=replay,
+        columns=("input_ids",),
+    )  # fmt: skip
+
+
+def steps_of(items: Iterator[Item]) -> Iterator[int]:
+    return (item.address.step for item in items)
+
+
+def test_all_is_given_in_order_and_pinned_for_the_gpu_of_this_rank(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_until(-1, monkeypatch)
+    with closing(feed(3000)) as items:
+        assert list(steps_of(iter(items))) == list(range(3000))
+    assert gpus == [3]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_was_pinned_before_a_failure_is_given_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for last in (0, 1, 2, 50, 51, 52, 53):
+        pin_until(last, monkeypatch)
+        found: list[int] = []
+        with closing(feed(100)) as items, pytest.raises(RuntimeError, match="out of memory"):
+            found.extend(steps_of(iter(items)))
+        assert found == list(range(last))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_a_loop_takes_out_of_a_batch_is_there_again_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_until(-1, monkeypatch)
+    with closing(feed(9, replay=2)) as items:
+        assert [item.batch.pop("input_ids")[0, 0].item() for item in items] == [0, 1] * 4 + [0]
