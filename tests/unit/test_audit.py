@@ -90,6 +90,25 @@ def test_steps_that_a_resumed_run_has_not_come_to_again_were_thrown_away(ledger:
     assert "epoch 0: 20 of 100 samples, each once; it is not over: all ranks came to step 4 of 20" in words(ledger)
 
 
+def test_an_epoch_that_came_to_its_end_is_not_over_once_a_start_goes_back_into_it(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    append(ledger, begin_of(start=2, step=5), range(5, 9))
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.is_finished, epoch.steps_done, epoch.num_due) == (True, False, 9, 45)
+
+
+def test_ranks_of_many_workers_may_be_further_apart_when_a_run_is_killed(ledger: Path) -> None:
+    for num_workers, is_proven in ((8, True), (2, False)):
+        run = ledger.with_name(f"of{num_workers}.ledger")
+        for rank, steps in enumerate((40, 20)):
+            for worker in range(num_workers):
+                begin = begin_of(rank, world_size=2, num_sequences=1000)
+                append(run, replace(begin, worker=worker, num_workers=num_workers), range(worker, steps, num_workers))
+        [epoch] = report_on(run).orders[0].epochs
+        assert (epoch.is_proven, epoch.steps_done) == (is_proven, 20 if is_proven else 40)
+
+
 def test_another_world_size_and_batch_size_go_on_at_the_same_sample(ledger: Path) -> None:
     for rank in range(4):
         append(ledger, begin_of(rank, world_size=4), range(3))

@@ -141,3 +141,13 @@ def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
 def test_what_spells_no_mix_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse_mix(text)
+
+
+def test_a_dataset_that_ends_with_a_phase_has_no_sample_behind_it() -> None:
+    for number, names in enumerate(("b", "a")):  # the other one goes on alone; one of the two would be next
+        mixture = Mixture(parse_mix(f"a:1,b:1;{names}:1@4"))
+        samples = [mixture.sample(number, n) for n in range(4)]
+        assert None not in samples[:2]
+        assert samples[2:] == [None, None]
+        sizes = [2, 100] if number == 0 else [100, 2]
+        assert mixture.epoch_length(sizes, "first") == mixture.sample(1 - number, 100)
