@@ -207,6 +207,15 @@ def test_of_a_pair_that_is_alike_the_last_message_is_the_answer(data: Path) -> N
     assert [is_learned for _, is_learned in block.features["chosen"].row(0)] == [False, True]
 
 
+def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more(data: Path) -> None:
+    for num_bad in (2, 3):
+        rows = pa.array([[]] * num_bad + [[1]] * (100 - num_bad), IDS)
+        write(data, 'on_bad_row = "substitute"\nmax_bad_share = 0.02', {"tokens": rows})
+        blocks = open_blocks(data)
+        blocks.get([0])
+        assert (blocks.quarantine.num_bad_rows, blocks.quarantine.refusal is None) == (num_bad, num_bad == 2)
+
+
 def test_a_row_that_is_longer_than_lengths_can_tell_is_bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "LONGEST_ROW", 3)
     write(data, "", {"tokens": pa.array([[1, 2, 3], [1, 2, 3, 4]], IDS)})

@@ -1,0 +1,68 @@
+"""A plan at its borders: the end of an epoch, the largest batch, the last epoch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corpora import write_numbered
+from penstock import Spec
+from penstock.spec import LARGEST_COUNT
+from penstock_server.batches import plan as plan_module
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.problems import BadParameter
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    """Two datasets of one content: 100 rows."""
+    write_numbered(tmp_path / "data" / "a", 100)
+    shutil.copytree(tmp_path / "data" / "a", tmp_path / "data" / "b")
+    return open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+
+
+def test_an_epoch_that_is_consumed_has_no_steps_and_nothing_is_behind_it(catalog: Catalog) -> None:
+    for offset, num_steps in ((0, 10), (90, 1), (91, 0), (100, 0)):
+        assert catalog.plan("a", Spec(batch_size=10, offset=offset)).schedule.num_steps == num_steps
+    with pytest.raises(BadParameter, match="offset=101 is past the epoch's end"):
+        catalog.plan("a", Spec(batch_size=10, offset=101))
+
+
+def test_plans_of_two_datasets_that_hold_the_same_are_two(catalog: Catalog) -> None:
+    one, other = (catalog.plan(name, Spec(batch_size=10)) for name in "ab")
+    assert one.snapshot == other.snapshot
+    assert one.identity != other.identity
+
+
+def test_no_batch_is_larger_than_the_limit(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = catalog.plan("a", Spec(batch_size=10)).largest_layout.nbytes
+    monkeypatch.setattr(plan_module, "MAX_BATCH_BYTES", nbytes)
+    catalog.plan("a", Spec(batch_size=10, seed=1))
+    monkeypatch.setattr(plan_module, "MAX_BATCH_BYTES", nbytes - 1)
+    with pytest.raises(BadParameter, match=f"would be up to {nbytes:,} bytes"):
+        catalog.plan("a", Spec(batch_size=10, seed=2))
+
+
+def test_a_mixture_has_as_many_epochs_as_samples_can_be_counted(catalog: Catalog) -> None:
+    plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:1"))
+    last = LARGEST_COUNT // plan.schedule.num_positions - 1
+    plan.check_epoch(last)
+    with pytest.raises(BadParameter, match=f"epoch {last + 1:,} does not exist: .* as far as epoch {last:,}"):
+        plan.check_epoch(last + 1)
+
+
+def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -> None:
+    plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:3", mix_stop="all", offset=250, tail="wrap"))
+    assert plan.mixture
+    for epoch in range(2):
+        samples = epoch * plan.schedule.num_positions + np.arange(plan.schedule.num_positions)
+        members, numbers = plan.mixture.locate(samples)
+        for position, (member, number) in enumerate(zip(members.tolist(), numbers.tolist(), strict=True)):
+            own_epoch, own = divmod(number, plan.sizes[member])
+            assert own_epoch in plan.own_epochs(member, epoch)
+            assert plan.positions_of(member, epoch, np.array([own]), own_epoch) == [position]
