@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from base64 import b64encode
 from contextlib import closing, suppress
 
@@ -70,10 +69,8 @@ def test_each_request_has_a_patience_of_its_own() -> None:
 
     with pages(answer) as server, closing(Connection()) as connection:
         assert fetch(connection, server) == BODY
-        began = time.monotonic()
         with pytest.raises(Fault, match="timed out"):
             connection.fetch(server, "/path?step=1", silence_seconds=0.2)
-        assert time.monotonic() - began < 3
         over.set()
 
 

@@ -124,7 +124,7 @@ def test_it_comes_home_once_home_lives_again(monkeypatch: pytest.MonkeyPatch, ca
 def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.2)
+    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 1.0)
     monkeypatch.setattr(penstock.servers, "uniform", lambda *_: 1.0)
     asked = Counter[str]()
     lives = threading.Event()
@@ -140,11 +140,11 @@ def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_i
 
         with closing(Transport([first, second], retry_seconds=9)) as transport:
             assert transport.get("/", bytes) == b"away"
-            time.sleep(0.25)
+            time.sleep(1.1)
             assert [some() for _ in range(5)] == [b"away"] * 5
             assert asked["/healthz"] == 1  # it is away for twice as long from here on
             lives.set()
-            time.sleep(0.45)
+            time.sleep(2.1)
             assert some() == b"home"
 
 
