@@ -28,7 +28,7 @@ class Advice:
         if self._had_labels and number <= _MOST_CHECKED:
             self._had_labels = self._check_labels(batch, number)
         if self._source and number == 2:  # behind the first, which nobody is to wait longer for
-            self._check_rows(self._source)
+            self._check_rows(self._source, batch)
         if self._had_place:
             self._had_place = self._check_place(number, has_place=has_place)
 
@@ -53,7 +53,7 @@ class Advice:
             )
         return is_fine
 
-    def _check_rows(self, source: Source) -> None:
+    def _check_rows(self, source: Source, batch: Batch) -> None:
         """Else most of a dataset of long documents would be left out without a word."""
         spec = self._spec
         if not spec.cuts_rows or spec.task != "causal":
@@ -61,10 +61,12 @@ class Advice:
         rows = source.some_lengths(spec, self._epoch)
         num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
         if num_cut > _CUT_SHARE * sum(rows):
+            is_pair = any(name.startswith("chosen_") for name in batch)
+            packings = "long_rows='split' makes several sequences of a long row, packing='best_fit' or 'concat' packs them."
             _warn(
                 f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} are longer than seq_len={spec.seq_len:,}, "
-                f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. long_rows='split' "
-                f"makes several sequences of a long row, packing='best_fit' or 'concat' packs them."
+                f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. "
+                f"{'Preference pairs can be neither split nor packed: raise seq_len.' if is_pair else packings}"
             )
 
 

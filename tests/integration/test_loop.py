@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -179,6 +180,19 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
         data = RemoteDataset(long.url, "long", batch_size=8, seq_len=20, retry_seconds=0.1)
         long.kill()
         assert Source(long.url, "long", rank=0, retry_seconds=0.1).some_lengths(data.spec, 0) == []
+
+
+def test_who_cuts_preference_pairs_is_told_of_no_packing_that_they_cannot_have(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    pairs = {"chosen": ["fox " * 90] * 8, "rejected": ["dog"] * 8}
+    (tmp_path / "pairs").mkdir()
+    pq.write_table(pa.table(pairs), tmp_path / "pairs" / "a.parquet")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    with serve(tmp_path, "--tokenizer", str(tokenizer)) as server:
+        data = RemoteDataset(server.url, "pairs", batch_size=2, seq_len=20)
+        with pytest.warns(UserWarning, match=r"any epoch\. Preference pairs can be neither split nor packed: raise seq_len\.$"):
+            list(data)
 
 
 def test_who_forgets_set_epoch_is_told(server: Server) -> None:
