@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -68,6 +69,12 @@ class Advice:
                 f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. "
                 f"{'Preference pairs can be neither split nor packed: raise seq_len.' if is_pair else packings}"
             )
+
+
+def warn_as_advised(advice: Sequence[str]) -> None:
+    """What the server has to say before a run begins, to one of its ranks."""
+    for text in advice:
+        warnings.warn(text, stacklevel=3)  # where the dataset is made
 
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.advice import Advice, warn_of_discard, warn_of_lag, warn_of_repetition, warn_of_replay
+from penstock.advice import Advice, warn_as_advised, warn_of_discard, warn_of_lag, warn_of_repetition, warn_of_replay
 from penstock.agreement import Agreement
 from penstock.device import Destination, check_device, find_destination
 from penstock.errors import PenstockError, SpecError, StateMismatch
@@ -128,6 +128,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._agreement = None if snapshot else Agreement(f"{dataset}/{asked.digest}")
         if self._agreement and (first := self._agreement.first(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
             resolved = self._source.resolve(replace(asked, snapshot=first))
+        if self.rank == 0:
+            warn_as_advised(resolved.advice)
         self.spec = resolved.spec
         self.steps_per_epoch = resolved.num_steps
         self.vocab_size = resolved.vocab_size

@@ -33,6 +33,7 @@ class Resolved:
     num_sequences  sequences of an epoch, over all ranks
     vocab_size     every token id is below it; None if nobody knows
     tensors        the names of what a batch holds on the wire
+    advice         what the run is to be told before it begins
     """
 
     spec: Spec
@@ -40,6 +41,7 @@ class Resolved:
     num_sequences: int
     vocab_size: int | None
     tensors: tuple[str, ...]
+    advice: tuple[str, ...]
 
 
 class Source:
@@ -168,6 +170,7 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
             num_sequences=int(answer["num_sequences"]),
             vocab_size=None if size is None else int(size),
             tensors=tuple(str(tensor["name"]) for tensor in answer["tensors"]),
+            advice=tuple(map(str, answer["advice"])),
         )
     except PenstockError as error:
         raise VersionMismatch(f"the server knows other parameters than this client: {error}") from error

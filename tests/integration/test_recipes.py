@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -349,6 +350,22 @@ def test_a_dataset_that_will_be_refused_is_told_of_at_the_start(serve: Callable[
     write_tokenizer(tmp_path / "tokenizer.json")
     with serve(tmp_path) as server:
         assert "holes: 20 of 200 rows (10.00%) are known to be bad, more than max_bad_share = 0.01 allows" in server.stop()
+
+
+def test_windows_without_room_are_told_of_with_both_numbers_and_what_fits(serve: Callable[..., Server], tmp_path: Path) -> None:
+    ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
+    (tmp_path / "big").mkdir()
+    pq.write_table(pa.table({"tokens": ids}), tmp_path / "big/part-000.parquet", row_group_size=500)
+    told = r"^big is mixed in windows that take about (1\d,\d{3},\d{3}) bytes .* budget of that is 2,000,000: .*window=(\d+)\.$"
+    with serve(tmp_path, "--cache-bytes", "2MB") as server:
+        with pytest.warns(UserWarning, match=told) as warned:
+            dataset = RemoteDataset(server.url, "big", seq_len=64)
+        assert (len(warned), warned[0].filename) == (1, __file__)
+        assert len(dataset) == 40_000 // 8
+        [found] = re.findall(told, str(warned[0].message))
+        RemoteDataset(server.url, "big", seq_len=64, window=int(found[1]))
+        RemoteDataset(server.url, "big", seq_len=64, rank=1, world_size=2)  # one rank is enough to be told
+        RemoteDataset(server.url, "big", seq_len=64, shuffle="none")
 
 
 def test_global_without_room_is_refused_with_both_numbers(serve: Callable[..., Server], tmp_path: Path) -> None:

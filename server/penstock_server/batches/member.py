@@ -66,15 +66,21 @@ class Member:
         """How blocks become sequences in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
         return self.planned.get((self.order, epoch), partial(_plan, self, epoch))
 
+    @property
+    def window_bytes(self) -> int:
+        """About what the blocks of a window take in the cache: those of the first."""
+        return self.blocks.expected_bytes(self._blocks_of_window(0, 0))
+
     def read_ahead(self, epoch: int, position: int) -> None:
         """Has the blocks of the window behind a position's loaded in the background, if the cache has room for both."""
-        packing, order = self.epoch(epoch)
+        _, order = self.epoch(epoch)
         window = order.window(position)
+        next_ones = partial(self._blocks_of_window, epoch, window + 1)
+        self.blocks.read_ahead((self.snapshot, self.order, epoch), window, next_ones)
 
-        def blocks() -> list[int]:
-            return [block for pool in order.pools_of_window(window + 1).tolist() for block in packing.blocks_of(pool)]
-
-        self.blocks.read_ahead((self.snapshot, self.order, epoch), window, blocks)
+    def _blocks_of_window(self, epoch: int, window: int) -> list[int]:
+        packing, order = self.epoch(epoch)
+        return [block for pool in order.pools_of_window(window).tolist() for block in packing.blocks_of(pool)]
 
 
 def _plan(member: Member, epoch: int) -> PlannedEpoch:

@@ -104,5 +104,6 @@ def describe_spec(plan: Plan) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "padding": plan.padding,
         "tensors": tensors,
+        "advice": plan.advice,
         "spec": plan.spec.to_dict(),
     }

@@ -119,6 +119,12 @@ class Blocks:
         taken = sum(block.nbytes for block in self.get(looked_at))
         return sum(nbytes) * taken // max(sum(nbytes[index] for index in looked_at), 1)
 
+    def expected_bytes(self, indices: Iterable[int]) -> int:
+        """About the bytes of blocks in the cache, without a look at them: some four bytes of text are a token."""
+        nbytes = sum(self._snapshot.block(index).nbytes for index in indices)
+        token_bytes = np.dtype(self._snapshot.token_dtype).itemsize
+        return nbytes * token_bytes // 4 if self._snapshot.recipe.tokenizer else nbytes
+
     @property
     def cache(self) -> CacheFolder:
         """Where blocks are stored, those of all datasets."""
