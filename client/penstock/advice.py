@@ -65,9 +65,9 @@ class Advice:
             is_pair = any(name.startswith("chosen_") for name in batch)
             packings = "long_rows='split' makes several sequences of a long row, packing='best_fit' or 'concat' packs them."
             _warn(
-                f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} are longer than seq_len={spec.seq_len:,}, "
-                f"and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any epoch. "
-                f"{'Preference pairs can be neither split nor packed: raise seq_len.' if is_pair else packings}"
+                f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} longer than "
+                f"seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any "
+                f"epoch. {'Preference pairs can be neither split nor packed: raise seq_len.' if is_pair else packings}"
             )
 
 

@@ -66,9 +66,8 @@ class Connection:
             status, headers, body = self._exchange(server, target, then, silence_seconds, receiving)
         except (httpx.RequestError, OSError, HTTPException) as error:
             reason = self._hung_up or str(error) or type(error).__name__
-            if "WRONG_VERSION_NUMBER" in reason:
-                plain = server.replace("https:", "http:", 1)
-                raise Stranger(f"{server} does not speak TLS: is {plain} meant?") from error
+            if plain := plain_address(server, reason):
+                raise Stranger(plain) from error
             received = receiving.received if receiving.status == 200 else memoryview(b"")
             raise Fault(reason + by_proxy(server), received=received) from error
         finally:
@@ -154,6 +153,12 @@ def client_aside(server: str) -> httpx.Client:
         return _client({}, None)
     # Where there is no proxy, httpx must not read the environment: it fails at what others take for a NO_PROXY.
     return _client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))
+
+
+def plain_address(server: str, reason: str) -> str:
+    """What to say if a connection failed since the server speaks no TLS; "" if it failed otherwise."""
+    is_plain = "WRONG_VERSION_NUMBER" in reason
+    return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?" if is_plain else ""
 
 
 def proxy_of(server: str) -> str | None:

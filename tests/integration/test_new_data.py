@@ -171,7 +171,7 @@ def test_without_a_look_at_the_folder_a_rewritten_shard_is_still_never_served_as
 def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folder: Path) -> None:
     server = start(*NEVER)
     first = server.json(NUMBERS)["snapshot"]
-    same = {"snapshot": first, "previous": first, "changed": False, "added": 0, "removed": 0, "rewritten": 0}
+    same = {"snapshot": first, "previous": first, "changed": False, "recipe": False, "added": 0, "removed": 0, "rewritten": 0}
     assert refresh(server).json() == same
     (folder / "part-000.parquet").touch()  # a new date on the same content
     assert refresh(server).json() == same
@@ -182,17 +182,25 @@ def test_a_refresh_answers_with_what_changed(start: Callable[..., Server], folde
     change = refresh(server).json()
     assert change == {
         "snapshot": server.json(NUMBERS)["snapshot"], "previous": first, "changed": True,
-        "added": 2, "removed": 1, "rewritten": 1,
+        "recipe": False, "added": 2, "removed": 1, "rewritten": 1,
     }  # fmt: skip
     assert change["snapshot"] != first
     assert refresh(server, "nope").status_code == 404
     assert httpx.post(f"{server.url}{NUMBERS}/refresh?now=1", timeout=60).status_code == 422
     (folder / "penstock.toml").write_text("eos = 9")
     assert refresh(server).json()["previous"] == change["snapshot"]
-    latest = server.json(NUMBERS)["snapshot"]
+    with_eos = server.json(NUMBERS)["snapshot"]
+    (folder / "penstock.toml").write_text('eos = 9\non_bad_row = "substitute"')
+    answer = refresh(server).json()
+    assert (answer["snapshot"], answer["changed"], answer["recipe"]) == (with_eos, False, True)
+    (folder / "penstock.toml").unlink()
+    (folder / "part-100.parquet").unlink()
+    latest = refresh(server).json()["snapshot"]
     assert told(server.stop()) == [
         f"numbers: 2 shards added, 1 shard removed, 1 shard rewritten; snapshot {change['snapshot']} follows {first}",
-        f"numbers: its recipe changed; snapshot {latest} follows {change['snapshot']}",
+        f"numbers: its recipe changed; snapshot {with_eos} follows {change['snapshot']}",
+        f"numbers: its recipe changed, and no batch by that; snapshot {with_eos} stays",
+        f"numbers: 1 shard removed, its recipe changed; snapshot {latest} follows {with_eos}",
     ]
 
 

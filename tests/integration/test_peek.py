@@ -271,13 +271,15 @@ def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:
         (["{url}/v1/datasets/pairs/rows/1"], "shows no batch"),
         (["ftp://host/pairs"], "is no address"),
         (["http://127.0.0.1:9/pairs"], "does not answer: [Errno 111] Connection refused. Start a server there"),
+        (["https://{host}/pairs"], "https://{host} does not speak TLS: is http://{host} meant?"),
         (["{url}/gate/pairs"], "answers, but not as a penstock server does: /healthz gave status 404"),
     ],
 )
 def test_what_goes_wrong_is_one_clear_line_and_status_2(server: Server, arguments: list[str], message: str) -> None:
-    done = penstock("peek", *(argument.format(url=server.url) for argument in arguments))
+    names = {"url": server.url, "host": server.url.removeprefix("http://")}
+    done = penstock("peek", *(argument.format(**names) for argument in arguments))
     assert (done.returncode, done.stdout) == (2, "")
-    assert message.format(url=server.url) in done.stderr
+    assert message.format(**names) in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

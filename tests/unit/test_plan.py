@@ -33,6 +33,12 @@ def test_an_epoch_that_is_consumed_has_no_steps_and_nothing_is_behind_it(catalog
         catalog.plan("a", Spec(batch_size=10, offset=101))
 
 
+def test_who_skips_the_whole_epoch_is_told_so(catalog: Catalog) -> None:
+    assert catalog.plan("a", Spec(batch_size=10, skip="0-8")).schedule.num_steps == 1
+    with pytest.raises(BadParameter, match=r"^skip=samples:0-999 leaves nothing of the epoch: it has 100 sequences\.$"):
+        catalog.plan("a", Spec(batch_size=10, skip="0-99"))
+
+
 def test_plans_of_two_datasets_that_hold_the_same_are_two(catalog: Catalog) -> None:
     one, other = (catalog.plan(name, Spec(batch_size=10)) for name in "ab")
     assert one.snapshot == other.snapshot

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 import httpx
 
 from penstock.commands.address import Address
-from penstock.connection import ask_aside, by_proxy
+from penstock.connection import ask_aside, by_proxy, plain_address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
 from penstock.transport import Transport
 from penstock.urls import DATASETS, dataset_path
@@ -25,6 +25,8 @@ def greet(server: str) -> dict[str, Any]:
     try:
         response = ask_aside(f"{server}/healthz", _GREETING_SECONDS)
     except httpx.RequestError as error:
+        if plain := plain_address(server, str(error)):
+            raise PenstockError(plain) from error
         raise ServerUnavailable(
             f"{server} does not answer: {error or type(error).__name__}{by_proxy(server)}. Start a server there (penstock "
             f"serve DATA_DIR), or correct the address."

@@ -15,6 +15,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from penstock.skip import kept
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.wire import VERSION, Address, Layout
 from penstock.wording import counted
@@ -264,6 +265,8 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         tail=spec.tail,
         skipped=skipped,
     )
+    if skipped and not kept(skipped, num_positions):
+        raise BadParameter(f"skip={spec.skip} leaves nothing of the epoch: it has {counted(num_positions, 'sequence')}.")
     if spec.offset == 0 and schedule.num_steps == 0:
         may_split = spec.cuts_rows and spec.task == "causal"
         more = "make several sequences of long rows with long_rows=split or packing=concat, " if may_split else ""

@@ -29,11 +29,15 @@ log = logging.getLogger("penstock.dataset")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What a look at a folder changed: the latest snapshot, the one before, and how many of its shards differ."""
+    """What a look at a folder changed: the latest snapshot, the one before, and how many of its shards differ.
+
+    `recipe` is whether its recipe differs, also in what makes no other snapshot, such as what becomes of bad rows.
+    """
 
     snapshot: str
     previous: str | None
     changed: bool
+    recipe: bool
     added: int
     removed: int
     rewritten: int
@@ -47,6 +51,7 @@ class Change:
             snapshot=after.fingerprint,
             previous=before.fingerprint if before else None,
             changed=before is None or before.fingerprint != after.fingerprint,
+            recipe=before is not None and not before.recipe.is_like(after.recipe),
             added=len(new.keys() - old.keys()),
             removed=len(old.keys() - new.keys()),
             rewritten=sum(old[name] != new[name] for name in old.keys() & new.keys()),
@@ -56,11 +61,14 @@ class Change:
         """For the log."""
         if self.previous is None:
             return f"is new: {counted(self.added, 'shard')}; snapshot {self.snapshot}"
+        if not self.changed and self.recipe:
+            return f"its recipe changed, and no batch by that; snapshot {self.snapshot} stays"
         if not self.changed:
             return f"can be opened again, with nothing changed; snapshot {self.snapshot}"
         counts = {"added": self.added, "removed": self.removed, "rewritten": self.rewritten}
-        shards = [f"{counted(number, 'shard')} {how}" for how, number in counts.items() if number]
-        return f"{', '.join(shards) or 'its recipe changed'}; snapshot {self.snapshot} follows {self.previous}"
+        parts = [f"{counted(number, 'shard')} {how}" for how, number in counts.items() if number]
+        parts += ["its recipe changed"] * self.recipe
+        return f"{', '.join(parts)}; snapshot {self.snapshot} follows {self.previous}"
 
 
 class Dataset:
@@ -177,7 +185,7 @@ class Dataset:
             raise DatasetRefused(reason) from error
         self._read = sight if reliable else None
         change = Change.between(before.latest.snapshot if before.latest else None, latest.snapshot)
-        if change.changed or before.error:
+        if change.changed or change.recipe or before.error:
             log.info("%s: %s", self.name, change)
         return change
 
