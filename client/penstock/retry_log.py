@@ -55,9 +55,18 @@ class RetryLog:
         """The server that this rank has for its own is asked again."""
         self._say("home", f"{server} lives again: back to it")
 
+    def slow(self, server: str, seconds: float) -> None:
+        """A server lives, and has sent nothing for so long; the ranks of a job wait for the same, so one tells."""
+        if _is_first_rank():
+            self._say(
+                "slow",
+                f"{server} lives, and has sent nothing for {seconds:.0f} seconds: it reads or tokenizes what the batch needs, "
+                f"which penstock prepare does beforehand",
+            )
+
     def progress(self, progress: NotYet) -> None:
         """A bar that grows in its line of a terminal; elsewhere a line now and then."""
-        if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # of many ranks one draws
+        if sys.stderr.isatty() and _is_first_rank():
             done = round(_BAR_WIDTH * progress.share)
             bar = f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}"
             sys.stderr.write(f"\r{bar[: shutil.get_terminal_size().columns - 1]}\x1b[K")
@@ -84,6 +93,10 @@ class RetryLog:
         self._said_at[stage] = now
         _log(text)
         return True
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _log(text: str) -> None:

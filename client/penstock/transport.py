@@ -51,7 +51,7 @@ class Transport:
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds)
         self._connection = Connection()
-        self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)))
+        self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)), self._log.slow)
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
         """What `decode` makes of the body at `target`, path and query. A WireError of `decode` counts as a failed attempt.

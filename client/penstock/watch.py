@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.connection import Connection
@@ -18,10 +18,13 @@ _LOOKS = 4  # in the time that a server may be silent
 
 
 class Watch:
-    """Hangs up on servers that are silent for `patience_seconds` and then do not answer aside."""
+    """Hangs up on servers that are silent for `patience_seconds` and then do not answer aside.
 
-    def __init__(self, connection: Connection, patience_seconds: float) -> None:
-        self._connection, self._patience_seconds = connection, patience_seconds
+    Of one that does, and so is only slow, `tell(server, patience_seconds)` is called once a request.
+    """
+
+    def __init__(self, connection: Connection, patience_seconds: float, tell: Callable[[str, float], None]) -> None:
+        self._connection, self._patience_seconds, self._tell = connection, patience_seconds, tell
         self._watched: _Watched | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-watch", daemon=True)
@@ -51,14 +54,18 @@ class Watch:
                 continue
             if self._connection.is_alive(watched.server, _ANSWER_SECONDS):
                 watched.since = time.monotonic()
+                if not watched.is_told and watched is self._watched:
+                    watched.is_told = True
+                    self._tell(watched.server, self._patience_seconds)
             elif watched is self._watched:
                 silent_seconds = time.monotonic() - silent_since
                 self._connection.hang_up(f"silent for {silent_seconds:.0f} seconds, and it does not answer /healthz either")
 
 
 class _Watched:
-    """A server that is waited for, and since when it has not been known to live."""
+    """A server that is waited for, since when it has not been known to live, and whether it is told that it is slow."""
 
     def __init__(self, server: str) -> None:
         self.server = server
         self.since = time.monotonic()
+        self.is_told = False

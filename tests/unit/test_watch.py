@@ -65,10 +65,19 @@ def test_one_that_stops_in_the_middle_of_an_answer_gives_way_too_and_what_came_i
         over.set()
 
 
-def test_a_server_that_is_slow_but_lives_is_waited_for() -> None:
+def test_a_server_that_is_slow_but_lives_is_waited_for_and_one_rank_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with alive(slowly) as slow, pages(lambda _: (200, b"here")) as other:
         assert get(slow, other) == (b"slow", 0)
+        assert [record.getMessage() for record in caplog.records] == [
+            f"penstock: {slow} lives, and has sent nothing for 0 seconds: it reads or tokenizes what the batch needs, which "
+            f"penstock prepare does beforehand"
+        ]
+        caplog.clear()
+        monkeypatch.setenv("RANK", "1")
         assert get(slow, retry_seconds=0.5) == (b"slow", 0)
+        assert not caplog.records
 
 
 def test_one_that_lives_but_never_answers_gives_way_while_another_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
