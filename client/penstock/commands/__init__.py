@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from functools import partial
 from importlib import import_module
 
@@ -94,6 +95,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a command; what the client raises is one line, without a traceback, and status 2."""
     command = import_module(f"penstock.commands.{name}")
+    # As a line of its own: where in this package a warning comes from is nothing to a person at a terminal.
+    warnings.showwarning = lambda message, *_: print(f"penstock {name}: {message}", file=sys.stderr)
     try:
         status: int = command.run(arguments)
         sys.stdout.flush()
