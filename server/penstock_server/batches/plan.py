@@ -29,7 +29,6 @@ from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import BadParameter
 
 MAX_BATCH_BYTES = 1 << 30
-_SMALL_WINDOW = 1000  # sequences; fewer mix too little to be recommended
 _REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, also when the folder has moved on
 
 
@@ -131,41 +130,10 @@ class Plan:
         """The address that a frame of this plan carries."""
         return Address(self.dataset, self.snapshot, self.spec.digest, epoch, rank, step)
 
-    def check_room(self) -> None:
-        """Whether the cache has room for what the shuffle needs. Raises BadParameter: it has not; both numbers are told."""
-        if self.spec.shuffle != "global":
-            return
-        needed, budget = (
-            sum(member.blocks.estimated_bytes for member in self.members),
-            self.members[0].blocks.cache.configured_bytes,
-        )
-        if needed > budget:
-            raise BadParameter(
-                f"shuffle=global needs every block in the cache at once: {self.dataset} takes about {needed:,} bytes there, "
-                f"and the budget is {budget:,}. Each batch would decode most of its rows anew. Raise --cache-bytes, or use "
-                f"shuffle=window: with the largest window that fits it mixes nearly as well."
-            )
-
     @cached_property
     def window_bytes(self) -> int:
         """About what the blocks that sequences are drawn from at a time take in the cache."""
         return sum(member.window_bytes for member in self.members) if self.spec.shuffle == "window" else 0
-
-    @property
-    def advice(self) -> list[str]:
-        """What a run should be told before it begins."""
-        needed, budget = self.window_bytes, self.members[0].blocks.cache.budget_bytes
-        if needed <= budget:
-            return []
-        # Room for a window and the next, which is loaded ahead; a window is whole blocks.
-        fits = min(self.spec.window, sum(self.sizes)) * budget // needed // 2
-        has_small_blocks = 8 * max(member.snapshot.largest_block_bytes for member in self.members) <= budget
-        or_less = f", or mix in smaller windows: window={fits}" if fits >= _SMALL_WINDOW and has_small_blocks else ""
-        return [
-            f"{self.dataset} is mixed in windows that take about {needed:,} bytes each in the server's block cache, and the "
-            f"budget of that is {budget:,}: blocks are decoded and tokenized again for nearly every batch. Raise "
-            f"--cache-bytes{or_less}."
-        ]
 
     def check(self, epoch: int, step: int, rank: int) -> None:
         """Whether there is such a batch. Raises StepOutOfRange, RankOutOfRange, BadParameter: there is none."""

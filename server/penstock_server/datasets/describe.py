@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from penstock_server.batches.plan import Plan
+from penstock_server.batches.room import advice
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
 from penstock_server.recipes.declaration import FILE_NAME
@@ -104,6 +105,6 @@ def describe_spec(plan: Plan) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "padding": plan.padding,
         "tensors": tensors,
-        "advice": plan.advice,
+        "advice": advice(plan),
         "spec": plan.spec.to_dict(),
     }

@@ -14,6 +14,7 @@ from penstock import wire
 from penstock.spec import LARGEST_COUNT
 from penstock.urls import DATASETS
 from penstock_server.batches.plan import Plan
+from penstock_server.batches.room import check_room
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
@@ -67,7 +68,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
     def show_spec(request: Request, dataset: Name) -> Response:
         """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
         plan = plan_of(request, dataset)
-        plan.check_room()
+        check_room(plan)
         answer = JSONResponse(describe_spec(plan))
         # A run counts its steps by it: with a digit flipped on the way it would end early, and nobody would notice.
         answer.headers["Content-Digest"] = wire.content_digest(bytes(answer.body))
