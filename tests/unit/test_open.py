@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, models
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.problems import DatasetRefused, UnknownDataset
+from penstock_server.problems import BadRow, DatasetRefused, UnknownDataset
 from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.snapshot import Snapshot, read_folder
 from penstock_server.storage.blocks import Blocks
@@ -103,7 +104,9 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
         ("eos = 4000", "eos = 4000 is no token of the vocabulary"),
         ("vocab_size = 0", "vocab_size must be a whole number from 1"),
         ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "substitute"'),
-        ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size contradicts tokenizer"),
+        ("max_bad_share = 0.1", "max_bad_share limits what is substituted, and nothing is"),
+        ("vocab_size = 9", "vocab_size contradicts the tokenizer"),
+        ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size contradicts the tokenizer"),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_what_is_wrong(data: Path, tokenizer: Path, toml: str, message: str) -> None:
@@ -493,6 +496,52 @@ def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
     (data / "penstock.toml").write_text(told)
     [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
     assert (block.rows.tolist(), block.bad) == ([0, 3], {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "toml"),
+    [
+        ({"text": ["one", "", "two"]}, ""),
+        ({"text": ["one", "", "two"]}, "filter = \"text is null or text != 'three'\"\n"),
+        ({"prompt": ["one", "two", "three"], "response": ["four", "", "five"]}, ""),
+        ({"tokens": [[1, 2], [], [3]]}, ""),
+        ({"tokens": [[1, 2], None, [3]]}, ""),
+    ],
+)
+def test_an_empty_row_is_told_with_the_filter_that_leaves_it_out(
+    data: Path, tokenizer: Path, tmp_path: Path, columns: dict[str, list[Any]], toml: str
+) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(columns), data / "part-000.parquet")
+    (data / "penstock.toml").write_text(toml)
+    blocks = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache")))
+    [block] = blocks.get([0])
+    with pytest.raises(BadRow) as refusal:
+        blocks.check_bad_rows(block, 0)
+    (data / "penstock.toml").write_text(str(refusal.value).partition("may leave such rows out: ")[2])
+    [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
+    assert (block.rows.tolist(), block.bad) == ([0, 2], {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "toml"),
+    [
+        ({"meta": [{"text": "one"}, {"text": ""}]}, 'text = "meta.text"'),
+        ({"text": ["one", "two"], "score": [1, None]}, 'columns = ["score"]'),
+        ({"tokens": [[1], [2, None]]}, ""),
+    ],
+)
+def test_where_no_filter_helps_none_is_told(
+    data: Path, tokenizer: Path, tmp_path: Path, columns: dict[str, list[Any]], toml: str
+) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(columns), data / "part-000.parquet")
+    (data / "penstock.toml").write_text(toml)
+    blocks = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache")))
+    [block] = blocks.get([0])
+    with pytest.raises(BadRow, match="row 1 of row group 0") as refusal:
+        blocks.check_bad_rows(block, 0)
+    assert str(refusal.value).endswith("so a run can go on where it stopped.")
 
 
 def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:

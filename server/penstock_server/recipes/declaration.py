@@ -78,8 +78,8 @@ def read_declaration(folder: Path) -> dict[str, Any]:
         for key, value in given.items()
         if key in _KEYS and not _KEYS[key][0](value)
     ]
-    if "tokenizer" in given and "vocab_size" in given:
-        problems.append("vocab_size contradicts tokenizer, which says it itself; remove one")
+    if "max_bad_share" in given and given.get("on_bad_row") != "substitute":
+        problems.append('max_bad_share limits what is substituted, and nothing is: set on_bad_row = "substitute", or remove it')
     if "mix" in unknown:
         problems.append("a mixture is declared in a folder of its own, without shards")
     if problems:

@@ -7,7 +7,6 @@ A row is kept where the condition is true; where it is false or null, the datase
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,13 +88,13 @@ def _reason(error: Exception) -> str:
     return "a whole number that it calculates does not fit 64 bits" if reason == "overflow" else reason
 
 
-def not_null(columns: Sequence[str]) -> str:
-    """The text of the filter that keeps the rows in which none of these columns is null."""
-    return " and ".join(f"{_named(name)} is not null" for name in columns)
+def not_null(column: str) -> str:
+    """The text of the filter that keeps the rows in which a column is not null."""
+    return f"{_named(column)} is not null"
 
 
 def not_empty(column: str) -> str:
-    """The text of the filter that keeps the rows in which a column of text is neither null nor empty."""
+    """The text of the filter that keeps the rows in which a column of texts or lists is neither null nor empty."""
     return f"length({_named(column)}) > 0"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from penstock.batch import TENSOR_NAMES
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
 from penstock_server.recipes.fields import Field, FieldError
-from penstock_server.recipes.filters import Filter
+from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
@@ -79,6 +80,27 @@ class Recipe:
     def token_columns(self) -> tuple[str, ...]:
         """The top-level columns that the tokens are made of."""
         return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))
+
+    @property
+    def filter_of_missing(self) -> str:
+        """The line of penstock.toml that leaves out rows without a value that tokens are made of, or with an empty one.
+
+        "" where no filter can ask: for what lies inside a column, and for what a transform makes.
+        """
+        if self.transform:
+            return ""
+        terms: dict[str, None] = {}
+        for _, source in self.fields:
+            may_be_empty = source.is_template or self.chat
+            columns = [path[0] for _, path in source.parts if path and len(path) == 1]
+            terms |= dict.fromkeys(not_null(column) if may_be_empty else not_empty(column) for column in columns)
+        kept = [f"({self.filter.text})"] if self.filter else []
+        return f"filter = {json.dumps(' and '.join([*kept, *terms]), ensure_ascii=False)}" if terms else ""
+
+    def calls_missing(self, reason: str) -> bool:
+        """Whether a row is bad because a value is missing, or empty, that its tokens are made of."""
+        name, _, what = f" {reason}".rpartition(" is ")
+        return what in ("null", "empty") and name.strip() in ("", *(source.text for _, source in self.fields))
 
     @property
     def read_columns(self) -> list[str] | None:

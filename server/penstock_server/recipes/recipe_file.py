@@ -63,6 +63,10 @@ class _Reader:
         given = self._given
         kind, fields = self._fields()
         tokenizer = self._tokenizer(kind, fields)
+        if tokenizer and "vocab_size" in given:
+            raise DatasetRefused(
+                f"{self._folder / FILE_NAME}: vocab_size contradicts the tokenizer, which says it itself; remove it."
+            )
         vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
         chat = self._chat(kind, fields)
         eos_id = self._eos(kind == "tokens" or chat is not None, tokenizer, vocab_size)

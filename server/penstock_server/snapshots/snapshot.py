@@ -17,7 +17,6 @@ from penstock_server.geometry.best_fit import pools_of
 from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place
-from penstock_server.recipes.filters import not_empty, not_null
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.recipe_file import read_recipe
 from penstock_server.snapshots.footers import Footers
@@ -222,13 +221,10 @@ def _check_rows(snapshot: Snapshot) -> None:
             if nulls and recipe.on_bad_row == "fail":
                 num_bad = sum(sum(each.null_rows) for each in snapshot.shards)
                 too_many = num_bad > recipe.max_bad_share * snapshot.num_rows
-                columns = recipe.token_columns
-                is_text = recipe.kind == "text" and len(columns) == 1  # what is empty cannot be used either
-                sound = not_empty(columns[0]) if is_text else not_null(columns)
                 are = f"{counted(nulls, 'row')} {'is' if nulls == 1 else 'are'}"
                 limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
                 raise DatasetRefused(
-                    f"{shard.path}, row group {group}: {are} null in {' or '.join(columns)}. Remove "
-                    f"them, or say in penstock.toml filter = {json.dumps(sound, ensure_ascii=False)} "
+                    f"{shard.path}, row group {group}: {are} null in {' or '.join(recipe.token_columns)}. Remove "
+                    f"them, or say in penstock.toml {recipe.filter_of_missing} "
                     f'to leave them out, or on_bad_row = "substitute"{limit} to serve a neighbour in their place.'
                 )

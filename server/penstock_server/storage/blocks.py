@@ -153,13 +153,16 @@ class Blocks:
 
     def bad_row(self, block: Block, index: int, row: int) -> BadRow:
         """What is said of a row of block `index` that cannot be used."""
-        address, name = self._snapshot.block(index), self._snapshot.folder.name
-        limit = f" and raise max_bad_share, {self._snapshot.recipe.max_bad_share:g}," if self.quarantine.has_too_many else ""
+        address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
+        limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.quarantine.has_too_many else ""
         place = f"row {address.first_row + int(block.rows[row])} of row group {address.row_group} in {address.shard.path.name}"
+        leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
+        or_leave_out = f" A run that has not begun yet may leave such rows out: {leave_out}" if leave_out else ""
         return BadRow(
-            f"{name}: {place} {block.bad[row]}; {len(block.bad):,} of the {block.num_rows:,} rows beside it cannot be used. "
-            f'Mend the shard, or set on_bad_row = "substitute"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
-            f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
+            f"{self._snapshot.folder.name}: {place} {reason}; {len(block.bad):,} of the {block.num_rows:,} rows beside it "
+            f'cannot be used. Mend the shard, or set on_bad_row = "substitute"{limit} in '
+            f"{self._snapshot.folder / 'penstock.toml'} to serve a neighbour in place of each: that changes no other batch, so "
+            f"a run can go on where it stopped.{or_leave_out}"
         )
 
     def _ask(self, index: int) -> Asked:
