@@ -70,7 +70,7 @@ def test_many_kills_in_an_epoch_lose_repeat_and_change_nothing(tmp_path: Path, m
 
 
 def dataset(server: Server) -> RemoteDataset:
-    return RemoteDataset(server.url, "numbers", batch_size=8, seq_len=8, seed=SEED, prefetch_bytes=1 << 14, retry_seconds=60)
+    return RemoteDataset(server.url, "numbers", batch_size=8, seq_len=8, seed=SEED, prefetch_bytes=1 << 14)
 
 
 def contents(batch: dict[str, torch.Tensor]) -> bytes:

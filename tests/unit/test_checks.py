@@ -120,21 +120,23 @@ def test_a_server_that_is_away_still_shows_what_is_here() -> None:
 CACHE = {"used_bytes": 50_000_000, "budget_bytes": 10**9, "asked_bytes": 10**9}
 
 
-def cache(tokens: int | None = 1000, **other: int) -> Check:
-    [check] = check_cache([{"cache": {**CACHE, **other}, "tokens": tokens, "token_dtype": "uint16"}])
+def cache(blocks_bytes: int = 2000, **other: int) -> Check:
+    [check] = check_cache([{"cache": {**CACHE, **other}, "blocks_bytes": blocks_bytes}])
     return check
 
 
 def test_a_cache_that_is_full_lowered_or_too_small_is_told() -> None:
     assert cache() == Check("ok", "cache", "50.0 MB of 1.0 GB used")
-    assert cache(tokens=None).level == "ok"
     lowered = cache(budget_bytes=60_000_000)
     assert (lowered.level, "the budget is 60.0 MB in place of 1.0 GB" in lowered.text) == ("warn", True)
     assert "free some of the disk" in lowered.fix
     full = cache(used_bytes=999_000_000)
     assert (full.level, full.fix) == ("warn", "raise --cache-bytes if the disk has room")
-    small = cache(tokens=10**9)
-    assert (small.level, "the datasets take 2.0 GB: blocks that do not fit are decoded again" in small.text) == ("warn", True)
+    small = cache(2 * 10**9)
+    assert (small.level, "the datasets take about 2.0 GB: blocks that do not fit are decoded again" in small.text) == (
+        "warn",
+        True,
+    )
 
 
 BAD_ROWS = {"known": 0, "on_bad_row": "fail", "refusal": None, "unread_row_groups": 0}

@@ -518,7 +518,7 @@ def test_an_empty_row_is_told_with_the_filter_that_leaves_it_out(
     [block] = blocks.get([0])
     with pytest.raises(BadRow) as refusal:
         blocks.check_bad_rows(block, 0)
-    (data / "penstock.toml").write_text(str(refusal.value).partition("may leave such rows out: ")[2])
+    (data / "penstock.toml").write_text(str(refusal.value).partition("may leave such rows out by ")[2].removesuffix("."))
     [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
     assert (block.rows.tolist(), block.bad) == ([0, 2], {})
 

@@ -15,7 +15,6 @@ from penstock.spec import Spec
 from penstock.transport import Transport
 from penstock.wording import counted, rows_kept
 
-_TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 _FULL = 0.97
 _PULLED_BYTES, _PULLED_SECONDS = 4 * RUN_BYTES, 3.0
 _SEQ_LEN = 65_536
@@ -86,7 +85,7 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     used, budget, asked = cache["used_bytes"], cache["budget_bytes"], cache["asked_bytes"]
     text = f"{size(used)} of {size(budget)} used"
     again = "blocks that do not fit are decoded again when they come round"
-    counted = [one["tokens"] * _TOKEN_BYTES.get(one["token_dtype"], 4) for one in datasets if one["tokens"] is not None]
+    needed = sum(one["blocks_bytes"] for one in datasets)
     if budget < asked:
         yield Check(
             "warn",
@@ -94,9 +93,9 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
             f"{text}; its disk was full, so the budget is {size(budget)} in place of {size(asked)}: {again}",
             "free some of the disk of --cache-dir: the budget rises again with the next blocks",
         )
-    elif used >= _FULL * budget or sum(counted) > budget:
-        needed = f"; the datasets take {size(sum(counted))}" if len(counted) == len(datasets) else ""
-        yield Check("warn", "cache", f"{text}{needed}: {again}", "raise --cache-bytes if the disk has room")
+    elif used >= _FULL * budget or needed > budget:
+        text = f"{text}; the datasets take about {size(needed)}: {again}"
+        yield Check("warn", "cache", text, "raise --cache-bytes if the disk has room")
     else:
         yield Check("ok", "cache", text)
 
@@ -133,6 +132,9 @@ def _pull(server: str, transport: Transport, dataset: str) -> Check:
         text += f"; the first batch took {first:.1f} s, in which the server made its block"
     if pulled / elapsed < _SLOW_BYTES_PER_SECOND:
         return Check(
-            "warn", "bandwidth", text, "a million tokens a second take 2 to 4 MB/s; look for a slow link or a busy server"
+            "warn",
+            "bandwidth",
+            text,
+            "a million tokens a second take 2 to 4 MB/s; look for a slow link, a busy server, or too small a block cache",
         )
     return Check("ok", "bandwidth", text)

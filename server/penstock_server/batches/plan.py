@@ -86,7 +86,7 @@ class Plan:
         if not any(tensor.is_ragged for tensor in self.tensors):
             return self.largest_layout.nbytes
         snapshots = [member.snapshot for member in self.members]
-        per_row = max(sum(sum(shard.bytes_per_group) for shard in s.shards) // max(1, s.num_rows) for s in snapshots)
+        per_row = max(snapshot.nbytes // max(1, snapshot.num_rows) for snapshot in snapshots)
         return self.largest_layout.nbytes + self.spec.batch_size * per_row
 
     @cached_property

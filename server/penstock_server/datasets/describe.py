@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import advice
 from penstock_server.datasets.declared import DeclaredMixture
@@ -20,11 +22,12 @@ def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
 def describe_dataset(served: Served) -> dict[str, Any]:
     """A snapshot that is served. `tokens`, and with a filter `rows_served`, are null until they are counted.
 
-    The cache is that of all datasets.
+    The cache is that of all datasets; `blocks_bytes` is about what the blocks of this one take there.
     """
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     tokens = int(index.lengths.get().per_block("all")[1].sum()) if index.lengths.is_ready else None
+    token_bytes = np.dtype(snapshot.token_dtype).itemsize
     return {
         "name": served.name,
         "rows": snapshot.num_rows,
@@ -33,6 +36,7 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
+        "blocks_bytes": served.blocks.expected_bytes(snapshot.nbytes) if tokens is None else tokens * token_bytes,
         "index": dict(zip(("blocks_done", "blocks"), index.progress(), strict=True)),
         "bad_rows": {
             "known": quarantine.num_bad_rows,
@@ -77,7 +81,7 @@ def describe_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str
     if not tight:
         return None
     largest = max(served.snapshot.largest_block_bytes for served in tight)
-    together = sum(sum(shard.bytes_per_group) for served in datasets for shard in served.snapshot.shards)
+    together = sum(served.snapshot.nbytes for served in datasets)
     return (
         f"the budget of the block cache, {budget_bytes:,} bytes, is too small for even one of the larger blocks of "
         f"{', '.join(served.name for served in tight)}, of up to about {largest:,} bytes. They are not kept, but decoded and "

@@ -102,6 +102,11 @@ class Snapshot:
         return len(self.rows_per_block)
 
     @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all shards' columns that are read, uncompressed."""
+        return sum(sum(shard.bytes_per_group) for shard in self.shards)
+
+    @cached_property
     def largest_block_bytes(self) -> int:
         """About the bytes of the largest block's columns, uncompressed; see BlockAddress.nbytes."""
         nbytes = np.array([n for shard in self.shards for n in shard.bytes_per_group], np.int64)

@@ -119,9 +119,8 @@ class Blocks:
         taken = sum(block.nbytes for block in self.get(looked_at))
         return sum(nbytes) * taken // max(sum(nbytes[index] for index in looked_at), 1)
 
-    def expected_bytes(self, indices: Iterable[int]) -> int:
-        """About the bytes of blocks in the cache, without a look at them: some four bytes of text are a token."""
-        nbytes = sum(self._snapshot.block(index).nbytes for index in indices)
+    def expected_bytes(self, nbytes: int) -> int:
+        """About what so many bytes of shards take in the cache, without a look at them: some four bytes of text are a token."""
         token_bytes = np.dtype(self._snapshot.token_dtype).itemsize
         return nbytes * token_bytes // 4 if self._snapshot.recipe.tokenizer else nbytes
 
@@ -157,7 +156,7 @@ class Blocks:
         limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.quarantine.has_too_many else ""
         place = f"row {address.first_row + int(block.rows[row])} of row group {address.row_group} in {address.shard.path.name}"
         leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
-        or_leave_out = f" A run that has not begun yet may leave such rows out: {leave_out}" if leave_out else ""
+        or_leave_out = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
         return BadRow(
             f"{self._snapshot.folder.name}: {place} {reason}; {len(block.bad):,} of the {block.num_rows:,} rows beside it "
             f'cannot be used. Mend the shard, or set on_bad_row = "substitute"{limit} in '
