@@ -33,6 +33,9 @@ class Iteration(Iterator[Batch]):
                 raise PenstockError(
                     "another thread is taking a batch of this iteration: give each a dataset of its own."
                 ) from error
+            if isinstance(error, PenstockError):
+                # Its message says all, and would stand below some twenty frames.
+                raise error.with_traceback(None) from error.__cause__
             raise
 
     def close(self) -> None:

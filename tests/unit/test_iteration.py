@@ -26,6 +26,19 @@ def test_what_was_closed_does_not_pass_for_what_ended_and_what_ended_stays_so() 
     assert list(ended) == []
 
 
+def test_an_error_that_says_all_shows_the_loop_and_a_fault_where_it_is() -> None:
+    def batches(error: Exception) -> Generator[Batch, None, None]:
+        yield {"number": [1]}
+        raise error
+
+    shown = []
+    for error in (PenstockError("the server is away"), ZeroDivisionError()):
+        with pytest.raises(type(error)) as caught:
+            list(Iteration(batches(error)))
+        shown.append([frame.name for frame in caught.traceback])
+    assert shown == [[shown[0][0], "__next__"], [shown[0][0], "__next__", "batches"]]
+
+
 def test_a_second_thread_is_refused_and_ends_nothing() -> None:
     asked, may_go_on = threading.Event(), threading.Event()
 

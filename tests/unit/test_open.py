@@ -351,7 +351,7 @@ def test_who_asks_for_an_unknown_dataset_is_told_which_are_not_served(data: Path
     write_numbered(data / "good", 3)
     write_numbered(data / "bad", 3)
     (data / "bad" / "penstock.toml").write_text('tokens = "none"')
-    with pytest.raises(UnknownDataset, match=r"This server has: good\. Not served, for reasons that GET .* tells: bad\.$"):
+    with pytest.raises(UnknownDataset, match=r"Served are: good\. Not served, for reasons that GET .* tells: bad\.$"):
         open_all()["god"]
 
 

@@ -94,7 +94,7 @@ class Catalog:
         else:
             hint = did_you_mean(name, [*served, *refused])
         kept_out = f" Not served, for reasons that GET /v1/datasets tells: {', '.join(refused)}." if refused else ""
-        raise UnknownDataset(f"there is no dataset {name!r}.{hint} This server has: {', '.join(served) or 'none'}.{kept_out}")
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served are: {', '.join(served) or 'none'}.{kept_out}")
 
     def refresh(self, name: str) -> Change:
         """Takes in what changed in a dataset's folder, at once.
