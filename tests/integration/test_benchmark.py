@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 import peers
 from contest import Contest
@@ -17,6 +19,7 @@ from corpus import BATCH_SIZE, Corpus
 from forks import Fork
 from generate import write_corpus
 from processes import ProcessFailed, run
+from ratios.training_step import Size, compare
 from results import Loader
 from servers import penstock, prepare
 
@@ -58,6 +61,17 @@ def test_a_loader_that_is_not_installed_fails_alone(corpus: Corpus, monkeypatch:
     assert isinstance(loader, Loader)
     assert loader.samples == []
     assert loader.failures == ["not installed: there is no .venv in benchmarks; `make bench` makes it"]
+
+
+def test_a_training_step_is_measured_where_batches_lie(corpus: Corpus) -> None:
+    cache = corpus.folder / "cache"
+    prepare(corpus.parquet, cache)
+    size = Size(dim=64, num_layers=1, batch_size=1, num_steps=1, num_profiled=1, num_repeats=1)
+    with penstock(corpus.parquet, cache) as server:
+        measured = compare(server.address, torch.device("cuda" if torch.cuda.is_available() else "cpu"), size)
+    assert measured.theirs
+    assert measured.ours > 0
+    assert re.fullmatch(r"[+-]\d+\.\d\d%; calls that wait for the GPU in 1 steps: (\d+) and \1", measured.note)
 
 
 def test_ranks_get_their_own_batches_at_once(corpus: Corpus) -> None:
