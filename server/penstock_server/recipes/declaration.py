@@ -78,7 +78,7 @@ def read_declaration(folder: Path) -> dict[str, Any]:
         for key, value in given.items()
         if key in _KEYS and not _KEYS[key][0](value)
     ]
-    if "max_bad_share" in given and given.get("on_bad_row") != "substitute":
+    if "max_bad_share" in given and "on_bad_row" not in given:
         problems.append('max_bad_share limits what is substituted, and nothing is: set on_bad_row = "substitute", or remove it')
     if "mix" in unknown:
         problems.append("a mixture is declared in a folder of its own, without shards")
