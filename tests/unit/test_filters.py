@@ -103,6 +103,8 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
         (one(pa.dictionary(pa.int8(), pa.string()), "a", "b", None), "upper(x) = 'A'", [True, False, False]),
         (one(pa.dictionary(pa.int8(), pa.int16()), 1, 2, None), "x > 1", [False, True, False]),
         (one(pa.string(), "über", "a\nb", "\N{SNOWMAN}"), "length(x) = 4 or x like 'a_b' or x like '_'", [True, True, True]),
+        (one(pa.int64(), 1, 2, 3), "x + x % 2 = 2", [True, True, False]),
+        (one(pa.int64(), 1, 2, 3), "x between x + x % 2 and 3", [False, True, False]),
         (one(pa.string(), "it's", "IT'S", 'it"s'), "x = 'it''s'", [True, False, False]),
         (one(pa.float16(), 1, 2, None), "x * 2 = 4", [False, True, False]),
         (one(pa.decimal128(9, 2), 1, 2, None), "x > 1.5", [False, True, False]),
