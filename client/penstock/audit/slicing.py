@@ -101,7 +101,7 @@ class Slicing:
         is_all = ends - ranks == self.world_size
         whole = np.stack([starts[is_all], stops[is_all]], axis=1) * self.per_step
         sizes = (stops - starts)[~is_all]
-        steps = np.repeat(starts[~is_all] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+        steps = _concatenated_ranges(starts[~is_all], sizes)
         edges = np.stack([ranks[~is_all], ends[~is_all]], axis=1) * self.batch_size
         parts = (steps * self.per_step)[:, None] + np.repeat(edges, sizes, axis=0)
         numbers = np.minimum(np.concatenate([whole, parts]) + self._first, self._num_samples)
@@ -116,12 +116,17 @@ class Slicing:
         low, high = (np.searchsorted(firsts, ends, side="right") - 1 for ends in (numbers[:, 0], numbers[:, 1] - 1))
         counts = high - low + 1
         which = np.repeat(np.arange(len(numbers)), counts)
-        run = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
+        run = _concatenated_ranges(low, counts)
         shift = starts[run] - firsts[run]
         found = np.stack(
             [np.maximum(numbers[which, 0] + shift, starts[run]), np.minimum(numbers[which, 1] + shift, stops[run])], axis=1
         )
         return _not_empty(found)
+
+
+def _concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """[starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ...], counts[i] numbers from each starts[i]."""
+    return np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
 
 
 def _not_empty(intervals: IntArray) -> IntArray:

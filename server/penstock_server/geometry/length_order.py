@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.order import EpochOrder, IntArray, permute, starts_of
+from penstock_server.geometry.order import EpochOrder, IntArray, concatenated_ranges, permute
 from penstock_server.geometry.packing import by_value
 
 _REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
@@ -70,9 +70,7 @@ class LengthOrder:
         num_runs = -(-len(by_length) // self._run)
         runs = permute(np.arange(num_runs), num_runs, np.uint64(self._run_key ^ window))
         sizes = np.minimum(self._run, len(by_length) - runs * self._run)
-        taken = by_length[
-            np.repeat(runs * self._run, sizes) + np.arange(len(by_length)) - np.repeat(starts_of(sizes)[:-1], sizes)
-        ]
+        taken = by_length[concatenated_ranges(runs * self._run, sizes)]
         inverse = np.empty(len(taken), np.int32)
         inverse[taken] = np.arange(len(taken), dtype=np.int32)
         return taken.astype(np.int32), inverse

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.order import IntArray, find, starts_of
+from penstock_server.geometry.order import IntArray, concatenated_ranges, find, starts_of
 
 STREAM = -1  # in place of a row: the whole block's tokens, its rows one behind the other
 
@@ -138,8 +138,7 @@ class Concat:
         first, last = self._place(begins), self._place(ends - 1)
         num_spans = last - first + 1
         sequences = np.repeat(np.arange(len(pools)), num_spans)
-        turn = np.arange(len(sequences)) - np.repeat(np.cumsum(num_spans) - num_spans, num_spans)
-        rounds, blocks = np.divmod(first[sequences] + turn, len(self._starts) - 1)
+        rounds, blocks = np.divmod(concatenated_ranges(first, num_spans), len(self._starts) - 1)
         block_begins = self._starts[blocks] + rounds * self._starts[-1]
         block_ends = self._starts[blocks + 1] + rounds * self._starts[-1]
         starts = np.maximum(begins[sequences], block_begins) - block_begins

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.geometry.order import starts_of
+from penstock_server.geometry.order import concatenated_ranges, starts_of
 from penstock_server.recipes.chat import ChatError, says_something
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
@@ -173,8 +173,7 @@ def joined(features: Sequence[Lists]) -> Lists:
     starts = starts_of(sizes.reshape(-1))[:-1].reshape(sizes.shape)
     values = np.empty(sizes.sum(), np.int64)
     for number, feature in enumerate(features):
-        moved = starts[:, number] - starts_of(feature.lengths)[:-1]
-        values[np.arange(len(feature.values)) + np.repeat(moved, feature.lengths)] = feature.values
+        values[concatenated_ranges(starts[:, number], feature.lengths)] = feature.values
     return Lists(values, sizes.sum(axis=1))
 
 
