@@ -22,10 +22,10 @@ Opener = Callable[..., Member]
 def open_holes(tmp_path: Path) -> Opener:
     """Opens one shard of row groups of three rows, of token lists."""
 
-    def opened(rows: list[list[int]], policy: str = "substitute") -> Member:
+    def opened(rows: list[list[int]], toml: str = 'on_bad_row = "substitute"\nmax_bad_share = 0.99') -> Member:
         folder = tmp_path / "data" / "holes"
         write_shards(folder, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=3)
-        (folder / "penstock.toml").write_text(f'on_bad_row = "{policy}"\nmax_bad_share = 0.99')
+        (folder / "penstock.toml").write_text(toml)
         catalog = open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
         [member] = catalog.plan("holes", Spec(batch_size=1)).members
         return member
@@ -63,7 +63,7 @@ def test_a_block_without_a_good_row_gives_way_to_the_next_that_has_one_round_the
 
 
 def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_holes: Opener) -> None:
-    member = open_holes([[1], [], [3], [], [], []], "fail")
+    member = open_holes([[1], [], [3], [], [], []], 'on_bad_row = "fail"')
     [block] = member.blocks.get([0])
     assert usable_rows(member, 0, block, np.array([0, 2]))[2].tolist() == [0, 2]
     with pytest.raises(BadRow, match=r"row 1 of row group 0 in part-000.parquet is empty; 1 of the 3 rows"):
