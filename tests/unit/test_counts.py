@@ -107,7 +107,7 @@ def test_snapshots_share_what_is_read_of_their_shards_and_little_of_it_is_mapped
         lines = Path("/proc/self/maps").read_text().splitlines()
         return sum(f"{tmp_path}/cache" in line and ".lengths" in line for line in lines)
 
-    monkeypatch.setattr(lengths_module, "_held", WeakValueDictionary())
+    monkeypatch.setattr(lengths_module, "_read", WeakValueDictionary())
     monkeypatch.setattr(lengths_module, "_COPIED_BYTES", 8 * 100)  # of two of the three shards
     catalog, held = open_all(), []
     for number in range(3, 6):

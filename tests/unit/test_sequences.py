@@ -115,9 +115,9 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
         starts.append(begins)
 
     assume(parts)
-    held = [LoadedBlock(None, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
+    loaded = [LoadedBlock(None, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
     columns = Parts(*(np.array(column) for column in zip(*parts, strict=True)))
-    sequences = Sequences(len(expected), held, columns, np.zeros(len(expected), np.bool_))
+    sequences = Sequences(len(expected), loaded, columns, np.zeros(len(expected), np.bool_))
 
     def made(tensor: Tensor, width: int, dtype: str) -> Any:
         layout = Layout.of(

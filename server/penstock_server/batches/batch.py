@@ -97,7 +97,7 @@ def _add(tensor: Tensor, places: Places, sequences: Sequences, pad_id: int, piec
     if tensor.kind == "mask":
         pieces.fill(1, dtype, begins[runs.learned], runs.lengths[runs.learned])
         return
-    pieces.copy(sequences.tokens(tensor.feature), dtype, begins, runs.held, runs.starts, runs.lengths)
+    pieces.copy(sequences.tokens(tensor.feature), dtype, begins, runs.blocks, runs.starts, runs.lengths)
     lengths = sequences.lengths(tensor)
     missing = places.widths() - lengths
     if pad_id and missing.any():

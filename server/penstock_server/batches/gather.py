@@ -94,7 +94,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
     """
     count = len(chunk.steps) * chunk.plan.spec.batch_size
     substituted = np.zeros(count, np.bool_)
-    held: list[LoadedBlock] = []
+    loaded: list[LoadedBlock] = []
     parts = []
     rest = iter(blocks)
     for need in chunk.needs:
@@ -104,12 +104,12 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
             spans = _with_stand_ins(need, found)
             substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
         indices = sorted(found)
-        numbers = len(held) + np.searchsorted(indices, spans.blocks)
-        held += [LoadedBlock(member, index, found[index]) for index in indices]
+        numbers = len(loaded) + np.searchsorted(indices, spans.blocks)
+        loaded += [LoadedBlock(member, index, found[index]) for index in indices]
         parts.append((spans.sequences, numbers, spans.rows, spans.starts, spans.stops))
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.argsort(columns[0], kind="stable")
-    return Sequences(count, held, Parts(*(column[order] for column in columns)), substituted)
+    return Sequences(count, loaded, Parts(*(column[order] for column in columns)), substituted)
 
 
 def _with_stand_ins(need: Need, blocks: dict[int, Block]) -> Spans:

@@ -47,12 +47,12 @@ class LoadedBlock:
 class Parts(NamedTuple):
     """What sequences are made of, sequence by sequence, and in each in its order.
 
-    Part i is tokens [starts[i], stops[i]) of row rows[i] of the block number held[i], cut at the row's end; of the block's
-    stream where the row is STREAM.
+    Part i is tokens [starts[i], stops[i]) of row rows[i] of the loaded block number blocks[i], cut at the row's end; of the
+    block's stream where the row is STREAM.
     """
 
     sequences: IntArray
-    held: IntArray
+    blocks: IntArray
     rows: IntArray
     starts: IntArray
     stops: IntArray
@@ -61,12 +61,12 @@ class Parts(NamedTuple):
 class Runs(NamedTuple):
     """What the lines of a tensor are made of, line by line, and in each in its order.
 
-    Run i is tokens [starts[i], starts[i] + lengths[i]) of the block number held[i], and goes to token offsets[i] of line
-    lines[i]. `learned[i]`: it is no prompt.
+    Run i is tokens [starts[i], starts[i] + lengths[i]) of the loaded block number blocks[i], and goes to token offsets[i] of
+    line lines[i]. `learned[i]`: it is no prompt.
     """
 
     lines: IntArray
-    held: IntArray
+    blocks: IntArray
     starts: IntArray
     lengths: IntArray
     learned: npt.NDArray[np.bool_]
@@ -77,7 +77,7 @@ class Documents(NamedTuple):
     """The rows that sequences are made of, or parts of them, in their order: tokens [firsts[i], lasts[i]) of rows[i]."""
 
     sequences: IntArray
-    held: IntArray
+    blocks: IntArray
     rows: IntArray
     firsts: IntArray
     lasts: IntArray
@@ -90,14 +90,14 @@ class Documents(NamedTuple):
 class Sequences:
     """`count` sequences; `substituted`, shape [count], are those that stand in for bad rows."""
 
-    def __init__(self, count: int, held: list[LoadedBlock], parts: Parts, substituted: npt.NDArray[np.bool_]) -> None:
-        self.count, self.held, self.substituted = count, held, substituted
+    def __init__(self, count: int, loaded: list[LoadedBlock], parts: Parts, substituted: npt.NDArray[np.bool_]) -> None:
+        self.count, self.loaded, self.substituted = count, loaded, substituted
         self._parts = parts
         self._found = dict[tuple[str, str | None, int], Runs]()
 
     def tokens(self, feature: str) -> list[ListColumn]:
         """The tokens of a feature in each block, which runs are of."""
-        return [held.block.features[feature].tokens for held in self.held]
+        return [own.block.features[feature].tokens for own in self.loaded]
 
     def runs(self, tensor: Tensor) -> Runs:
         """What the lines of a tensor of tokens are made of, or those of one that tells of tokens."""
@@ -117,11 +117,11 @@ class Sequences:
     def documents(self) -> Documents:
         """The rows that the sequences are made of; a row without tokens is in none."""
         found = []
-        for number, mine in self._by_held:
+        for number, mine in self._by_block:
             parts = self._row_spans(number, mine)
             found.append((mine[parts.spans], np.full(len(parts.spans), number), *parts[1:]))
-        at, held, rows, firsts, lasts = _in_order(found)
-        return Documents(self._parts.sequences[at], held, rows, firsts, lasts)
+        at, blocks, rows, firsts, lasts = _in_order(found)
+        return Documents(self._parts.sequences[at], blocks, rows, firsts, lasts)
 
     def documents_of(self, sequence: int) -> Documents:
         """Those of one sequence."""
@@ -137,7 +137,7 @@ class Sequences:
         """The tokens of one line of a tensor, in runs."""
         runs, tokens, own = self.runs(tensor), self.tokens(tensor.feature), self._runs_of(tensor, sequence)
         spans = zip(*(column[own].tolist() for column in runs[1:5]), strict=True)
-        return [(tokens[held].values[start : start + length].tolist(), learned) for held, start, length, learned in spans]
+        return [(tokens[number].values[start : start + length].tolist(), learned) for number, start, length, learned in spans]
 
     def num_tokens(self, tensor: Tensor, sequence: int) -> int:
         """The tokens of one line of a tensor."""
@@ -149,82 +149,82 @@ class Sequences:
 
     def member(self, sequence: int) -> Member:
         """The dataset that a sequence is of."""
-        return self.held[int(self._parts.held[np.searchsorted(self._parts.sequences, sequence)])].member
+        return self.loaded[int(self._parts.blocks[np.searchsorted(self._parts.sequences, sequence)])].member
 
     def row(self, sequence: int) -> tuple[Block, int]:
         """The block and the row of a sequence of one row."""
         at = int(np.searchsorted(self._parts.sequences, sequence))
-        return self.held[int(self._parts.held[at])].block, int(self._parts.rows[at])
+        return self.loaded[int(self._parts.blocks[at])].block, int(self._parts.rows[at])
 
     def rows(self) -> Iterator[tuple[Block, IntArray, IntArray]]:
         """Of sequences of one row each: the blocks, and of each the sequences that are made of it, and their rows in it."""
-        for number, mine in self._by_held:
-            yield self.held[number].block, self._parts.sequences[mine], self._parts.rows[mine]
+        for number, mine in self._by_block:
+            yield self.loaded[number].block, self._parts.sequences[mine], self._parts.rows[mine]
 
     @cached_property
-    def _by_held(self) -> list[tuple[int, IntArray]]:
+    def _by_block(self) -> list[tuple[int, IntArray]]:
         """The number of each block, and the parts that are of it."""
-        return list(by_value(self._parts.held))
+        return list(by_value(self._parts.blocks))
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
         if not turn and self._is_of_plain_rows(feature):
             return self._find_rows(feature)
         found = []
-        for number, mine in self._by_held:
-            block, (rows, starts, stops) = self.held[number].block, (column[mine] for column in self._parts[2:])
+        for number, mine in self._by_block:
+            block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._parts[2:])
             if rows[0] == STREAM:  # of one packing all parts are of the stream, or none is
                 pieces = block.cut_stream(feature, starts, stops)
             else:
                 pieces = block.features[feature].cut(RowSpans(np.arange(len(mine)), rows, starts, stops))
             found.append((mine[pieces.spans], np.full(len(pieces.spans), number), *pieces[1:]))
-        at, held, starts, lengths, learned = _in_order(found)
+        at, blocks, starts, lengths, learned = _in_order(found)
         if turn:
             of_turn = learned == (turn == "response")
-            at, held, starts, lengths, learned = (column[of_turn] for column in (at, held, starts, lengths, learned))
+            at, blocks, starts, lengths, learned = (column[of_turn] for column in (at, blocks, starts, lengths, learned))
         lines = self._parts.sequences[at]
         offsets = _offsets(lines, lengths)
         if longest:
             lengths = np.clip(longest - offsets, 0, lengths)
             some = lengths > 0
-            lines, held, starts, lengths, offsets = (column[some] for column in (lines, held, starts, lengths, offsets))
+            lines, blocks, starts, lengths, offsets = (column[some] for column in (lines, blocks, starts, lengths, offsets))
             learned = learned[some]
-        return Runs(lines, held, starts, lengths, learned, offsets)
+        return Runs(lines, blocks, starts, lengths, learned, offsets)
 
     def _is_of_plain_rows(self, feature: str) -> bool:
         """Whether the sequences are rows without turns, or parts of such rows."""
-        return STREAM not in self._parts.rows and all(held.block.features[feature].turns is None for held in self.held)
+        return STREAM not in self._parts.rows and all(own.block.features[feature].turns is None for own in self.loaded)
 
     def _find_rows(self, feature: str) -> Runs:
         """The runs of sequences of rows without turns, in few steps a block: of a hundred blocks a run has a few rows each."""
-        sequences, held, rows, firsts, lasts = self._parts
+        sequences, blocks, rows, firsts, lasts = self._parts
         tokens = self.tokens(feature)
         if len(rows) < _FEW_ROWS * len(tokens):
-            lists = [tokens[number] for number in held.tolist()]
+            lists = [tokens[number] for number in blocks.tolist()]
             starts = np.array([own.starts.item(row) for own, row in zip(lists, rows.tolist(), strict=True)])
             stops = np.array([own.stops.item(row) for own, row in zip(lists, rows.tolist(), strict=True)])
         else:
             starts, stops = np.empty_like(rows), np.empty_like(rows)
-            for number, mine in self._by_held:
+            for number, mine in self._by_block:
                 own = rows[mine]
                 starts[mine], stops[mine] = tokens[number].starts[own], tokens[number].stops[own]
         lengths, starts = np.minimum(lasts, stops - starts) - firsts, starts + firsts
         some = lengths > 0
         if not some.all():
-            sequences, held, starts, lengths = (column[some] for column in (sequences, held, starts, lengths))
-        return Runs(sequences, held, starts, lengths, np.ones(len(starts), np.bool_), _offsets(sequences, lengths))
+            sequences, blocks, starts, lengths = (column[some] for column in (sequences, blocks, starts, lengths))
+        return Runs(sequences, blocks, starts, lengths, np.ones(len(starts), np.bool_), _offsets(sequences, lengths))
 
     def _row_spans(self, number: int, mine: IntArray) -> RowSpans:
-        block, (rows, starts, stops) = self.held[number].block, (column[mine] for column in self._parts[2:])
+        block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._parts[2:])
         if rows[0] == STREAM:
             return block.rows_of_stream(starts, stops)
         return RowSpans(np.arange(len(mine)), rows, starts, np.minimum(stops, block.row_lengths_of(rows)))
 
     def _source(self, number: int, row: int, first: int, last: int) -> Origin:
-        held = self.held[number]
-        at = held.member.snapshot.block(held.index)
-        row_in_group = at.first_row + int(held.block.rows[row])
-        [row_tokens] = held.block.row_lengths_of(np.array([row])).tolist()
-        return Origin(held.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens)
+        own = self.loaded[number]
+        at = own.member.snapshot.block(own.index)
+        row_in_group = at.first_row + int(own.block.rows[row])
+        [row_tokens] = own.block.row_lengths_of(np.array([row])).tolist()
+        return Origin(own.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens)
 
 
 def _in_order(found: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray[Any]]:

@@ -60,10 +60,10 @@ def stands_for(member: Member, index: int, block: Block, row: int) -> Iterator[t
 
 def _neighbours(member: Member, index: int, step: int) -> list[int]:
     """The blocks with rows of the split behind a block (step 1), or before it (step -1), on the ring of all blocks."""
-    held = np.flatnonzero(member.index.rows_per_block(member.order.split))
-    at = int(np.searchsorted(held, index))
-    turns = np.arange(1, min(_MOST_BLOCKS, len(held) - 1) + 1)
-    neighbours: list[int] = held[(at + step * turns) % len(held)].tolist()
+    with_rows = np.flatnonzero(member.index.rows_per_block(member.order.split))
+    at = int(np.searchsorted(with_rows, index))
+    turns = np.arange(1, min(_MOST_BLOCKS, len(with_rows) - 1) + 1)
+    neighbours: list[int] = with_rows[(at + step * turns) % len(with_rows)].tolist()
     return neighbours
 
 

@@ -43,7 +43,7 @@ class _ShardLengths:
 
 
 # Of what is read already, by who uses the folder and by file: snapshots of a dataset that grows have most shards in common.
-_held: WeakValueDictionary[tuple[CacheFolder, Path], _ShardLengths] = WeakValueDictionary()
+_read: WeakValueDictionary[tuple[CacheFolder, Path], _ShardLengths] = WeakValueDictionary()
 
 
 class RowLengths:
@@ -93,19 +93,19 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
     Raises what a block raises that cannot be read.
     """
     shards = []
-    small = [held.words.nbytes for ref in _held.valuerefs() if (held := ref()) and held.words.nbytes <= _SMALL_BYTES]
+    small = [own.words.nbytes for ref in _read.valuerefs() if (own := ref()) and own.words.nbytes <= _SMALL_BYTES]
     spare_bytes = _COPIED_BYTES - sum(small)
     for number, path in enumerate(lengths_files(snapshot, blocks)):
         indices = snapshot.blocks_of_shard(number)
         with turn(path):
-            shard = _held.get((blocks.cache, path))
+            shard = _read.get((blocks.cache, path))
             if shard is None:
                 stored = read_sealed(path, partial(_parse, len(indices)))
                 shard = stored or _count_shard(snapshot, blocks, number, path, advance)
                 if shard.words.nbytes <= min(_SMALL_BYTES, spare_bytes):
                     shard = _ShardLengths(shard.starts, shard.words.copy())
                     spare_bytes -= shard.words.nbytes
-                _held[blocks.cache, path] = shard
+                _read[blocks.cache, path] = shard
             shards.append(shard)
         advance(indices.stop)
     return RowLengths(snapshot.first_block_of_shard, shards)

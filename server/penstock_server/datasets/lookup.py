@@ -105,18 +105,18 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
             f"mix={plan.spec.mix}."
         )
     plan.check_epoch(epoch)
-    number = names.index(dataset)
-    member = plan.members[number]
+    at = names.index(dataset)
+    member = plan.members[at]
     index, stored = _locate(dataset, member.snapshot, row)
     [block] = member.blocks.get([index], member.order.split)
-    held = _number(block, stored)
-    if held is None:  # left out by the filter, or of the other split
+    number = _number(block, stored)
+    if number is None:  # left out by the filter, or of the other split
         return []
     found = []
     most = max(_FEWEST_PASSES, min(_MOST_PASSES, _MOST_POOLS // member.snapshot.num_blocks))
-    for own_epoch in islice(plan.own_epochs(number, epoch), most):
-        own = _positions(member, block, index, held, own_epoch)
-        for position in plan.positions_of(number, epoch, own, own_epoch):
+    for own_epoch in islice(plan.own_epochs(at, epoch), most):
+        own = _positions(member, block, index, number, own_epoch)
+        for position in plan.positions_of(at, epoch, own, own_epoch):
             found += [Occurrence(epoch, *place) for place in islice(plan.schedule.locate(position), _MOST_OCCURRENCES)]
     found.sort(key=lambda o: (o.step, o.rank, o.index))
     return [asdict(occurrence) for occurrence in found[:_MOST_OCCURRENCES]]
@@ -127,11 +127,11 @@ def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -
     packing, order = member.epoch(epoch)
     if member.order.has_stand_ins:
         places = [(at, number) for at, rows in stands_for(member, index, block, row) for number in rows.tolist()]
-        held = [packing.holding(at, number, 0, 0) for at, number in places]
+        found = [packing.holding(at, number, 0, 0) for at, number in places]
     else:
         start, stop = block.stream[row : row + 2].tolist()
-        held = [packing.holding(index, row, start, stop)] if row not in block.bad else []
-    return np.concatenate([np.zeros(0, np.int64), *(order.positions(*sequences) for sequences in held)])
+        found = [packing.holding(index, row, start, stop)] if row not in block.bad else []
+    return np.concatenate([np.zeros(0, np.int64), *(order.positions(*sequences) for sequences in found)])
 
 
 def _number(block: Block, stored: int) -> int | None:

@@ -242,12 +242,12 @@ class BlockStore:
 
     def _known(self, key: str) -> Block | None:
         """A block that was mapped before, and was let go for others; None: it was not, or is gone."""
-        return self._held(key, self.cache.read_again(key))
+        return self._opened(key, self.cache.read_again(key))
 
     def _stored(self, key: str) -> Block | None:
-        return self._held(key, self.cache.read(key))
+        return self._opened(key, self.cache.read(key))
 
-    def _held(self, key: str, content: pa.Buffer | None) -> Block | None:
+    def _opened(self, key: str, content: pa.Buffer | None) -> Block | None:
         if content is None:
             return None
         try:
