@@ -19,9 +19,10 @@ Turn = tuple[list[int], bool]  # tokens, and whether they are learned
 
 @dataclass(frozen=True, slots=True)
 class ListColumn:
-    """A list a row: row i is values[starts[i] : stops[i]]. `offsets`: where each begins or ends, if no gap is between them.
+    """A list a row: row i is values[starts[i] : stops[i]].
 
-    `memory`: what the values lie in, from the first on.
+    memory   what the values lie in, from the first on
+    offsets  where each begins, and at last where all end; None where the lists are not all of the values, end to end
     """
 
     values: npt.NDArray[np.integer[Any]]
@@ -203,8 +204,7 @@ class Block:
     @cached_property
     def stream(self) -> IntArray:
         """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
-        offsets = self._offsets
-        return starts_of(self.row_lengths) if offsets is None or offsets[0] else offsets
+        return starts_of(self.row_lengths) if self._offsets is None else self._offsets
 
     def rows_of_stream(self, starts: IntArray, stops: IntArray) -> RowSpans:
         """The rows that some tokens [starts[i], stops[i]) of the stream run over; rows without a token are left out."""
@@ -220,13 +220,12 @@ class Block:
         """Tokens [starts[i], stops[i]) of the stream of a block with one feature, in as few pieces as there can be."""
         feature = self.features[name]
         if feature.turns is None and self._offsets is not None:
-            spans = np.arange(len(starts))
-            return TokenRuns(spans, starts + self._offsets[0], stops - starts, np.ones(len(starts), np.bool_))
+            return TokenRuns(np.arange(len(starts)), starts, stops - starts, np.ones(len(starts), np.bool_))
         return feature.cut(self.rows_of_stream(starts, stops))
 
     @property
     def _offsets(self) -> IntArray | None:
-        """Of a block with one feature, whose rows stand one behind the other: where each begins or ends."""
+        """Where each row begins, and at last where all end: of a block with one feature, whose rows are all there."""
         first, *others = self.features.values()
         return None if others else first.tokens.offsets
 
