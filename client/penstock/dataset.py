@@ -20,8 +20,8 @@ from penstock.feed import Feed
 from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
-from penstock.place import check_rank, find_rank, find_worker
 from penstock.progress import Progress
+from penstock.rank import check_rank, find_rank, find_worker
 from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec

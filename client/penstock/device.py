@@ -10,8 +10,8 @@ import torch
 from penstock.batch import IGNORED
 from penstock.errors import PenstockError, SpecError
 from penstock.item import Item
-from penstock.place import Worker
 from penstock.prefetch import Prefetch
+from penstock.rank import Worker
 from penstock.tensors import ALL, CPU, Batch, as_tensor, columns_of, lines_of, travelled
 from penstock.wire import Frame
 

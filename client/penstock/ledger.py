@@ -41,7 +41,7 @@ from penstock.state import Position
 from penstock.wire import Address
 
 if TYPE_CHECKING:
-    from penstock.place import Worker  # which imports torch
+    from penstock.rank import Worker  # which imports torch
 
 log = logging.getLogger("penstock")
 

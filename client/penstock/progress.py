@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.place import Worker
+from penstock.rank import Worker
 from penstock.start import Start, Stretch
 from penstock.state import Position
 

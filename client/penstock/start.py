@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
-from penstock.place import Worker, find_worker
+from penstock.rank import Worker, find_worker
 from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from penstock import PenstockError, SpecError, wire
 from penstock.device import Destination, OnDevice, check_device, find_destination, pack, unpack
 from penstock.item import Item
-from penstock.place import Worker
 from penstock.prefetch import OBJECT_BYTES, Prefetch
+from penstock.rank import Worker
 from penstock.tensors import CPU, Batch, expand, names_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")

@@ -25,7 +25,7 @@ from penstock import ledger as ledger_module
 from penstock.audit.reading import Reading, read_ledger
 from penstock.ledger import Begin, Book, Ledger
 from penstock.ledger_file import find_ledgers, ledger_path
-from penstock.place import Worker
+from penstock.rank import Worker
 from penstock.state import Position
 from penstock.wire import Address
 

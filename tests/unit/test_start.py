@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from penstock.errors import PenstockError
-from penstock.place import Worker, find_worker
+from penstock.rank import Worker, find_worker
 from penstock.start import Start, Stretch
 from penstock.state import Position
 
