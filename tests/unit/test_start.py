@@ -129,6 +129,7 @@ def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: 
     here, there = context.Pipe()
     other = context.Process(target=_loops, args=(_Rounds(start), start, there))
     other.start()
+    there.close()  # or one that dies would be waited for
     assert here.recv() == ([[True, True], [False, False]], True)
     other.join()
 
