@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,15 @@ from penstock_server.recipes.transform import Transform
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
 MASKS = ("attention_mask", "labels", "loss_mask")
+
+# Which types the fields of a row may have, and how that is said.
+_FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
+    "tokens": (is_tokens, "lists of integers"),
+    "text": (is_text, "text"),
+    "prompt_response": (is_text, "text"),
+    "messages": (is_messages, "lists of messages, each with a role and a content"),
+    "preference": (lambda type_: is_text(type_) or is_messages(type_), "text or lists of messages"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +188,9 @@ class Recipe:
 def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None:
     """Whether a field can play a role. Raises FieldError: it is not there, or of a type that will not do."""
     type_ = source.type(schema)
-    fits = {
-        "tokens": is_tokens(type_),
-        "text": is_text(type_),
-        "prompt_response": is_text(type_),
-        "messages": is_messages(type_),
-        "preference": is_text(type_) or is_messages(type_),
-    }
-    wanted = {"tokens": "lists of integers", "messages": "lists of messages, each with a role and a content"}
-    wanted["preference"] = "text or lists of messages"
-    if not fits[kind]:
-        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted.get(kind, 'text')}")
+    fits, wanted = _FITTING[kind]
+    if not fits(type_):
+        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")
 
 
 def travelling_column(name: str, schema: pa.Schema) -> Column:
