@@ -36,5 +36,15 @@ def print_anything() -> None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question to put behind a sentence on a name that is none of the known ones; "" if none of them is close."""
-    close = get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = _closest(name, known)
+    return f" Did you mean {close!r}?" if close else ""
+
+
+def perhaps(name: str, known: Iterable[str]) -> str:
+    """The same question in brackets, to stand inside a sentence."""
+    close = _closest(name, known)
+    return f" (did you mean {close!r}?)" if close else ""
+
+
+def _closest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, list(known), n=1)), None)

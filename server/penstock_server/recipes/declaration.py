@@ -30,8 +30,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.wording import perhaps
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.fields import hint
 
 FILE_NAME = "penstock.toml"
 ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")  # of fields
@@ -72,7 +72,7 @@ def read_declaration(folder: Path) -> dict[str, Any]:
         return {}
     given = read_toml(path)
     unknown = [key for key in given if key not in _KEYS]
-    problems = [f"unknown key {key!r}{hint(key, list(_KEYS))}" for key in unknown]
+    problems = [f"unknown key {key!r}{perhaps(key, _KEYS)}" for key in unknown]
     problems += [
         f"{key} must be {_KEYS[key][1]}, not {value!r}"
         for key, value in given.items()

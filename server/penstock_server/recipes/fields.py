@@ -7,13 +7,13 @@ meta.body               a field of a struct, unless a column has that very name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from string import Formatter
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from penstock.wording import perhaps
 
 _Path = tuple[str, ...]
 
@@ -87,12 +87,6 @@ class Field:
         return joined if isinstance(joined, pa.Array) else pa.array([joined.as_py()] * rows.num_rows, pa.large_string())
 
 
-def hint(name: str, known: Sequence[str]) -> str:
-    """What to say behind a name that is none of the known ones: that another is close, if one is."""
-    close = get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def _resolve(name: str, schema: pa.Schema) -> _Path:
     path = (name,) if name in schema.names else tuple(name.split("."))
     _type(path, schema)
@@ -100,18 +94,19 @@ def _resolve(name: str, schema: pa.Schema) -> _Path:
 
 
 def _type(path: _Path, schema: pa.Schema) -> pa.DataType:
-    if schema.names.count(path[0]) > 1:
-        raise FieldError(f"{schema.names.count(path[0])} columns are called {path[0]!r}. Rename all but one")
-    if path[0] not in schema.names:
-        raise FieldError(f"there is no column {path[0]!r}; there are: {', '.join(schema.names)}{hint(path[0], schema.names)}")
-    type_ = schema.field(path[0]).type
+    column, columns = path[0], schema.names
+    if columns.count(column) > 1:
+        raise FieldError(f"{columns.count(column)} columns are called {column!r}. Rename all but one")
+    if column not in columns:
+        raise FieldError(f"there is no column {column!r}; there are: {', '.join(columns)}{perhaps(column, columns)}")
+    type_ = schema.field(column).type
     for depth, name in enumerate(path[1:], 1):
         inside = ".".join(path[:depth])
         if not pa.types.is_struct(type_):
             raise FieldError(f"column {inside!r} is {type_}, which has no fields, so no {name!r}")
         names = [type_.field(i).name for i in range(type_.num_fields)]
         if name not in names:
-            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {', '.join(names)}{hint(name, names)}")
+            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {', '.join(names)}{perhaps(name, names)}")
         type_ = type_.field(name).type
     return type_
 
