@@ -93,9 +93,9 @@ class Index:
     def bins(self, split: str, seq_len: int) -> PackedPools:
         """The bins of each pool of blocks; see best_fit. Raises BadRow."""
         self._sound_lengths(split)
-        return self.packing(split, seq_len).get()
+        return self.counting_bins(split, seq_len).get()
 
-    def packing(self, split: str, seq_len: int) -> Counting[PackedPools]:
+    def counting_bins(self, split: str, seq_len: int) -> Counting[PackedPools]:
         """The counting of bins; it needs the row lengths."""
         with self._lock:
             if (seq_len, split) not in self._bins:

@@ -45,7 +45,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
 def _pack(served: Served, split: str, seq_len: int) -> str:
     of_split = "" if split == "all" else f" of split={split}"
     with _progress(f"{served.name}: packing{of_split} for seq_len={seq_len}", served.snapshot.num_blocks) as advance:
-        num_bins = int(served.index.packing(split, seq_len).make(advance).bins_per_pool.sum())
+        num_bins = int(served.index.counting_bins(split, seq_len).make(advance).bins_per_pool.sum())
     padding = 1 - int(served.index.tokens_per_block(split).sum()) / max(1, num_bins * seq_len)
     sequences, tokens = counted(num_bins, "sequence"), counted(seq_len, "token")
     return f"{served.name}: {sequences} of {tokens}{of_split}, {padding:.1%} of them padding"
