@@ -19,8 +19,8 @@ from penstock.urls import batches_path
 from penstock.wording import counted, rows_kept
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
+from penstock_server.datasets.advice import advice_on
 from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.describe import describe_tight_cache, describe_unsaid_bos, describe_unused
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
@@ -128,12 +128,9 @@ def open_cache(settings: Settings) -> CacheFolder:
 
 
 def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
-    """Tells where the cache has no room for what these datasets need at a time, what of them is not used, or refused."""
-    refusals = (served.blocks.quarantine.refusal for served in datasets)
-    of_recipes = (describe(served) for served in datasets for describe in (describe_unused, describe_unsaid_bos))
-    for warning in (describe_tight_cache(cache.budget_bytes, datasets), *of_recipes, *refusals):
-        if warning:
-            print(f"penstock {command}: {warning}", file=sys.stderr)
+    """Tells what should be known of these datasets before anybody reads them."""
+    for sentence in advice_on(datasets, cache.budget_bytes):
+        print(f"penstock {command}: {sentence}", file=sys.stderr)
 
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:

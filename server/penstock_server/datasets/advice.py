@@ -1,0 +1,53 @@
+"""Advice: what a command that opens datasets tells of them, a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from penstock_server.datasets.held import Served
+from penstock_server.recipes.declaration import FILE_NAME
+
+
+def advice_on(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
+    """That a cache of this budget has no room for what they need at a time, what of them is not used, or refused."""
+    found = [_of_tight_cache(budget_bytes, datasets)]
+    found += [told(served) for served in datasets for told in (_of_unused_columns, _of_unsaid_bos)]
+    found += [served.blocks.quarantine.refusal for served in datasets]
+    yield from filter(None, found)
+
+
+def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
+    """What follows from a cache that has no room for even one block of some datasets; None if it has."""
+    tight = [served for served in datasets if served.snapshot.largest_block_bytes > budget_bytes]
+    if not tight:
+        return None
+    largest = max(served.snapshot.largest_block_bytes for served in tight)
+    together = sum(served.snapshot.nbytes for served in datasets)
+    return (
+        f"the budget of the block cache, {budget_bytes:,} bytes, is too small for even one of the larger blocks of "
+        f"{', '.join(served.name for served in tight)}, of up to about {largest:,} bytes. They are not kept, but decoded and "
+        f"tokenized again for every batch that needs them, which is very slow. Raise --cache-bytes (all blocks together take "
+        f"about {together:,} bytes), or name a folder on a larger disk with --cache-dir."
+    )
+
+
+def _of_unused_columns(served: Served) -> str | None:
+    """What follows from columns of masks or labels that nothing is made of; None if there is none."""
+    if not (unused := served.snapshot.recipe.unused):
+        return None
+    return (
+        f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: every id of "
+        f"{served.snapshot.recipe.token_columns[0]} is learned, prompts and padding, too. Leave padding out of the rows; to "
+        f"learn only responses, let the rows be text, with prompt and response, or messages."
+    )
+
+
+def _of_unsaid_bos(served: Served) -> str | None:
+    """What follows from a tokenizer that opens texts, where the recipe says nothing of it; None if there is none."""
+    recipe = served.snapshot.recipe
+    if not (recipe.tokenizer and recipe.unsaid_bos) or recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
+        return None
+    return (
+        f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before a text, and here nothing does. If models know "
+        f'its texts by that, say bos = "{recipe.unsaid_bos}" in {served.snapshot.folder / FILE_NAME}, and else bos = false.'
+    )
