@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.rank import Worker
-from penstock.start import Start, Stretch
+from penstock.start import SharedStart, Stretch
 from penstock.state import Position
 
 
@@ -29,7 +29,7 @@ class Progress:
 
     def __init__(self, steps_per_epoch: int) -> None:
         self._steps_per_epoch = steps_per_epoch
-        self._start = Start(self._whole(0))
+        self._start = SharedStart(self._whole(0))
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._num_rounds = 0
         self._is_meant = False  # that the epoch is given once more

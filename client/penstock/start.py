@@ -34,7 +34,7 @@ class Stretch:
         return max(0, self.num_steps - self.position.step)
 
 
-class Start:
+class SharedStart:
     """The stretch of the next iteration. The first round that gives a batch takes it; later ones begin their epoch anew.
 
     A round is one pass of the loop, whether this process iterates or a DataLoader's workers do, each in a process of its own.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from penstock.errors import PenstockError
 from penstock.rank import Worker, find_worker
-from penstock.start import Start, Stretch
+from penstock.start import SharedStart, Stretch
 from penstock.state import Position
 
 RESUMED = Stretch(position=Position(epoch=2, offset=100, step=7), num_steps=50)
@@ -22,7 +22,7 @@ def worker(first: int, loader_seed: int) -> Worker:
     return Worker(first, 3, loader_seed)
 
 
-def take(start: Start, number: int, worker: Worker | None) -> bool:
+def take(start: SharedStart, number: int, worker: Worker | None) -> bool:
     """A round begins and gives a batch: whether of the stretch."""
     is_ours = start.begin(number, worker)
     start.take(number, worker)
@@ -30,7 +30,7 @@ def take(start: Start, number: int, worker: Worker | None) -> bool:
 
 
 def test_a_start_is_taken_once() -> None:
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     assert (start.stretch, start.epoch, start.stretch.num_left, start.is_taken) == (RESUMED, 2, 43, False)
     assert take(start, 1, None)
     assert start.is_taken
@@ -42,7 +42,7 @@ def test_a_start_is_taken_once() -> None:
 
 
 def test_all_workers_of_one_round_take_it_and_those_of_the_next_do_not() -> None:
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     assert [take(start, 1, worker(n, loader_seed=99)) for n in (2, 0)] == [True, True]
     # The loop was left before worker 1 began; the next loader's worker 1 must not do otherwise than its others.
     assert [take(start, 1, worker(n, loader_seed=12)) for n in range(3)] == [False] * 3
@@ -50,7 +50,7 @@ def test_all_workers_of_one_round_take_it_and_those_of_the_next_do_not() -> None
 
 
 def test_rounds_of_workers_that_live_on_are_told_apart() -> None:
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     for number, taken in ((1, True), (2, False), (3, False)):
         assert [take(start, number, worker(n, loader_seed=99)) for n in range(3)] == [taken] * 3
     start.set(RESUMED, by_state=True)
@@ -58,7 +58,7 @@ def test_rounds_of_workers_that_live_on_are_told_apart() -> None:
 
 
 def test_this_process_and_its_workers_take_it_from_one_another() -> None:
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     assert take(start, 1, worker(0, loader_seed=5))
     assert not take(start, 1, None)
     assert not start.is_with_workers
@@ -69,7 +69,7 @@ def test_this_process_and_its_workers_take_it_from_one_another() -> None:
 
 
 def test_a_copy_is_on_its_own() -> None:
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     again = pickle.loads(pickle.dumps(start))
     assert again.stretch == RESUMED
     assert take(start, 1, None)
@@ -79,7 +79,7 @@ def test_a_copy_is_on_its_own() -> None:
 
 @pytest.mark.parametrize("seeds", [(5, 5), (5, 6)])
 def test_a_round_that_fails_before_its_first_batch_takes_nothing(seeds: tuple[int, int]) -> None:
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     assert start.begin(1, None)
     start.give_back(None)
     for n in range(3):
@@ -95,7 +95,7 @@ def test_a_round_that_fails_before_its_first_batch_takes_nothing(seeds: tuple[in
 @pytest.mark.parametrize("context", [get_context("fork"), get_context("spawn")], ids=["fork", "spawn"])
 def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContext | SpawnContext) -> None:
     """As one that evaluates does, on the dataset that another process trains on."""
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     other = context.Process(
         target=start.set, args=(Stretch(position=Position(epoch=9), num_steps=1),), kwargs={"by_state": True}
     )
@@ -104,7 +104,7 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
     assert (other.exitcode, start.stretch, start.num_sets) == (0, RESUMED, 1)
 
 
-def _loops(dataset: IterableDataset[int], start: Start, told: Connection) -> None:
+def _loops(dataset: IterableDataset[int], start: SharedStart, told: Connection) -> None:
     """What a process that did not make the start sees of two rounds of its own workers."""
     told.send(([[bool(given) for given in DataLoader(dataset, batch_size=None, num_workers=2)] for _ in range(2)],
                start.is_with_workers))  # fmt: skip
@@ -113,7 +113,7 @@ def _loops(dataset: IterableDataset[int], start: Start, told: Connection) -> Non
 class _Rounds(IterableDataset[int]):
     """Whether a round of workers takes the start; one number a worker."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: SharedStart) -> None:
         self.start = start
 
     def __iter__(self) -> Iterator[int]:
@@ -125,7 +125,7 @@ class _Rounds(IterableDataset[int]):
 
 @pytest.mark.parametrize("context", [get_context("fork"), get_context("spawn")], ids=["fork", "spawn"])
 def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: ForkContext | SpawnContext) -> None:
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     here, there = context.Pipe()
     other = context.Process(target=_loops, args=(_Rounds(start), start, there))
     other.start()
@@ -139,7 +139,7 @@ def test_without_shared_memory_only_workers_are_refused(monkeypatch: pytest.Monk
         raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    start = Start(RESUMED)
+    start = SharedStart(RESUMED)
     assert take(start, 1, None)
     with pytest.raises(PenstockError, match=r"Give /dev/shm more room, or take num_workers=0"):
         start.begin(2, worker(0, loader_seed=5))
