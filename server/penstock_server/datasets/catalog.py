@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from penstock.skip import spell_skip
 from penstock.spec import Spec
-from penstock.wording import did_you_mean
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.dataset import Change, Dataset
-from penstock_server.datasets.declared import DeclaredMixture, read_mixture
+from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Served
-from penstock_server.problems import BadParameter, Busy, DatasetRefused, SnapshotGone, UnknownDataset
+from penstock_server.datasets.known import Known
+from penstock_server.problems import BadParameter, Busy, DatasetRefused, SnapshotGone
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
@@ -29,19 +29,6 @@ _REMEMBERED_SPECS = 32
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The datasets, opened or not, mixtures, and names that stand for none, with the reason; never changed, but followed.
-
-    `others` gives of folders without shards a file that they hold instead.
-    """
-
-    datasets: Mapping[str, Dataset] = field(default_factory=dict)
-    mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    others: Mapping[str, Path] = field(default_factory=dict)
-
-
 class Catalog:
     """The datasets of one data folder; `tokenizer` is for text whose recipe names none.
 
@@ -50,13 +37,13 @@ class Catalog:
 
     def __init__(self, data_dir: Path, tokenizer: Path | None, store: BlockStore) -> None:
         self._data_dir, self._tokenizer, self._store = data_dir, tokenizer, store
-        self._known = _Known()
+        self._known = Known()
         self._looking = threading.Lock()
 
     @property
     def datasets(self) -> dict[str, Served]:
         """The latest snapshot of each dataset that is served, by its name, in the order of names."""
-        return {name: latest for name, dataset in self._known.datasets.items() if (latest := dataset.held.latest)}
+        return self._known.served
 
     @property
     def mixtures(self) -> Mapping[str, DeclaredMixture]:
@@ -66,35 +53,11 @@ class Catalog:
     @property
     def refused(self) -> dict[str, str]:
         """The names that are not served, with the reason."""
-        known = self._known
-        held = {name: dataset.held for name, dataset in known.datasets.items()}
-        return {**known.refused, **{name: h.error for name, h in held.items() if h.error and not h.latest}}
+        return self._known.refused
 
     def __getitem__(self, name: str) -> Dataset:
-        """The dataset of that name.
-
-        Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder. Raises BadParameter: it is of a
-        mixture.
-        """
-        known = self._known
-        if name in known.datasets:
-            return known.datasets[name]
-        if name in known.refused:
-            raise DatasetRefused(known.refused[name])
-        if name in known.mixtures:
-            raise BadParameter(
-                f"{name} is a mixture, which has batches and a spec; rows and snapshots are of its datasets: "
-                f"{', '.join(known.mixtures[name].mix.datasets)}. Ask them, and name them in a mix. With "
-                f"mix={known.mixtures[name].mix} the schedule of a row is that in the mixture."
-            )
-        refused = self.refused
-        served = [other for other in (*known.datasets, *known.mixtures) if other not in refused]
-        if other := known.others.get(name):
-            hint = f" {other.parent} holds {other.name} and no file that ends in .parquet: make shards by penstock import."
-        else:
-            hint = did_you_mean(name, [*served, *refused])
-        kept_out = f" Not served, for reasons that GET /v1/datasets tells: {', '.join(refused)}." if refused else ""
-        raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served are: {', '.join(served) or 'none'}.{kept_out}")
+        """The dataset of that name. Raises UnknownDataset, DatasetRefused, BadParameter: see Known.find."""
+        return self._known.find(name)
 
     def refresh(self, name: str) -> Change:
         """Takes in what changed in a dataset's folder, at once.
@@ -105,7 +68,7 @@ class Catalog:
         with self._looking:
             found = survey(self._data_dir)
             if name not in found.folders:
-                self._add(found)
+                self._known = self._known.followed_by(found, [])
                 dataset = self[name]
                 raise DatasetRefused(self._miss(dataset, found))
             dataset = self._dataset(name, found.folders[name])
@@ -116,7 +79,7 @@ class Catalog:
                 served = f"\nUntil then snapshot {latest.snapshot.fingerprint} is served." if latest else ""
                 raise DatasetRefused(f"{refusal}{served}") from refusal
             finally:
-                self._add(found, dataset)
+                self._known = self._known.followed_by(found, [dataset])
 
     def poll(self) -> bool:
         """Takes in what changed in all folders, once nothing changes there any more. False: something does."""
@@ -126,7 +89,7 @@ class Catalog:
             datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
             for dataset in datasets:
                 quiet = dataset.poll(found.shards[dataset.name]) and quiet
-            self._add(found, *datasets)
+            self._known = self._known.followed_by(found, datasets)
             for name, dataset in self._known.datasets.items():
                 if name not in found.folders:
                     self._miss(dataset, found)
@@ -143,7 +106,7 @@ class Catalog:
             for dataset in datasets:
                 with suppress(DatasetRefused):  # it says so itself when it is asked
                     dataset.refresh(found.shards[dataset.name])
-            self._add(found, *datasets)
+            self._known = self._known.followed_by(found, datasets)
         if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
             if not self.refused:
                 raise DatasetRefused(
@@ -156,21 +119,6 @@ class Catalog:
     def _dataset(self, name: str, folder: Path) -> Dataset:
         known = self._known.datasets.get(name)
         return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
-
-    def _add(self, found: Survey, *datasets: Dataset) -> None:
-        known = {**self._known.datasets, **{dataset.name: dataset for dataset in datasets}}
-        refused = {name: reason for name, reason in found.refused.items() if name not in known}
-        mixtures = {}
-        for name, folder in found.declared.items():
-            try:
-                if name not in known:
-                    mixtures[name] = read_mixture(name, folder)
-                    if missing := [own for own in mixtures[name].mix.datasets if own not in known]:
-                        del mixtures[name]
-                        refused[name] = _unmixed(folder, missing, found)
-            except DatasetRefused as refusal:
-                refused[name] = str(refusal)
-        self._known = _Known(dict(sorted(known.items())), mixtures, refused, found.others)
 
     def _miss(self, dataset: Dataset, found: Survey) -> str:
         """Tells a dataset that its folder holds no shards any more; gives the reason."""
@@ -260,13 +208,6 @@ def _resolve(spec: Spec, snapshot: str) -> Spec:
         mix=str(mix) if mix else None,
         mix_stop=(spec.mix_stop or "first") if mix else None,
     )
-
-
-def _unmixed(folder: Path, missing: list[str], found: Survey) -> str:
-    """Why a folder whose mix names these, which are no datasets, is no mixture."""
-    if nested := [name for name in missing if name in found.declared]:
-        return f"{folder} mixes {', '.join(nested)}, itself a mixture. Name the datasets of that, with weights of their own."
-    return f"{folder} mixes {', '.join(missing)}, of which there is no folder here."
 
 
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
