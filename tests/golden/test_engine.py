@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 
 from penstock.mix import parse_mix
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.best_fit import pack
 from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.mixture import Mixture
-from penstock_server.geometry.order import EpochOrder, IntArray
+from penstock_server.geometry.order import EpochOrder
 from penstock_server.recipes.encode import Place, split_hashes
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.geometry.order import EpochOrder, IntArray, key, permute, permute_together, unpermute
+from penstock_server.geometry.arrays import IntArray
+from penstock_server.geometry.order import EpochOrder, key, permute, permute_together, unpermute
 from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 

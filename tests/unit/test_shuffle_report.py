@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock_server.batches.member import Member
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder, IntArray
+from penstock_server.geometry.order import EpochOrder
 from penstock_server.geometry.packing import Packing
 from penstock_server.problems import BadParameter
 from penstock_server.shuffling.report import Report, report

@@ -12,7 +12,8 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
-from penstock_server.geometry.packing import Spans, by_value
+from penstock_server.geometry.arrays import by_value
+from penstock_server.geometry.packing import Spans
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
 

@@ -11,10 +11,11 @@ import numpy as np
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
 from penstock_server.counts.index import Index
+from penstock_server.geometry.arrays import IntArray, by_value
 from penstock_server.geometry.best_fit import BestFit
 from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder, IntArray, key
-from penstock_server.geometry.packing import Concat, Packing, Rows, SplitRows, by_value
+from penstock_server.geometry.order import EpochOrder, key
+from penstock_server.geometry.packing import Concat, Packing, Rows, SplitRows
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 

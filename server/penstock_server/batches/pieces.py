@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.storage.block import ListColumn
 
 # Arrow's view of a binary. What has few bytes is held by the view itself; of others the first four are there, for who compares

@@ -21,9 +21,9 @@ from penstock.wire import VERSION, Address, Layout
 from penstock.wording import counted
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor, tensors_of
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.length_order import LARGEST_WINDOW
 from penstock_server.geometry.mixture import Mixture, mixture_of
-from penstock_server.geometry.order import IntArray
 from penstock_server.geometry.packing import Spans
 from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import BadParameter

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.order import IntArray
-from penstock_server.geometry.packing import STREAM, begins_run, by_value
+from penstock_server.geometry.arrays import IntArray, begins_run, by_value
+from penstock_server.geometry.packing import STREAM
 from penstock_server.storage.block import Block, ListColumn, RowSpans, Turn
 
 _FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all at once

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock_server.batches.member import Member
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadRow
 from penstock_server.storage.block import Block
 

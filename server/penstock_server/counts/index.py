@@ -23,8 +23,8 @@ from penstock_server.counts.bins import keep_bins
 from penstock_server.counts.counting import Counting
 from penstock_server.counts.lengths import SUFFIX, RowLengths, count_lengths, lengths_files
 from penstock_server.counts.turn import turn
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.best_fit import Bins, PackedPools, pack
-from penstock_server.geometry.order import IntArray
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks

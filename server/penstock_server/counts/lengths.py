@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.counts.turn import turn
-from penstock_server.geometry.order import IntArray, starts_of
+from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.geometry.packing import SplitRows
 from penstock_server.recipes.encode import is_validation
 from penstock_server.sealed import read_sealed, write_sealed

@@ -14,7 +14,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import shown_columns
 from penstock_server.batches.stand_ins import stands_for
 from penstock_server.datasets.held import Served
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block

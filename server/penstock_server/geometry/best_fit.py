@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.order import IntArray, concatenated_ranges, find, starts_of
+from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, starts_of
 from penstock_server.geometry.packing import Spans
 
 _Words = npt.NDArray[np.uint32]

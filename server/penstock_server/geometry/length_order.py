@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.order import EpochOrder, IntArray, concatenated_ranges, permute
-from penstock_server.geometry.packing import by_value
+from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges
+from penstock_server.geometry.order import EpochOrder, permute
 
 _REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
 _Places = npt.NDArray[np.int32]

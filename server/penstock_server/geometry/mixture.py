@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.mix import Mix
-from penstock_server.geometry.order import IntArray, find
+from penstock_server.geometry.arrays import IntArray, find
 
 ENDLESS = 1 << 52  # samples of an epoch that never ends; they and what is made of them stay below 2^53
 

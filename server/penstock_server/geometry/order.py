@@ -16,7 +16,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, starts_of
+
 _WordArray = npt.NDArray[np.uint64]
 _Word = np.uint64
 _Step = Callable[[_WordArray, _WordArray, _WordArray], _WordArray]
@@ -243,18 +244,6 @@ class EpochOrder:
         return start + move(slots - start, size, keys)
 
 
-def starts_of(counts: IntArray) -> IntArray:
-    """[0, c0, c0 + c1, ...]: where each run of `counts` starts, and at last where all end."""
-    starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    return starts
-
-
-def concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
-    """[starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ...], counts[i] numbers from each starts[i]."""
-    return np.arange(counts.sum()) + np.repeat(starts - starts_of(counts)[:-1], counts)
-
-
 def _cut(pool_starts: IntArray, window: int) -> IntArray:
     """Window borders: each at the first pool's end that makes the window full. A short rest joins the last window."""
     ends = pool_starts.tolist()
@@ -266,8 +255,3 @@ def _cut(pool_starts: IntArray, window: int) -> IntArray:
         borders.append(total)
     borders[-1] = total
     return np.array(borders)
-
-
-def find(starts: IntArray, slots: IntArray) -> IntArray:
-    """In which run each slot lies; empty runs hold none."""
-    return np.searchsorted(starts, slots, side="right") - 1

@@ -11,14 +11,12 @@ is made of. A pool is one block, but for BestFit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock_server.geometry.order import IntArray, concatenated_ranges, find, starts_of
+from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, find, starts_of
 
 STREAM = -1  # in place of a row: the whole block's tokens, its rows one behind the other
 
@@ -161,19 +159,3 @@ class Concat:
         sequences = sequences[(sequences >= 0) & (sequences < self.num_sequences)]
         pools = find(self._first, sequences)
         return pools, sequences - self._first[pools]
-
-
-def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Each value once, and where it stands; in the time of a sort, however many there are."""
-    order = np.argsort(values, kind="stable")
-    in_order = values[order]
-    starts = np.flatnonzero(begins_run(in_order)).tolist()
-    for start, stop in pairwise([*starts, len(values)]):
-        yield int(in_order[start]), order[start:stop]
-
-
-def begins_run(values: IntArray) -> npt.NDArray[np.bool_]:
-    """Whether each of a row of values is another than the one before it."""
-    is_new = np.ones(len(values), np.bool_)
-    np.not_equal(values[1:], values[:-1], out=is_new[1:])
-    return is_new

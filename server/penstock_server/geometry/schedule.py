@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.skip import Ranges, before, kept
 from penstock.wording import counted
-from penstock_server.geometry.order import IntArray, find, starts_of
+from penstock_server.geometry.arrays import IntArray, find, starts_of
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 

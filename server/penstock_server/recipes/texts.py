@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.geometry.order import concatenated_ranges, starts_of
+from penstock_server.geometry.arrays import concatenated_ranges, starts_of
 from penstock_server.recipes.chat import ChatError, says_something
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe

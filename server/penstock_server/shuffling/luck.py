@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.arrays import IntArray
 
 Range = tuple[float, float]
 _NATS = math.log(1e6)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.order import IntArray, find
+from penstock_server.geometry.arrays import IntArray, find
 from penstock_server.shuffling.luck import Range, num_distinct, range_of_count, range_of_mean
 from penstock_server.shuffling.sample import MemberEpoch, Sample
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.shuffling.measures import Matrix
 from penstock_server.shuffling.report import Report
 from penstock_server.shuffling.sample import Sample

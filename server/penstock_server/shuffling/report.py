@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock_server.batches.plan import Plan
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.shuffling.extent import num_served
 from penstock_server.shuffling.measures import (
     Measure,

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.batches.plan import Plan
+from penstock_server.geometry.arrays import IntArray, by_value, find, starts_of
 from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder, IntArray, find, key, permute, starts_of
-from penstock_server.geometry.packing import by_value
+from penstock_server.geometry.order import EpochOrder, key, permute
 from penstock_server.problems import BadParameter
 from penstock_server.shuffling.extent import MOST_SCATTERED, num_measured, num_scattered
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from penstock.wording import counted
+from penstock_server.geometry.arrays import IntArray, find, starts_of
 from penstock_server.geometry.best_fit import pools_of
-from penstock_server.geometry.order import IntArray, find, starts_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place
 from penstock_server.recipes.recipe import Recipe

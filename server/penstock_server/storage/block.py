@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.geometry.order import IntArray, starts_of
+from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
 

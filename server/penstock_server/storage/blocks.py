@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.wording import counted
-from penstock_server.geometry.order import IntArray
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadRow
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import is_validation

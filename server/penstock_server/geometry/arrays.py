@@ -1,0 +1,44 @@
+"""Arrays of whole numbers, and the runs that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+def starts_of(counts: IntArray) -> IntArray:
+    """[0, c0, c0 + c1, ...]: where each run of `counts` starts, and at last where all end."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """[starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ...], counts[i] numbers from each starts[i]."""
+    return np.arange(counts.sum()) + np.repeat(starts - starts_of(counts)[:-1], counts)
+
+
+def find(starts: IntArray, slots: IntArray) -> IntArray:
+    """In which run each slot lies; empty runs hold none."""
+    return np.searchsorted(starts, slots, side="right") - 1
+
+
+def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Each value once, and where it stands; in the time of a sort, however many there are."""
+    order = np.argsort(values, kind="stable")
+    in_order = values[order]
+    starts = np.flatnonzero(begins_run(in_order)).tolist()
+    for start, stop in pairwise([*starts, len(values)]):
+        yield int(in_order[start]), order[start:stop]
+
+
+def begins_run(values: IntArray) -> npt.NDArray[np.bool_]:
+    """Whether each of a row of values is another than the one before it."""
+    is_new = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_new[1:])
+    return is_new
