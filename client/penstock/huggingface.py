@@ -67,7 +67,7 @@ class RemoteTrainer(Trainer):
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Sequences of an epoch, over all ranks."""
         if isinstance(dataloader, _Loader):
-            return len(dataloader) * dataloader.data.spec.batch_size * dataloader.data.spec.world_size
+            return len(dataloader) * dataloader.data.spec.samples_per_step
         return int(super().num_examples(dataloader))
 
     def _check_train_dataset(self) -> None:
@@ -82,7 +82,7 @@ class RemoteTrainer(Trainer):
         if any(other is data for other in evaluated):
             raise SpecError(_ONE_FOR_BOTH)
         expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
-        if data.spec.batch_size * data.spec.world_size != expected:
+        if data.spec.samples_per_step != expected:
             raise SpecError(
                 f"the dataset gives {data.spec.world_size} rank(s) {data.spec.batch_size} sequences each a step, but by its "
                 f"arguments Trainer counts {expected} in all, {args.train_batch_size} a rank: the length of the run would be "

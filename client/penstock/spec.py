@@ -135,9 +135,14 @@ class Spec:
         """Whether what of a row is behind seq_len is in no sequence, so that a row is one in any case."""
         return (self.packing, self.long_rows) == ("rows", "truncate")
 
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences of one step, over all ranks."""
+        return self.batch_size * self.world_size
+
     def skipped(self) -> Ranges:
         """The ranges of an epoch's samples that are skipped, half-open, sorted and disjoint."""
-        return parse_skip(self.skip, self.batch_size * self.world_size) if self.skip else ()
+        return parse_skip(self.skip, self.samples_per_step) if self.skip else ()
 
     def mixed(self) -> Mix | None:
         """The mix of a mixture."""

@@ -72,12 +72,13 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         )
     epoch, step, offset, batch_size, world_size = counts.values()
     skip = state.get("skip")
-    if differing or batch_size * world_size != spec.batch_size * spec.world_size or skip != spec.skip:
+    samples_per_step = batch_size * world_size
+    if differing or samples_per_step != spec.samples_per_step or skip != spec.skip:
         try:
-            skipped = parse_skip(skip, batch_size * world_size) if isinstance(skip, str) else ()
+            skipped = parse_skip(skip, samples_per_step) if isinstance(skip, str) else ()
         except SpecError as error:
             raise StateMismatch(f"this state is damaged: {error}.") from error
-        offset, step = behind(skipped, offset, step * batch_size * world_size), 0
+        offset, step = behind(skipped, offset, step * samples_per_step), 0
     if differing:
         warnings.warn(
             f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {epoch} behind its "

@@ -241,7 +241,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         raise BadParameter(
             f"no step fits: {dataset} has {counted(num_positions, 'sequence')}"
             f"{', too many of them skipped' if skipped else ''}, one step takes batch_size x world_size = "
-            f"{spec.batch_size * spec.world_size:,}. Lower them, {more}or ask for tail=wrap, which "
+            f"{spec.samples_per_step:,}. Lower them, {more}or ask for tail=wrap, which "
             f"fills the step from the epoch's start."
         )
     plan = Plan(dataset, members, sizes, mixture, spec, schedule)

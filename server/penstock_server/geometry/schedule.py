@@ -30,12 +30,16 @@ class Schedule:
     tail: str
     skipped: Ranges = ()
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one step, over all ranks."""
+        return self.batch_size * self.world_size
+
     @cached_property
     def num_steps(self) -> int:
         """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
         left = self._num_kept - before(self.skipped, self.offset)
-        per_step = self.batch_size * self.world_size
-        return left // per_step if self.tail == "drop" else -(-left // per_step)
+        return left // self.samples_per_step if self.tail == "drop" else -(-left // self.samples_per_step)
 
     def check(self, step: int, rank: int) -> None:
         """Whether the epoch has such a batch.
@@ -76,14 +80,14 @@ class Schedule:
         None if it is skipped or dropped, several where the tail wraps: a small dataset fills a large step over and over.
         """
         for sample in self._samples(position):
-            step, within = divmod(sample, self.world_size * self.batch_size)
+            step, within = divmod(sample, self.samples_per_step)
             yield step, *divmod(within, self.batch_size)
 
     def shows(self, position: int, step: int) -> bool:
         """Whether a step shows a position, on any rank."""
-        samples, per_step = self._samples(position), self.world_size * self.batch_size
-        at = bisect_left(samples, step * per_step)
-        return at < len(samples) and samples[at] < (step + 1) * per_step
+        samples = self._samples(position)
+        at = bisect_left(samples, step * self.samples_per_step)
+        return at < len(samples) and samples[at] < (step + 1) * self.samples_per_step
 
     def _samples(self, position: int) -> range:
         """The samples that show a position."""
@@ -91,7 +95,7 @@ class Schedule:
             return range(0)
         begin, number = before(self.skipped, self.offset), before(self.skipped, position)
         first = number - begin + (self._num_kept if number < begin else 0)
-        return range(first, self.num_steps * self.world_size * self.batch_size, self._num_kept)
+        return range(first, self.num_steps * self.samples_per_step, self._num_kept)
 
     @cached_property
     def _num_kept(self) -> int:

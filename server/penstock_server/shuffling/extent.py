@@ -21,7 +21,7 @@ _MOST_EFFORT = 1_000_000  # about as many microseconds
 def num_served(plan: Plan) -> int:
     """The samples of an epoch; those that a tail shows again do not count."""
     once = replace(plan.schedule, batch_size=1, world_size=1)
-    return min(plan.schedule.num_steps * plan.spec.batch_size * plan.spec.world_size, once.num_steps)
+    return min(plan.schedule.num_steps * plan.spec.samples_per_step, once.num_steps)
 
 
 def num_measured(plan: Plan, epoch: int) -> int:

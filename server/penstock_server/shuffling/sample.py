@@ -97,7 +97,7 @@ class Sample:
     @property
     def samples_per_step(self) -> int:
         """The sequences of a global batch."""
-        return _samples_per_step(self.plan)
+        return self.plan.spec.samples_per_step
 
     @property
     def batches(self) -> LookedAt:
@@ -161,7 +161,7 @@ class _LookUp:
             drawn = (even[:, mine] * (size - 1)).astype(np.int64)
             anywhere[:, mine] = self._positions(source, drawn + (drawn >= served.own[mine]))
         seen, known = other != _NEVER, anywhere != _NEVER
-        meet = self._are_in(other[seen], served.samples[seen] // _samples_per_step(self._plan))
+        meet = self._are_in(other[seen], served.samples[seen] // self._plan.spec.samples_per_step)
         return Pairs(np.abs(other - served.positions)[seen], meet, np.abs(anywhere - served.positions)[known])
 
     def _places(self, positions: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -213,10 +213,6 @@ class _LookUp:
         )
 
 
-def _samples_per_step(plan: Plan) -> int:
-    return plan.spec.batch_size * plan.spec.world_size
-
-
 def _batch(plan: Plan, num_samples: int) -> int:
     """The samples of a global batch that are looked at."""
-    return min(_samples_per_step(plan), _MOST_IN_RUNS, num_samples)
+    return min(plan.spec.samples_per_step, _MOST_IN_RUNS, num_samples)
