@@ -113,13 +113,18 @@ class Recipe:
         return what in ("null", "empty") and name.strip() in ("", *(source.text for _, source in self.fields))
 
     @property
+    def selecting_columns(self) -> list[str]:
+        """The top-level columns, as they are stored, that tell whether the filter keeps a row and of which split it is."""
+        by_filter, by_split = (self.filter.columns if self.filter else ()), (self.split_by.columns if self.split_by else ())
+        return list(dict.fromkeys([*by_filter, *by_split]))
+
+    @property
     def read_columns(self) -> list[str] | None:
         """The top-level columns that are read from a shard; None for all, which a transform may use."""
         if self.transform:
             return None
         sources = [source for _, source in self.fields] + [column.field for column in self.columns]
-        names = [name for source in (*sources, *([self.split_by] if self.split_by else ())) for name in source.columns]
-        return list(dict.fromkeys([*names, *(self.filter.columns if self.filter else ())]))
+        return list(dict.fromkeys([*(name for source in sources for name in source.columns), *self.selecting_columns]))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -146,8 +151,7 @@ class Recipe:
 
     def check(self, schema: pa.Schema) -> None:
         """Whether a shard of this schema has all that is read. Raises FieldError: it has not."""
-        stored = [*(self.filter.columns if self.filter else ()), *(self.split_by.columns if self.split_by else ())]
-        for name in stored:
+        for name in self.selecting_columns:
             Field.parse(name, schema)
         if not self.transform:  # what it makes of the columns is seen when a block is made
             self.check_made(schema)

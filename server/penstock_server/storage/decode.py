@@ -64,11 +64,7 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
     """
     recipe = snapshot.recipe
     addresses = [snapshot.block(index) for index in snapshot.blocks_of_shard(shard)]
-    columns = list(
-        dict.fromkeys(
-            [*(recipe.filter.columns if recipe.filter else ()), *(recipe.split_by.columns if recipe.split_by else ())]
-        )
-    )
+    columns = recipe.selecting_columns
     if not columns:
         nothing = pa.RecordBatch.from_pylist([])
         for at in addresses:
