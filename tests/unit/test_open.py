@@ -23,12 +23,14 @@ from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, DatasetRefused, UnknownDataset
 from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.snapshot import Snapshot, read_folder
+from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 Opener = Callable[..., Catalog]
+Loader = Callable[[], tuple[Blocks, Block]]
 
 
 @pytest.fixture
@@ -47,6 +49,17 @@ def open_all(tmp_path: Path, data: Path) -> Opener:
         return open_catalog(data, tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
 
     return run
+
+
+@pytest.fixture
+def load(tmp_path: Path, data: Path, tokenizer: Path) -> Loader:
+    """Opens the data as it is, and loads its first block."""
+
+    def loaded() -> tuple[Blocks, Block]:
+        blocks = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache")))
+        return blocks, blocks.get([0])[0]
+
+    return loaded
 
 
 def snapshot_of(folder: Path, tokenizer: Path | None = None) -> Snapshot:
@@ -471,7 +484,7 @@ def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: 
     ("prompt", "response"), [("ask", "answer"), ("die Frage", 'a "good" one'), ("meta.ask", "wäre\\"), ("order", "null")]
 )
 def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
-    data: Path, tokenizer: Path, tmp_path: Path, prompt: str, response: str
+    data: Path, tokenizer: Path, load: Loader, prompt: str, response: str
 ) -> None:
     data.mkdir()
     columns = {prompt: ["one", None, "two", "three"], response: ["four", "five", "six", None]}
@@ -482,19 +495,19 @@ def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
         snapshot_of(data, tokenizer)
     [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
     (data / "penstock.toml").write_text(recipe + told)
-    [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
+    _, block = load()
     assert (block.rows.tolist(), block.bad) == ([0, 2], {})
 
 
 def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
-    data: Path, tokenizer: Path, tmp_path: Path
+    data: Path, tokenizer: Path, load: Loader
 ) -> None:
     write_text(data, ["one", None, "", "two"])
     with pytest.raises(DatasetRefused, match="1 row is null in text") as refusal:
         snapshot_of(data, tokenizer)
     [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
     (data / "penstock.toml").write_text(told)
-    [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
+    _, block = load()
     assert (block.rows.tolist(), block.bad) == ([0, 3], {})
 
 
@@ -509,17 +522,16 @@ def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
     ],
 )
 def test_an_empty_row_is_told_with_the_filter_that_leaves_it_out(
-    data: Path, tokenizer: Path, tmp_path: Path, columns: dict[str, list[Any]], toml: str
+    data: Path, load: Loader, columns: dict[str, list[Any]], toml: str
 ) -> None:
     data.mkdir()
     pq.write_table(pa.table(columns), data / "part-000.parquet")
     (data / "penstock.toml").write_text(toml)
-    blocks = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache")))
-    [block] = blocks.get([0])
+    blocks, block = load()
     with pytest.raises(BadRow) as refusal:
         blocks.check_bad_rows(block, 0)
     (data / "penstock.toml").write_text(str(refusal.value).partition("may leave such rows out by ")[2].removesuffix("."))
-    [block] = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache"))).get([0])
+    _, block = load()
     assert (block.rows.tolist(), block.bad) == ([0, 2], {})
 
 
@@ -531,14 +543,11 @@ def test_an_empty_row_is_told_with_the_filter_that_leaves_it_out(
         ({"tokens": [[1], [2, None]]}, ""),
     ],
 )
-def test_where_no_filter_helps_none_is_told(
-    data: Path, tokenizer: Path, tmp_path: Path, columns: dict[str, list[Any]], toml: str
-) -> None:
+def test_where_no_filter_helps_none_is_told(data: Path, load: Loader, columns: dict[str, list[Any]], toml: str) -> None:
     data.mkdir()
     pq.write_table(pa.table(columns), data / "part-000.parquet")
     (data / "penstock.toml").write_text(toml)
-    blocks = Blocks(snapshot_of(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache")))
-    [block] = blocks.get([0])
+    blocks, block = load()
     with pytest.raises(BadRow, match="row 1 of row group 0") as refusal:
         blocks.check_bad_rows(block, 0)
     assert str(refusal.value).endswith("so a run can go on where it stopped.")
