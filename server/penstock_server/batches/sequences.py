@@ -143,10 +143,6 @@ class Sequences:
         """The tokens of one line of a tensor."""
         return int(self.runs(tensor).lengths[self._runs_of(tensor, sequence)].sum())
 
-    def _runs_of(self, tensor: Tensor, sequence: int) -> slice:
-        """Those of one line."""
-        return slice(*np.searchsorted(self.runs(tensor).lines, [sequence, sequence + 1]).tolist())
-
     def member(self, sequence: int) -> Member:
         """The dataset that a sequence is of."""
         return self.loaded[int(self._parts.blocks[np.searchsorted(self._parts.sequences, sequence)])].member
@@ -160,6 +156,10 @@ class Sequences:
         """Of sequences of one row each: the blocks, and of each the sequences that are made of it, and their rows in it."""
         for number, mine in self._by_block:
             yield self.loaded[number].block, self._parts.sequences[mine], self._parts.rows[mine]
+
+    def _runs_of(self, tensor: Tensor, sequence: int) -> slice:
+        """Those of one line."""
+        return slice(*np.searchsorted(self.runs(tensor).lines, [sequence, sequence + 1]).tolist())
 
     @cached_property
     def _by_block(self) -> list[tuple[int, IntArray]]:

@@ -59,6 +59,59 @@ class Catalog:
         """The dataset of that name. Raises UnknownDataset, DatasetRefused, BadParameter: see Known.find."""
         return self._known.find(name)
 
+    def plan(self, name: str, spec: Spec) -> Plan:
+        """The spec resolved against a dataset, or against all that its mix names, this one among them.
+
+        Raises BadParameter: the mix leaves it out. Raises Busy: the snapshot may be among new data that is being looked at.
+        Raises SnapshotGone, and what make_plan raises.
+        """
+        is_mixture = name in self._known.mixtures
+        spec, names, fingerprints = self._members(name, spec)
+        if name not in names and not is_mixture:
+            raise BadParameter(
+                f"mix={spec.mix} leaves out {name}, the dataset that is asked for. Ask for one of {', '.join(names)}."
+            )
+        if len(fingerprints) != len(names):
+            raise SnapshotGone(
+                f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
+            )
+        found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
+        if spec.mix_stop and not spec.mix:
+            raise BadParameter(
+                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is none: give a mix."
+            )
+        members = tuple(served.member(spec) for served in found)
+        return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))
+
+    def may_wait(self, name: str, spec: Spec) -> bool:
+        """Whether `plan` may wait for a look at the folders: the spec names no snapshot, or one that is unknown here."""
+        _, names, fingerprints = self._members(name, spec)
+        known = self._known.datasets
+        return any(
+            own in known and known[own].is_behind(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=False)
+        )
+
+    def open(self) -> None:
+        """Opens what is in the data folder.
+
+        Raises DatasetRefused: there is no Parquet in it, or nothing of it can be served; the message lists why.
+        """
+        with self._looking:
+            found = survey(self._data_dir)
+            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
+            for dataset in datasets:
+                with suppress(DatasetRefused):  # it says so itself when it is asked
+                    dataset.refresh(found.shards[dataset.name])
+            self._known = self._known.followed_by(found, datasets)
+        if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
+            if not self.refused:
+                raise DatasetRefused(
+                    f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Other files become "
+                    f"shards by penstock import."
+                )
+            reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
+            raise DatasetRefused(f"nothing in {self._data_dir} can be served.\n{reasons}")
+
     def refresh(self, name: str) -> Change:
         """Takes in what changed in a dataset's folder, at once.
 
@@ -95,81 +148,6 @@ class Catalog:
                     self._miss(dataset, found)
             return quiet
 
-    def open(self) -> None:
-        """Opens what is in the data folder.
-
-        Raises DatasetRefused: there is no Parquet in it, or nothing of it can be served; the message lists why.
-        """
-        with self._looking:
-            found = survey(self._data_dir)
-            datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
-            for dataset in datasets:
-                with suppress(DatasetRefused):  # it says so itself when it is asked
-                    dataset.refresh(found.shards[dataset.name])
-            self._known = self._known.followed_by(found, datasets)
-        if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
-            if not self.refused:
-                raise DatasetRefused(
-                    f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Other files become "
-                    f"shards by penstock import."
-                )
-            reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
-            raise DatasetRefused(f"nothing in {self._data_dir} can be served.\n{reasons}")
-
-    def _dataset(self, name: str, folder: Path) -> Dataset:
-        known = self._known.datasets.get(name)
-        return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
-
-    def _miss(self, dataset: Dataset, found: Survey) -> str:
-        """Tells a dataset that its folder holds no shards any more; gives the reason."""
-        folder = dataset.folder
-        if reason := found.refused.get(dataset.name):
-            dataset.fail(reason)
-        elif away := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
-            reason = (
-                f"{away} is a link to nothing: what it leads to is away. Bring that back, or restart the server to forget it."
-            )
-            dataset.fail(reason)
-        elif found.folders and not folder.exists():
-            reason = f"{folder} was removed. Put it back, or restart the server to forget it."
-            dataset.remove(reason)
-        else:  # with all folders gone at once it is rather the disk that is: what is cached can be served meanwhile
-            reason = f"{folder} holds no shard any more. Put them back, or restart the server to forget it."
-            dataset.fail(reason)
-        return reason
-
-    def plan(self, name: str, spec: Spec) -> Plan:
-        """The spec resolved against a dataset, or against all that its mix names, this one among them.
-
-        Raises BadParameter: the mix leaves it out. Raises Busy: the snapshot may be among new data that is being looked at.
-        Raises SnapshotGone, and what make_plan raises.
-        """
-        is_mixture = name in self._known.mixtures
-        spec, names, fingerprints = self._members(name, spec)
-        if name not in names and not is_mixture:
-            raise BadParameter(
-                f"mix={spec.mix} leaves out {name}, the dataset that is asked for. Ask for one of {', '.join(names)}."
-            )
-        if len(fingerprints) != len(names):
-            raise SnapshotGone(
-                f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
-            )
-        found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
-        if spec.mix_stop and not spec.mix:
-            raise BadParameter(
-                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is none: give a mix."
-            )
-        members = tuple(served.member(spec) for served in found)
-        return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))
-
-    def may_wait(self, name: str, spec: Spec) -> bool:
-        """Whether `plan` may wait for a look at the folders: the spec names no snapshot, or one that is unknown here."""
-        _, names, fingerprints = self._members(name, spec)
-        known = self._known.datasets
-        return any(
-            own in known and known[own].is_behind(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=False)
-        )
-
     def _members(self, name: str, spec: Spec) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
         """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
         declared = self._known.mixtures.get(name)
@@ -194,6 +172,28 @@ class Catalog:
                     f"snapshot {fingerprint} of {name} is not known here yet, and new data is being looked at. Ask again."
                 )
         return dataset.served(fingerprint)
+
+    def _dataset(self, name: str, folder: Path) -> Dataset:
+        known = self._known.datasets.get(name)
+        return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
+
+    def _miss(self, dataset: Dataset, found: Survey) -> str:
+        """Tells a dataset that its folder holds no shards any more; gives the reason."""
+        folder = dataset.folder
+        if reason := found.refused.get(dataset.name):
+            dataset.fail(reason)
+        elif away := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
+            reason = (
+                f"{away} is a link to nothing: what it leads to is away. Bring that back, or restart the server to forget it."
+            )
+            dataset.fail(reason)
+        elif found.folders and not folder.exists():
+            reason = f"{folder} was removed. Put it back, or restart the server to forget it."
+            dataset.remove(reason)
+        else:  # with all folders gone at once it is rather the disk that is: what is cached can be served meanwhile
+            reason = f"{folder} holds no shard any more. Put them back, or restart the server to forget it."
+            dataset.fail(reason)
+        return reason
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)

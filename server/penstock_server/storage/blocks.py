@@ -145,6 +145,18 @@ class Blocks:
 
         self._store.ahead.want(job, window, affordable, lambda index: self.get([index]))
 
+    def count_rows(self, shard: int) -> IntArray:
+        """Rows of each of a shard's blocks that are of the train and of the validation split, shape [2, blocks of the shard].
+
+        Reads nothing but the columns that the filter and the split need, if any. Raises what `get` raises.
+        """
+        recipe, indices = self._snapshot.recipe, self._snapshot.blocks_of_shard(shard)
+        counts = np.zeros((2, len(indices)), np.int64)
+        for address, hashes in hashes_of_shard(self._snapshot, shard):
+            num_validation = int(is_validation(hashes, recipe.validation).sum())
+            counts[:, address.index - indices.start] = len(hashes) - num_validation, num_validation
+        return counts
+
     def check_bad_rows(self, block: Block, index: int) -> None:
         """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
         if block.bad and self._snapshot.recipe.on_bad_row == "fail":
@@ -164,10 +176,6 @@ class Blocks:
             f"a run can go on where it stopped.{or_leave_out}"
         )
 
-    def _ask(self, index: int) -> Asked:
-        at = self._snapshot.block(index)
-        return self._store.request(self._keys(at), at.number, partial(self._read, at))
-
     def _find_key(self, index: int) -> str:
         address = self._snapshot.block(index)
         return self._keys(address)[address.number]
@@ -177,17 +185,9 @@ class Blocks:
         group = _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity])
         return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
 
-    def count_rows(self, shard: int) -> IntArray:
-        """Rows of each of a shard's blocks that are of the train and of the validation split, shape [2, blocks of the shard].
-
-        Reads nothing but the columns that the filter and the split need, if any. Raises what `get` raises.
-        """
-        recipe, indices = self._snapshot.recipe, self._snapshot.blocks_of_shard(shard)
-        counts = np.zeros((2, len(indices)), np.int64)
-        for address, hashes in hashes_of_shard(self._snapshot, shard):
-            num_validation = int(is_validation(hashes, recipe.validation).sum())
-            counts[:, address.index - indices.start] = len(hashes) - num_validation, num_validation
-        return counts
+    def _ask(self, index: int) -> Asked:
+        at = self._snapshot.block(index)
+        return self._store.request(self._keys(at), at.number, partial(self._read, at))
 
     def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
         """Decodes and encodes the blocks of a row group, one at a time, from its start."""
