@@ -132,7 +132,7 @@ class Plan:
 
     @cached_property
     def window_bytes(self) -> int:
-        """About what the blocks that sequences are drawn from at a time take in the cache."""
+        """About what the blocks of a window of each member take in the cache; 0 without windows."""
         return sum(member.window_bytes for member in self.members) if self.spec.shuffle == "window" else 0
 
     def check(self, epoch: int, step: int, rank: int) -> None:

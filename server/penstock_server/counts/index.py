@@ -38,7 +38,7 @@ _FORGET_SECONDS = 30 * _MARK_SECONDS
 class Index:
     """The counts of one snapshot.
 
-    Every method raises IndexNotReady while what it needs is being counted, and whatever stopped that.
+    A method that gives counts raises IndexNotReady while they are being made, and whatever stopped that.
     """
 
     def __init__(self, name: str, snapshot: Snapshot, blocks: Blocks) -> None:

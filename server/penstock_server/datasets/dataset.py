@@ -74,7 +74,7 @@ class Change:
 class Dataset:
     """The snapshots of one folder.
 
-    `held`, `latest` and `served` are for all threads, the others for one at a time.
+    `held`, `latest`, `served` and `is_behind` are for all threads, the others for one at a time.
     """
 
     def __init__(self, name: str, folder: Path, default_tokenizer: Path | None, store: BlockStore) -> None:

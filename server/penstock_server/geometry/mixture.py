@@ -122,7 +122,7 @@ class Mixture:
         return None
 
     def epoch_length(self, sizes: Sequence[int], stop: str) -> int | None:
-        """Samples of an epoch over datasets of these sizes, in samples; None if the rule never ends it.
+        """Samples of an epoch over datasets of these sizes, in sequences; None if the rule never ends it.
 
         first: before the first dataset would begin a second time. all: once every dataset has been seen whole. never: endless.
         """
