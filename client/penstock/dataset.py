@@ -21,12 +21,12 @@ from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
 from penstock.progress import Progress
-from penstock.rank import check_rank, find_rank, find_worker
+from penstock.rank import Worker, check_rank, find_rank, find_worker
 from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.start import Stretch
-from penstock.state import Position, read_state, write_state
+from penstock.state import Position, counts_like, read_state, write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
 from penstock.whole import check_amount, check_whole, plain
@@ -274,12 +274,34 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises StateMismatch: the state is refused; the message lists what differs. Or it is no state.
         """
-        stretch = self._stretch(read_state(state, self.dataset, self.spec, strict=strict))
+        worker = find_worker()
+        position = read_state(state, self.dataset, self.spec, strict=strict)
+        if worker and not counts_like(state, self.spec):
+            self._check_is_over(state, worker)
+            position = replace(position, offset=LARGEST_COUNT)
+        stretch = self._stretch(position)
         if stretch.position.step > stretch.num_steps + 1:  # the last may have been filled, and be dropped now
             raise StateMismatch(f"this state is damaged: it is at step {stretch.position.step:,} of {stretch.num_steps:,}.")
-        self._progress.go_to(stretch, find_worker())
+        self._progress.go_to(stretch, worker)
         if self._book:
             self._book.num_loads += 1
+
+    def _check_is_over(self, state: Mapping[str, Any], worker: Worker) -> None:
+        """Whether a worker's part of the epoch is consumed in its state, which counts other steps than this dataset.
+
+        In mid-epoch each worker's state is at another sample, and only their loader knows at which one the loop is.
+        Raises StateMismatch: it is not.
+        """
+        then = {name: state.get(name) for name in ("batch_size", "world_size", "skip")}
+        counted = replace(self.spec, **then, offset=state["offset"])  # type: ignore[arg-type]
+        if state["step"] + worker.first < self._source.resolve(counted).num_steps:
+            now = {name: getattr(self.spec, name) for name in then}
+            told = "; ".join(f"{name}: {then[name]!r} then, {now[name]!r} now" for name in then if then[name] != now[name])
+            raise StateMismatch(
+                f"loader workers cannot go on in the midst of an epoch in steps of other samples ({told}): each knows what it "
+                f"gave itself, and not what the loop consumed. Finish the epoch with the values of then; a state of its end "
+                f"may be loaded. Or iterate without workers: a state of the dataset itself takes any."
+            )
 
     def _stretch(self, position: Position) -> Stretch:
         """What is left of an epoch from a position on."""

@@ -133,8 +133,9 @@ class Progress:
         # Whether a worker set the start is looked at when somebody asks for the position: of each batch it would take
         # microseconds.
         if self.counts(round_):
-            # All workers add their number to it when they start: what they share is the turn.
-            self._counted = (round_.num_sets, round_.stretch.position, num_batches * round_.steps.step)
+            # All workers add their number to it when they start: what they share is the turn. The last one may be incomplete.
+            num_steps = min(num_batches * round_.steps.step, round_.stretch.num_left)
+            self._counted = (round_.num_sets, round_.stretch.position, num_steps)
 
     def _has_been_in(self, stretch: Stretch, num_sets: int) -> bool:
         """Whether the iteration before came further into the epoch than to a first batch to look at."""

@@ -73,7 +73,7 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
     epoch, step, offset, batch_size, world_size = counts.values()
     skip = state.get("skip")
     samples_per_step = batch_size * world_size
-    if differing or samples_per_step != spec.samples_per_step or skip != spec.skip:
+    if differing or not counts_like(state, spec):
         try:
             skipped = parse_skip(skip, samples_per_step) if isinstance(skip, str) else ()
         except SpecError as error:
@@ -86,6 +86,12 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
             stacklevel=3,
         )
     return Position(epoch=epoch, offset=offset, step=step)
+
+
+def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
+    """Whether the steps of a state that was read are those of the spec: of as many samples, less the same ones."""
+    samples_per_step = state["batch_size"] * state["world_size"]
+    return bool(samples_per_step == spec.samples_per_step and state.get("skip") == spec.skip)
 
 
 def _counts(name: str, value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import RemoteDataset
+from penstock import RemoteDataset, StateMismatch
 from penstock.audit import audit
 from penstock.ledger_file import find_ledgers
 from recorded import SPEC
@@ -98,6 +98,38 @@ def test_a_state_from_between_two_epochs_goes_on_with_the_one_that_is_set(url: s
     resumed.dataset.set_epoch(2)
     loader.dataset.set_epoch(2)
     assert rows(resumed) == rows(loader) != expected
+
+
+@pytest.mark.parametrize("num_workers", [3, 7])
+def test_the_state_of_an_epochs_end_goes_on_with_the_next_whatever_its_steps_are_by_then(url: str, num_workers: int) -> None:
+    """Twenty steps are no multiple of the workers: some have given fewer than others."""
+    loader = loader_of(url, num_workers=num_workers)
+    rows(loader)
+    state = loader.state_dict()
+
+    for spec in (SPEC, SPEC | {"batch_size": 1}, SPEC | {"skip": "3-4"}):
+        data = RemoteDataset(url, "numbers", **spec)
+        data.set_epoch(1)
+        expected = rows(data)
+        resumed = type(loader)(data, batch_size=None, num_workers=num_workers)
+        resumed.load_state_dict(state)
+        data.set_epoch(1)
+        assert rows(resumed) == expected
+
+
+@pytest.mark.parametrize("num_batches", [1, 6, 19])
+@pytest.mark.parametrize(
+    "other", [{"batch_size": 8}, {"rank": 1, "world_size": 2}, {"skip": "18-18"}], ids=["batch_size", "world_size", "skip"]
+)
+def test_workers_refuse_to_go_on_in_steps_of_other_samples(url: str, other: dict[str, Any], num_batches: int) -> None:
+    """Each would count its own as all that the loop was given."""
+    loader = loader_of(url, num_workers=2)
+    rows(itertools.islice(iter(loader), num_batches))
+
+    resumed = type(loader)(RemoteDataset(url, "numbers", **(SPEC | other)), batch_size=None, num_workers=2)
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatch, match=f"in the midst of an epoch .*{[*other][-1]}: .* then, .* now"):
+        rows(resumed)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
