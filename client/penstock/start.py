@@ -56,6 +56,9 @@ class SharedStart:
         return self._memory
 
     def _share(self) -> None:
+        if self._memory.is_inference():  # who makes or copies it evaluates just then; others could not write to it
+            with torch.inference_mode(False):
+                self._memory = self._memory.clone()
         with suppress(RuntimeError):  # none is to be had: who has no loader workers needs none
             self._memory.share_memory_()  # type: ignore[no-untyped-call]
 

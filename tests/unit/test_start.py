@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, SpawnContext
@@ -39,6 +40,15 @@ def test_a_start_is_taken_once() -> None:
     assert not start.is_taken
     assert take(start, 3, None)
     assert not start.is_with_workers
+
+
+def test_a_start_that_is_made_or_copied_while_evaluating_can_be_set_afterwards() -> None:
+    with torch.inference_mode():
+        made = SharedStart(RESUMED)
+        copied = pickle.loads(pickle.dumps(made))
+    for start in (made, copied):
+        start.set(replace(RESUMED, num_steps=60), by_state=True)
+        assert start.stretch.num_left == 53
 
 
 def test_all_workers_of_one_round_take_it_and_those_of_the_next_do_not() -> None:
