@@ -2,7 +2,7 @@
 
     python examples/train_lightning.py http://localhost:8000 stories --devices 2 --checkpoint gpt.ckpt
 
-Started again with the same checkpoint it goes on at the very next batch.
+Started again with the same checkpoint, on as many devices, it goes on at the very next batch.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from penstock import RemoteDataset
+from penstock import RemoteDataset, StateMismatch
 from penstock.tensors import Batch
 from train_gpt import TinyGPT, vocab_size_of
 
@@ -53,6 +53,12 @@ class Model(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         data = self.trainer.train_dataloader
+        counted, trained = self.trainer.fit_loop.epoch_loop.batch_idx + 1, data.steps_per_epoch - data.num_left
+        if counted != trained:  # Lightning ends the epoch by its own count, and would leave its last batches out
+            raise StateMismatch(
+                f"Lightning counts {counted} batches of epoch {data.epoch} before this checkpoint, where the data stands "
+                f"behind {trained}. Resume with the devices and the batch size that it was saved with."
+            )
         if not data.num_left:  # resumed behind the last batch of an epoch: Lightning does not say that the next one starts
             data.set_epoch(data.epoch + 1)
 

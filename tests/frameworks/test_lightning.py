@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import StateMismatch
 from recorded import Given, run_example, whole_run
 
 LIBRARY = "lightning"
@@ -32,6 +33,22 @@ def test_a_resumed_run_has_the_same_losses(url: str, tmp_path: Path, given: list
 
     assert given[:24] == given[24:] == whole_run(url, 24)
     assert all(torch.equal(weight, parts["state_dict"][name]) for name, weight in whole["state_dict"].items())
+
+
+@pytest.mark.parametrize("steps", [4, 20], ids=["in the middle of an epoch", "at its end"])
+@pytest.mark.parametrize(("batch_size", "trained"), [(32, {4: 2, 20: 10}), (8, {4: 8, 20: 40})])
+def test_a_checkpoint_of_another_batch_size_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, batch_size: int, trained: dict[int, int]
+) -> None:
+    """Lightning would cut the epoch at what it counts, and with larger batches leave out the rest without a word."""
+    import train_lightning
+
+    arguments = [url, "numbers", "--save-every", "4", "--checkpoint", str(tmp_path / "gpt.ckpt"), "--steps"]
+    train_lightning.main([*arguments, str(steps)])
+    epochs = train_lightning.Epochs
+    monkeypatch.setattr(train_lightning, "Epochs", lambda *args, **spec: epochs(*args, **spec | {"batch_size": batch_size}))
+    with pytest.raises(StateMismatch, match=f"counts {steps} batches of epoch 0 .* behind {trained[steps]}. Resume with"):
+        train_lightning.main([*arguments, "24"])
 
 
 def test_two_ranks_that_lightning_starts_itself_are_given_each_batch_once(url: str, tmp_path: Path) -> None:
