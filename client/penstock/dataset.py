@@ -151,6 +151,11 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._progress.epoch
 
     @property
+    def has_loaded(self) -> bool:
+        """Whether a state was loaded from which no iteration has gone on yet."""
+        return self._progress.has_loaded
+
+    @property
     def snapshot(self) -> str:
         """Fingerprint of the data that this run is bound to."""
         assert self.spec.snapshot  # resolved by the server

@@ -27,6 +27,11 @@ _ONE_FOR_BOTH = (
     "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': to evaluate on train_dataset would "
     "move its place, and no checkpoint could be resumed"
 )
+_LOADED = (
+    "a state was loaded into train_dataset, but Trainer begins with the first step of epoch 0: what was trained on would "
+    "come again. Resume with train(resume_from_checkpoint=...), which loads the state by itself; to begin anew, call "
+    "data.rewind() first. With another batch size or other ranks only a loop of your own, or Accelerate, goes on."
+)
 
 
 class RemoteTrainer(Trainer):
@@ -38,7 +43,8 @@ class RemoteTrainer(Trainer):
     resuming costs the same at any step.
 
     Raises SpecError: train_dataset is no RemoteDataset, or its batches are not those that args speak of.
-    Raises StateMismatch, from train(resume_from_checkpoint=...): the checkpoint is of other data or counts other batches.
+    Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or there is none, though a
+    state was loaded into the data.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,6 +118,8 @@ class _Place(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
         data = self._data
         if not state.global_step:
+            if data.has_loaded:
+                raise StateMismatch(_LOADED)
             data.rewind()  # a load would have the audit believe that this start resumes
             return
         saved = state.stateful_callbacks.get(_KEY)

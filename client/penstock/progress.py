@@ -53,6 +53,11 @@ class Progress:
         return self._start.stretch.num_left if not self._start.is_taken and (at.step or at.offset) else 0
 
     @property
+    def has_loaded(self) -> bool:
+        """Whether a state was loaded from which no iteration has gone on yet."""
+        return not self._start.is_taken and self._start.is_by_state
+
+    @property
     def is_resumed(self) -> bool:
         """Whether an iteration has gone on from where a state put it."""
         return self._start.is_taken and self._start.is_by_state

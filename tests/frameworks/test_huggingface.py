@@ -130,3 +130,20 @@ def test_a_checkpoint_that_counts_other_batches_is_refused(url: str, tmp_path: P
     other = RemoteDataset(url, "numbers", **SPEC | {"seed": 8})
     with pytest.raises(StateMismatch, match="another order of samples"):
         trainer(url, tmp_path, data=other).train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_state_that_was_loaded_is_not_thrown_away(url: str, tmp_path: Path, given: list[Given]) -> None:
+    one = trainer(url, tmp_path, max_steps=2)
+    one.train()
+    state = one.train_dataset.state_dict()
+    one.train()  # once more, from the first step
+    assert given == 2 * whole_run(url, 2)
+
+    given.clear()
+    one.train_dataset.load_state_dict(state)
+    with pytest.raises(StateMismatch, match=r"Resume with train\(resume_from_checkpoint"):
+        one.train()
+    assert not given
+    one.train_dataset.rewind()
+    one.train()
+    assert given == whole_run(url, 2)
