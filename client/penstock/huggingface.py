@@ -39,10 +39,12 @@ class RemoteTrainer(Trainer):
 
     Batches go to the model as they come, less what its forward does not take (args.remove_unused_columns): no collator, no
     sampler and no loader workers take part. Where rows share a sequence the model is given no attention_mask, so that it keeps
-    them apart by their position_ids. Every epoch has an order of its own. A checkpoint holds the state of the data, and
-    resuming costs the same at any step.
+    them apart by their position_ids. One whose forward takes none is refused; a few, such as OPT and Falcon, take them and do
+    not keep rows apart. Every epoch has an order of its own. A checkpoint holds the state of the data, and resuming costs the
+    same at any step.
 
-    Raises SpecError: train_dataset is no RemoteDataset, or its batches are not those that args speak of.
+    Raises SpecError: train_dataset is no RemoteDataset, its batches are not those that args speak of, or the model cannot keep
+    the rows of one sequence apart.
     Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or there is none, though a
     state was loaded into the data.
     """
@@ -97,8 +99,21 @@ class RemoteTrainer(Trainer):
                 ("batch_size", "world_size"),
             )
 
+    def _check_that_rows_stay_apart(self) -> None:
+        if self.args.use_cache:
+            raise SpecError("leave use_cache=True out: with a cache, models do not see by position_ids where rows begin")
+        self._set_signature_columns_if_needed()
+        if self.args.remove_unused_columns and "position_ids" not in self._signature_columns:
+            raise SpecError(
+                f"{type(self.model).__name__} takes no position_ids, so that rows of one sequence would attend to those before "
+                "them. Give each its own, with packing='rows' (group_by_length saves padding); if they may, take "
+                "packing='concat' without boundaries.",
+                ("packing",),
+            )
+
     def _for_the_model(self, batch: Batch) -> Batch:
         if "position_ids" in batch:  # with a mask beside them, transformers lets a row attend to those before it
+            self._check_that_rows_stay_apart()
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         if not self.args.remove_unused_columns:
             return batch

@@ -109,6 +109,21 @@ def test_rows_that_share_a_sequence_do_not_see_one_another(url: str, tmp_path: P
     assert torch.equal(logits[begins[1] :], others[begins[1] :])
 
 
+def test_a_model_that_would_not_keep_rows_apart_is_refused(url: str, tmp_path: Path) -> None:
+    """Whether it is trained or evaluated."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    packed = RemoteDataset(url, "numbers", **SPEC, packing="best_fit", tail="wrap")
+    cached = trainer(url, tmp_path, data=packed, use_cache=True)
+    with pytest.raises(SpecError, match="leave use_cache=True out"):
+        cached.train()
+    one = trainer(url, tmp_path, held_out=packed)
+    one.model = BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=16, n_layer=1, n_head=2))
+    with pytest.raises(SpecError, match="BloomForCausalLM takes no position_ids"):
+        one.evaluate()
+    one.evaluate(RemoteDataset(url, "numbers", **SPEC, packing="concat", tail="wrap"))
+
+
 def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"gives 1 rank\(s\) 16 sequences each a step, but by its arguments Trainer counts 8"):
         trainer(url, tmp_path, per_device_train_batch_size=8)
