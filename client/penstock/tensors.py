@@ -215,8 +215,11 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
     return numbers
 
 
-def document_mask(batch: Batch) -> torch.Tensor:
-    """Which tokens may attend to which, bool [batch_size, 1, width, width]: to those before them in their own document.
+def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    """Which tokens may attend to which, [batch_size, 1, width, width]: to those before them in their own document.
+
+    True where they may, as torch's scaled_dot_product_attention takes it; or of a floating-point `dtype`, 0 where they may and
+    its lowest value elsewhere, to be added to scores, as eager attention does: a bool mask would let it look ahead.
 
     For models that take a mask of four dimensions; in memory it is width squared. Raises SpecError: the batch has no
     position_ids.
@@ -225,7 +228,8 @@ def document_mask(batch: Batch) -> torch.Tensor:
         raise SpecError("this batch does not tell where documents begin: use packing='best_fit' or boundaries='documents'")
     document = (batch["position_ids"] == 0).cumsum(dim=1)
     same = document[:, :, None] == document[:, None, :]
-    return torch.tril(same)[:, None]
+    mask = torch.tril(same)[:, None]
+    return mask if dtype == torch.bool else torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def nbytes(batch: Batch) -> int:

@@ -62,6 +62,10 @@ def test_documents_have_positions_of_their_own_and_learn_nothing_from_each_other
     assert mask.shape == (2, 1, 5, 5)
     assert mask[0, 0].tolist() == [[row // 2 == column // 2 and column <= row for column in range(5)] for row in range(5)]
     assert mask[1, 0].equal(torch.tril(torch.ones(5, 5, dtype=torch.bool)))
+    added = document_mask(batch, torch.bfloat16)
+    assert added.dtype == torch.bfloat16
+    assert (added == 0).equal(mask)
+    assert (added[~mask] == torch.finfo(torch.bfloat16).min).all()
 
 
 def test_both_sides_of_a_pair_are_expanded() -> None:
