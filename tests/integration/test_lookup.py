@@ -39,6 +39,7 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
             for sequence in answer["sequences"]:
                 for source in sequence["sources"]:
                     row = SHARDS[source["shard"]] + 32 * source["row_group"] + source["row"]
+                    assert source["dataset_row"] == row
                     found[row].add((2, step, rank, sequence["index"]))
     assert found
     for row in range(100):

@@ -24,7 +24,10 @@ _FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A row of a sequence. `row` counts from the start of its row group; of its `row_tokens` tokens [start, stop) are in it."""
+    """A row of a sequence, of whose `row_tokens` tokens [start, stop) are in it.
+
+    `row` counts from the start of its row group, `dataset_row` over all shards.
+    """
 
     dataset: str
     shard: str
@@ -33,6 +36,7 @@ class Origin:
     start: int
     stop: int
     row_tokens: int
+    dataset_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +225,11 @@ class Sequences:
 
     def _source(self, number: int, row: int, first: int, last: int) -> Origin:
         own = self.loaded[number]
-        at = own.member.snapshot.block(own.index)
-        row_in_group = at.first_row + int(own.block.rows[row])
+        snapshot, stored = own.member.snapshot, int(own.block.rows[row])
+        at, dataset_row = snapshot.block(own.index), snapshot.first_row_of(own.index) + stored
         [row_tokens] = own.block.row_lengths_of(np.array([row])).tolist()
-        return Origin(own.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens)
+        row_in_group = at.first_row + stored
+        return Origin(own.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens, dataset_row)
 
 
 def _in_order(found: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray[Any]]:

@@ -89,7 +89,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
 
     @router.get(_BATCHES + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
-        """For each sequence of a batch the rows it is made of."""
+        """For each sequence of a batch the rows it is made of; `dataset_row` is what the look-ups of a row take."""
         plan = catalog.plan(dataset, spec_of(request))
         plan.check(epoch, step, rank)
         [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
