@@ -1,7 +1,8 @@
 """Sealed files: whole or absent whatever crashes. What cannot be stored, or was damaged, is made again.
 
-A file is written under a temporary name and renamed, and ends with the xxh3-64 of the bytes before it. That is checked before
-any of them is parsed: a flipped bit in a length would have a parser read elsewhere. Who maps a file again may remember that.
+A file is written under a temporary name and renamed, and ends with the xxh3-64 of its name and the bytes before it. That is
+checked before any of them is parsed: a flipped bit in a length would have a parser read elsewhere, and a file under the name of
+another would be taken for that. Who maps a file again may remember that.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ ABANDONED_SECONDS = 60.0  # one that nobody has written to for so long belongs t
 
 
 class Damaged(Exception):
-    """The bytes of a file are not those that were written."""
+    """The bytes of a file are not those that were written under its name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} is damaged and will be made again")
 
 
-def seal_of(content: bytes | memoryview | pa.Buffer) -> bytes:
-    """What stands behind these bytes, `SEAL_BYTES` long."""
-    return xxhash.xxh3_64_digest(content)
+def seal_of(content: bytes | memoryview | pa.Buffer, name: str) -> bytes:
+    """What stands behind these bytes in a file of this name, `SEAL_BYTES` long."""
+    return xxhash.xxh3_64_digest(content, _seed_of(name))
+
+
+def _seed_of(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(os.fsencode(name))
 
 
 class Sound:
@@ -89,7 +94,7 @@ def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
     body = content.slice(0, max(0, content.size - SEAL_BYTES))
     if sound and is_that_file and sound.has(path, stat):
         return body
-    if seal_of(body) != bytes(content[body.size :]):
+    if seal_of(body, path.name) != bytes(content[body.size :]):
         raise Damaged(path)
     if sound and is_that_file:
         sound.add(path, stat)
@@ -119,7 +124,7 @@ def write_sealed(path: Path, pieces: Iterable[bytes], otherwise: str) -> None:
     Raises what `pieces` raises, but for an OSError.
     """
     temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
-    seal = xxhash.xxh3_64()
+    seal = xxhash.xxh3_64(seed=_seed_of(path.name))
     try:
         with temporary.open("wb") as file:
             for piece in pieces:

@@ -100,6 +100,16 @@ def test_a_damaged_file_is_dropped_and_its_room_is_free_again(tmp_path: Path, da
     assert CacheFolder(tmp_path, 9 * KIB).used_bytes == KIB + OVERHEAD
 
 
+def test_files_that_changed_places_are_dropped(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    for number, name in enumerate("ab"):
+        cache.write(name, content(number))
+    for source, target in [("a.block", "aside"), ("b.block", "a.block"), ("aside", "b.block")]:
+        (tmp_path / source).rename(tmp_path / target)
+    assert [cache.read(name) for name in "ab"] == [None, None]
+    assert files(tmp_path) == {}
+
+
 def test_what_takes_the_place_of_a_file_that_was_evicted_is_looked_at(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path, 3000)
     cache.write("first", memoryview(bytes(1000)))

@@ -68,10 +68,17 @@ def test_what_is_known_to_be_sound_is_not_read_again_and_what_comes_in_its_place
     assert [bytes(map_sealed(each, sound) or b"") for each in (path, other, path, other)] == [b"first", b"elsewhere"] * 2
     assert read.call_count == 2
     write_sealed(path, [b"third"], OTHERWISE)
-    other.rename(path.with_name("third"))
     assert bytes(map_sealed(path, sound) or b"") == b"third"
-    assert bytes(map_sealed(path.with_name("third"), sound) or b"") == b"elsewhere"
+    other.replace(path)
+    with pytest.raises(Damaged):
+        map_sealed(path, sound)
     assert read.call_count == 4
+
+
+def test_a_file_under_the_name_of_another_is_damaged(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "some", [b"first"], OTHERWISE)
+    (tmp_path / "some").rename(tmp_path / "other")
+    assert read_sealed(tmp_path / "other", bytes) is None
 
 
 def test_what_is_known_is_looked_at_again_once_somebody_says_that_it_changed(tmp_path: Path) -> None:

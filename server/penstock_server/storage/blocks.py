@@ -38,7 +38,7 @@ EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 LOADED_TOGETHER = 8  # blocks at a time, by who goes through all of them
 _KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, for what all take in the cache
-_FORMAT = 4  # of the stored blocks: a change here rebuilds them
+_FORMAT = 5  # of the stored blocks: a change here rebuilds them
 
 
 class Blocks:

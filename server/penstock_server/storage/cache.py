@@ -121,7 +121,7 @@ class CacheFolder:
                 return False
             with temporary.open("r+b") as file:
                 file.write(content)
-                file.write(seal_of(content))
+                file.write(seal_of(content, path.name))
             with self._locked() as used:
                 used.bytes -= _size(path)  # another process stored the same meanwhile
                 temporary.replace(path)
