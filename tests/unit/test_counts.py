@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import TestCase
+from unittest.mock import Mock
 from weakref import WeakValueDictionary
 
 import pytest
@@ -20,6 +22,7 @@ from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.counts import index as index_module
 from penstock_server.counts import lengths as lengths_module
+from penstock_server.counts.counting import Counting
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.storage.cache import CacheFolder
@@ -116,6 +119,15 @@ def test_snapshots_share_what_is_read_of_their_shards_and_little_of_it_is_mapped
         served(catalog, {"packing": "concat"})
         assert num_maps() == number - 2
         shutil.copy(tmp_path / "data" / "d" / "part-000.parquet", tmp_path / "data" / "d" / f"part-{number:03}.parquet")
+
+
+def test_counting_begins_again_after_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting("the rows", 1, lambda _: 7, list)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="start new thread"):
+            counting.get()
+    assert counting.get() == 7
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files

@@ -2,6 +2,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from starlette.testclient import TestClient
@@ -44,6 +45,18 @@ def test_a_job_gets_its_blocks_once_and_a_fault_stops_nothing(caplog: pytest.Log
     assert [record.getMessage() for record in caplog.records] == [
         "block 4 could not be loaded ahead; it is loaded when it is needed"
     ]
+
+
+def test_a_job_is_read_ahead_for_again_after_no_thread_could_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead, loaded = ReadAhead(), list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        ahead.want("job", 0, lambda: [1], loaded.append)
+    assert "nothing is loaded ahead before the next window: can't start new thread" in caplog.text
+    ahead.want("job", 1, lambda: [2], loaded.append)
+    until(lambda: loaded == [2])
 
 
 def test_jobs_take_turns_and_a_new_window_drops_the_old() -> None:

@@ -66,7 +66,11 @@ class Counting(Generic[T]):
                 return None
             self.num_done, self._failure = 0, None
             self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread can be started now; whoever asks next begins it
+                self._thread = None
+                raise
             return self._thread
 
     @property

@@ -47,8 +47,13 @@ class ReadAhead:
                 return
             self._jobs[job] = _Job(window, deque(blocks()), load, time.monotonic())
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="penstock-read-ahead", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="penstock-read-ahead", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no thread can be started now
+                    log.warning("nothing is loaded ahead before the next window: %s", error)
+                    return
+                self._thread = thread
             self._changed.notify()
 
     def _run(self) -> None:
