@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -8,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -246,6 +248,29 @@ def test_a_disk_that_stays_full_is_not_told_of_for_each_block(
         assert not cache.write(name, content(0))
     [line] = [record.getMessage() for record in caplog.records]
     assert f"the budget of the block cache is lowered to {cache.budget_bytes:,} bytes" in line
+
+
+def test_a_process_that_was_stopped_while_it_held_the_folder_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_PATIENCE_SECONDS", 0.5)
+    cache = CacheFolder(tmp_path, 100 * KIB)
+    assert cache.write("a", content(1))
+    naps = Mock(wraps=time.sleep)
+    with (tmp_path / ".lock").open() as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_module.time, "sleep", naps)
+            for has_waited in (False, True, True):
+                naps.reset_mock()
+                with pytest.raises(OSError, match="another process holds it, and may have been stopped"):
+                    cache.write("b", content(2))
+                assert naps.called != has_waited
+        assert cache.read("a")
+        with pytest.raises(OSError, match="another process holds it"):
+            CacheFolder(tmp_path, 100 * KIB)
+    assert cache.write("b", content(2))
+    assert cache.used_bytes == sum(files(tmp_path).values())
 
 
 def test_counts_that_are_stored_beside_the_blocks_meanwhile_disturb_nobody(tmp_path: Path) -> None:

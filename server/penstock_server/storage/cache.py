@@ -34,6 +34,8 @@ _SUFFIX = ".block"
 _NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
 _LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
+_PATIENCE_SECONDS = 30.0  # for who holds the folder: one that was stopped meanwhile would have all others wait with it
+_POLL_SECONDS = 0.002
 _SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
 
 
@@ -49,6 +51,7 @@ class CacheFolder:
         self.evicted: deque[str] = deque()  # the names of what this process removed, for who holds maps of it
         self._sound = Sound(_KNOWN_FILES)
         self._threads = threading.Lock()
+        self._patience_seconds = _PATIENCE_SECONDS
         self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         with self._locked() as used:
             used.bytes = self._recount()
@@ -229,15 +232,31 @@ class CacheFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[_Used]:
-        """Holds the folder for this process and thread; what is left in the counter is written back."""
+        """Holds the folder for this process and thread; what is left in the counter is written back.
+
+        Raises OSError: another process has held it for thirty seconds, or held it then and does so still.
+        """
         with self._threads:  # the file's lock belongs to the process, so it does not part its threads
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+            deadline = time.monotonic() + self._patience_seconds
+            while not self._has_locked():
+                if time.monotonic() >= deadline:
+                    self._patience_seconds = 0.0  # or each block would wait as long
+                    raise OSError(errno.EBUSY, "another process holds it, and may have been stopped", str(self.folder))
+                time.sleep(_POLL_SECONDS)
+            self._patience_seconds = _PATIENCE_SECONDS
             try:
                 used = _Used(self.used_bytes)
                 yield used
                 os.pwrite(self._lock_file, _USED.pack(used.bytes), 0)
             finally:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def _has_locked(self) -> bool:
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
