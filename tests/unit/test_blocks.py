@@ -260,6 +260,17 @@ def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
         blocks.get([1])
 
 
+def test_a_shard_that_was_written_to_and_given_its_old_date_is_noticed(open_blocks: Callable[[], Blocks], data: Path) -> None:
+    path, blocks = data / "part-000.parquet", open_blocks()
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(b"!")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(SnapshotGone, match=r"part-000.parquet changed since the server read it"):
+        blocks.get([0])
+
+
 def test_a_shard_that_was_removed_is_gone_unless_all_are(open_blocks: Callable[[], Blocks], data: Path) -> None:
     write_shards(data, "input_ids", [[[9, 9, 9]], [[8, 8]]], type_=pa.list_(pa.int32()), row_group_size=9)
     blocks = open_blocks()

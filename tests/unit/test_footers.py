@@ -24,6 +24,7 @@ from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import drop_old_notes, open_notes, read_note, write_note
+from penstock_server.snapshots.shard import Date
 from penstock_server.snapshots.snapshot import Snapshot, read_folder
 from penstock_server.storage.cache import CacheFolder
 
@@ -120,9 +121,16 @@ def test_shards_that_are_gone_are_forgotten(data: Path, note: Path) -> None:
     assert list(kept["shards"]) == ["part-000.parquet", "part-001.parquet"]
 
 
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written has the size, the date and the inode of what was there: the clock stands still between the two."""
+    monkeypatch.setattr(Date, "of", lambda stat: Date(stat.st_size, stat.st_mtime_ns, stat.st_ino, 0))
+
+
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_file_that_may_yet_be_written_to_without_a_new_date_is_not_remembered(data: Path, note: Path, settled: bool) -> None:
-    """The second content has the size, the date and the inode of the first: a clock that stood still between the two."""
+def test_a_file_that_may_yet_be_written_to_without_a_new_date_is_not_remembered(
+    data: Path, note: Path, settled: bool, still: None
+) -> None:
     path = data / "part-000.parquet"
     soon_ns = time.time_ns() + 10**9
     for ids in ([1, 2], [1, 3]):
@@ -138,7 +146,17 @@ def test_a_file_that_may_yet_be_written_to_without_a_new_date_is_not_remembered(
         assert largest == (1, 2 if settled else ids[-1])
 
 
-def test_columns_of_a_file_that_may_yet_be_written_to_are_not_remembered(data: Path) -> None:
+def test_a_shard_that_is_written_to_and_given_its_old_date_is_noticed(data: Path, note: Path) -> None:
+    path = data / "part-000.parquet"
+    for ids in ([1, 2], [1, 3]):
+        write_shard(data / ".part", ids)
+        path.write_bytes((data / ".part").read_bytes())
+        os.utime(path, ns=(HOUR_AGO_NS, HOUR_AGO_NS))
+        shard = read(data, Footers(data, note), settled=True).shards[0]
+        assert (shard.mtime_ns, shard.token_range) == (HOUR_AGO_NS, (1, ids[-1]))
+
+
+def test_columns_of_a_file_that_may_yet_be_written_to_are_not_remembered(data: Path, still: None) -> None:
     path, footers = data / "part-000.parquet", Footers(data)
     soon_ns = time.time_ns() + 10**9
     for name in ("tokens", "labels"):

@@ -100,7 +100,7 @@ class Held:
             raise self._gone(record.fingerprint, _OTHER_RECIPE)
         # What is known of its shards is by its own recipe; only their dates may be new.
         pairs = zip(former.snapshot.shards, shards, strict=True)
-        own = [replace(shard, mtime_ns=now.mtime_ns, inode=now.inode) for shard, now in pairs]
+        own = [replace(shard, mtime_ns=now.mtime_ns, inode=now.inode, ctime_ns=now.ctime_ns) for shard, now in pairs]
         return serve(Snapshot(former.snapshot.folder, own, former.snapshot.recipe))
 
     def _gone(self, fingerprint: str, reason: str) -> SnapshotGone:

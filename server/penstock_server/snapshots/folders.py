@@ -16,7 +16,7 @@ from penstock_server.recipes.declaration import FILE_NAME, read_toml
 from penstock_server.snapshots.shard import Date, spelled
 
 QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
-_ABSENT = Date(-1, 0, 0)  # of a link to nothing; no file is like it
+_ABSENT = Date(-1, 0, 0, 0)  # of a link to nothing; no file is like it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The footers of one folder's shards: read many at a time, once, and remembered. What is remembered is not opened again.
 
-A shard is remembered by its date: size, mtime and inode. As git does with its index, a file whose date is so young that it
-may yet be written to without a change of it is not remembered (git's documentation calls it racy).
+A shard is remembered by its date: size, mtime, inode and ctime. As git does with its index, a file whose date is so young that
+it may yet be written to without a change of it is not remembered (git's documentation calls it racy).
 """
 
 from __future__ import annotations

@@ -25,16 +25,21 @@ _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 class Date(NamedTuple):
-    """What differs once a file is written to or replaced."""
+    """What differs once a file is written to or replaced.
+
+    `ctime_ns` is when the system last changed anything of it: archives bring sizes and mtimes along, and the inode of a file
+    that was removed is given to the next, but this nobody can set.
+    """
 
     size_bytes: int
     mtime_ns: int
     inode: int
+    ctime_ns: int
 
     @classmethod
     def of(cls, stat: os.stat_result) -> Date:
         """The date of the file whose state this is."""
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,12 @@ class Shard:
     bytes_per_group: tuple[int, ...]
     null_rows: tuple[int, ...]
     token_range: tuple[int, int] | None
+    ctime_ns: int = 0
 
     @property
     def date(self) -> Date:
         """Of the file when it was read."""
-        return Date(self.size_bytes, self.mtime_ns, self.inode)
+        return Date(self.size_bytes, self.mtime_ns, self.inode, self.ctime_ns)
 
 
 def read_shard(path: Path, recipe: Recipe) -> Shard:
@@ -86,6 +92,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
         token_range=_token_range(groups, schema, recipe),
+        ctime_ns=date.ctime_ns,
     )
 
 
