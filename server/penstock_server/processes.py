@@ -54,10 +54,8 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
                 first.process.join()
                 return first.process.exitcode or 1
             children += [_Child.start(settings, listener, seat) for seat in seats[1:]]
-            while stop not in wait([stop, *(child.process.sentinel for child in children)]):
-                children[:] = [
-                    child if child.process.is_alive() else child.replace(settings, listener, stop) for child in children
-                ]
+            while not _is_told_to_stop(stop, children):
+                children[:] = [child.followed(settings, listener) for child in children]
             return 0
         finally:
             _end(children)
@@ -65,12 +63,16 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that serves; the one that comes after it is started `delay_seconds` after it died, if that was soon."""
+    """A process that serves; the one that comes after it is started `delay_seconds` after it died, if that was soon.
+
+    `follows_at` is when, by the monotonic clock; None while it lives, as far as is known.
+    """
 
     process: SpawnProcess
     seat: Seat
     started_at: float
     delay_seconds: float = 0.5
+    follows_at: float | None = None
 
     @staticmethod
     def start(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None = None) -> _Child:
@@ -78,24 +80,39 @@ class _Child:
         process.start()
         return _Child(process, seat, time.monotonic())
 
-    def replace(self, settings: Settings, listener: socket.socket, stop: socket.socket) -> _Child:
-        """Another in the place of one that died."""
-        lived = time.monotonic() - self.started_at
-        delay = 0.0 if lived > _STEADY_SECONDS else self.delay_seconds
+    def followed(self, settings: Settings, listener: socket.socket) -> _Child:
+        """Another in the place of one that died, once it is time for it; until then this one."""
+        if self.process.is_alive():
+            return self
+        died = self if self.follows_at else self._died()
+        assert died.follows_at
+        return died if time.monotonic() < died.follows_at else died._replaced(settings, listener)
+
+    def _died(self) -> _Child:
+        now = time.monotonic()
+        delay = 0.0 if now - self.started_at > _STEADY_SECONDS else self.delay_seconds
         log.warning(
             "server process %d ended with %s; another takes its place%s",
             self.process.pid,
             self.process.exitcode,
             f" in {delay:g} seconds" if delay else "",
         )
-        if wait([stop], delay):
-            return self
         longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else 0.5
+        return replace(self, delay_seconds=longer, follows_at=now + delay)
+
+    def _replaced(self, settings: Settings, listener: socket.socket) -> _Child:
         try:
-            return replace(_Child.start(settings, listener, self.seat), delay_seconds=longer)
+            return replace(_Child.start(settings, listener, self.seat), delay_seconds=self.delay_seconds)
         except OSError as error:  # the others go on
             log.warning("no process could be started: %s", error.strerror)
-            return replace(self, started_at=time.monotonic(), delay_seconds=longer)
+            return replace(self, started_at=time.monotonic(), follows_at=None)
+
+
+def _is_told_to_stop(stop: socket.socket, children: list[_Child]) -> bool:
+    """Waits until this process is told to stop, which is True, or one of the others dies or is to be followed by another."""
+    due = [child.follows_at for child in children if child.follows_at]
+    seconds = max(0.0, min(due) - time.monotonic()) if due else None
+    return stop in wait([stop, *(child.process.sentinel for child in children if not child.follows_at)], seconds)
 
 
 def _end(children: list[_Child]) -> None:

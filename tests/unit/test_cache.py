@@ -260,7 +260,7 @@ def test_a_process_that_was_stopped_while_it_held_the_folder_is_waited_for_once(
     with (tmp_path / ".lock").open() as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
         with monkeypatch.context() as patch:
-            patch.setattr(cache_module.time, "sleep", naps)
+            patch.setattr(time, "sleep", naps)
             for has_waited in (False, True, True):
                 naps.reset_mock()
                 with pytest.raises(OSError, match="another process holds it, and may have been stopped"):
