@@ -70,6 +70,15 @@ def test_the_least_recently_used_goes_first_and_a_map_outlives_its_file(tmp_path
     assert bytes(held) == bytes(content(0))
 
 
+def test_what_is_no_file_but_has_the_name_of_one_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "folder.block").mkdir()
+    (tmp_path / "link.block").symlink_to(tmp_path / "nowhere")
+    cache = CacheFolder(tmp_path, 4 * KIB + (tmp_path / "folder.block").stat().st_size)
+    for number in range(9):
+        assert cache.write(str(number), content(number))
+    assert cache.read("8")
+
+
 def test_what_is_larger_than_the_budget_is_not_stored(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path, KIB)
     assert not cache.write("large", content(1, 2 * KIB))

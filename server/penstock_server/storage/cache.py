@@ -203,7 +203,8 @@ class CacheFolder:
     def _evict(self, used: _Used, target_bytes: int) -> None:
         """Removes the files that were used longest ago until at most `target_bytes` are in use."""
         used.bytes = self._recount()  # also mends what a crashed process left uncounted
-        entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX)]
+        # What is no file but has such a name could not be removed, and nothing after it would be.
+        entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX) and entry.is_file()]
         for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
             if used.bytes <= target_bytes:
                 return
