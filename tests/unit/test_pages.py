@@ -77,6 +77,7 @@ def test_what_is_told_of_is_what_is_copied(tmp_path: Path, monkeypatch: pytest.M
     write_numbered(tmp_path / "data" / "numbers", 200)
     store = BlockStore(CacheFolder(tmp_path / "cache"))
     catalog = open_catalog(tmp_path / "data", None, store)
+    catalog["numbers"].latest.index.lengths.make(lambda _: None)
     plan = catalog.plan("numbers", Spec(batch_size=16, seq_len=3, packing=packing, pad="longest", shuffle="global"))
     [chunk] = chunks(plan, 0, 0, range(2))
     blocks = load(chunk)

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,6 +54,7 @@ class CacheFolder:
         self._threads = threading.Lock()
         self._patience_seconds = _PATIENCE_SECONDS
         self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        weakref.finalize(self, os.close, self._lock_file).atexit = False  # threads may use it until then
         with self._locked() as used:
             used.bytes = self._recount()
             free = shutil.disk_usage(folder).free
