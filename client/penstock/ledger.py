@@ -185,15 +185,11 @@ class Ledger:
             raise ValueError(f"the ledger {self._path} is closed")
         if (address.dataset, address.epoch, address.rank) != (begin.dataset, begin.epoch, begin.rank):
             raise ValueError(f"{address} is no batch of the iteration that begins with {begin}")
-        if _latest.get((self._pid, self._path)) is not self:
-            self._begin_again()
-        self._append(f"{address.step:>{STEP_COLUMNS}} {digest}", self._begin_check)
+        self._note(f"{address.step:>{STEP_COLUMNS}} {digest}")
 
     def finish(self) -> None:
         """The epoch is over: the loop asked for another batch."""
-        if _latest.get((self._pid, self._path)) is not self:
-            self._begin_again()
-        self._append("end", self._begin_check)
+        self._note("end")
 
     def close(self) -> None:
         """Has the disk write what is not written. Idempotent; does nothing in a process that was forked off."""
@@ -206,6 +202,17 @@ class Ledger:
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():  # it may be ended before it tells what is lost
                 log.error("penstock: the disk of the ledger %s hangs: its last lines may not be written", self._path)
+
+    def _note(self, text: str) -> None:
+        """Appends a line of the iteration, behind its begin line or others of its own."""
+        if not self._is_latest:
+            self._begin_again()
+        self._append(text, self._begin_check)
+
+    @property
+    def _is_latest(self) -> bool:
+        """Whether the last begin line in the file is that of this iteration."""
+        return _latest.get((self._pid, self._path)) is self
 
     def _begin_again(self) -> None:
         self._append(self._begin_text, "")
@@ -245,7 +252,7 @@ class Ledger:
         is_closing = False
         while True:
             with self._writing:
-                if _latest.get((self._pid, self._path)) is self:
+                if self._is_latest:
                     self._write()
             try:
                 if self._fd >= 0:
