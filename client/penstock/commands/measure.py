@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from penstock.commands.supply import Supply
 
-Report = Callable[[float, int, int], None]  # takes the seconds, tokens and bytes so far
+Tick = Callable[[float, int, int], None]  # takes the seconds, tokens and bytes so far
 
-_REPORT_SECONDS = 0.25
+_TICK_SECONDS = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Figures:
         return self.cpu_seconds / max(self.num_tokens, 1) * 1e6
 
 
-def measure(supply: Supply, seconds: float, report: Report, *, tokens_per_second: float | None = None) -> Figures:
+def measure(supply: Supply, seconds: float, tick: Tick, *, tokens_per_second: float | None = None) -> Figures:
     """Pulls batches for so many seconds, at least one.
 
     With `tokens_per_second` the loop takes its time over each, as a model of that speed does; without, it asks for the next at
@@ -62,7 +62,7 @@ def measure(supply: Supply, seconds: float, report: Report, *, tokens_per_second
     waits = array("d")
     num_tokens = num_positions = 0
     bytes_before, retries_before, cpu_before = supply.num_bytes(), supply.num_retries(), time.process_time()
-    began = asked = busy_until = reported = time.perf_counter()
+    began = asked = busy_until = ticked = time.perf_counter()
     while asked < began + seconds:
         batch = next(supply.batches)
         got = time.perf_counter()
@@ -75,9 +75,9 @@ def measure(supply: Supply, seconds: float, report: Report, *, tokens_per_second
             busy_until += got - asked + counted.num_tokens / tokens_per_second
             time.sleep(max(0.0, busy_until - time.perf_counter()))
         asked = time.perf_counter()
-        if asked - reported >= _REPORT_SECONDS:
-            reported = asked
-            report(asked - began, num_tokens, supply.num_bytes() - bytes_before)
+        if asked - ticked >= _TICK_SECONDS:
+            ticked = asked
+            tick(asked - began, num_tokens, supply.num_bytes() - bytes_before)
     return Figures(
         seconds=asked - began,
         cpu_seconds=time.process_time() - cpu_before,

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock_server.importing.columns import may_be_wide, normal_schema, wide_columns
-from penstock_server.importing.source import TABLE_BYTES, ImportRefused, Report, Survey
+from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
 from penstock_server.importing.stream import unreadable
 
 _FILE_MAGIC = b"ARROW1"
@@ -26,21 +26,21 @@ class ArrowFile:
         self.path = path
         self._columns = columns
 
-    def survey(self, report: Report) -> Survey:
+    def survey(self, advance: Advance) -> Survey:
         """The columns of the schema. Raises ImportRefused: it is no Arrow file, or is damaged."""
         with _refusing(self.path), pa.memory_map(str(self.path)) as mapped:
             schema = _open(mapped).schema
-        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, report))
+        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
-    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+    def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The rows of all record batches. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
-        return self._tables(survey.schema.names, report)
+        return self._tables(survey.schema.names, advance)
 
-    def _tables(self, names: Sequence[str], report: Report) -> Iterator[pa.Table]:
+    def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
         with _refusing(self.path), pa.memory_map(str(self.path)) as mapped:
             for batch, position in _batches(_open(mapped), mapped):
                 yield from _portions(batch.select(names))
-                report(position)
+                advance(position)
 
 
 class ParquetFile:
@@ -50,17 +50,17 @@ class ParquetFile:
         self.path = path
         self._columns = columns
 
-    def survey(self, report: Report) -> Survey:
+    def survey(self, advance: Advance) -> Survey:
         """The columns of the footer. Raises ImportRefused: it is no Parquet file, or is damaged."""
         with _refusing(self.path):
             schema = pq.read_schema(self.path)
-        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, report))
+        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
-    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+    def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The rows of all row groups. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
-        return self._tables(survey.schema.names, report)
+        return self._tables(survey.schema.names, advance)
 
-    def _tables(self, names: Sequence[str], report: Report) -> Iterator[pa.Table]:
+    def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
         if not names:
             return
         size = self.path.stat().st_size
@@ -72,7 +72,7 @@ class ParquetFile:
             for batch in file.iter_batches(rows, columns=list(names)):
                 yield from _portions(batch.select(names))
                 done += batch.num_rows
-                report(size * done // metadata.num_rows)
+                advance(size * done // metadata.num_rows)
 
 
 def _open(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 
-from penstock_server.importing.source import TABLE_BYTES, ImportRefused, Report, Survey
+from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
 from penstock_server.importing.stream import Stream, opened, portions
 
 _ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the server takes for text without being told
@@ -45,26 +45,26 @@ class Delimited:
         self._text = {*_ALWAYS_TEXT, *text}
         self._block_bytes = _FIRST_BLOCK_BYTES
 
-    def survey(self, report: Report) -> Survey:
+    def survey(self, advance: Advance) -> Survey:
         """The columns: int64 or float64 where all fields are such numbers, null where all are empty, else string.
 
         Raises ImportRefused: a row has more or fewer fields than the header, is not UTF-8, or ends in an open quote.
         """
         while True:
             try:
-                return self._survey(report)
+                return self._survey(advance)
             except _RowTooLarge:
                 if self._block_bytes >= _LARGEST_BLOCK_BYTES:
                     raise
                 self._block_bytes *= 2
 
-    def _survey(self, report: Report) -> Survey:
+    def _survey(self, advance: Advance) -> Survey:
         header = self._header()
         chosen = [name for name in header if self._columns is None or name in self._columns]
         fitting = {name: [] if name in self._text else list(_NUMBERS) for name in chosen}
         filled = set(self._text)
         # The last column is read in any case: it shows whether the file ends within a quote.
-        for table in self._read(dict.fromkeys([*chosen, *header[-1:]], pa.string()), report, header[-1] if header else None):
+        for table in self._read(dict.fromkeys([*chosen, *header[-1:]], pa.string()), advance, header[-1] if header else None):
             for name in chosen:
                 column = table.column(name)
                 if column.null_count < len(column):
@@ -73,9 +73,9 @@ class Delimited:
         types = [[*fitting[name], pa.string()][0] if name in filled else pa.null() for name in chosen]
         return Survey(names=tuple(header), schema=pa.schema(list(zip(chosen, types, strict=True))))
 
-    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+    def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The rows, in the types of the survey. Raises ImportRefused: as `survey`."""
-        return self._read(dict(zip(survey.schema.names, survey.schema.types, strict=True)), report)
+        return self._read(dict(zip(survey.schema.names, survey.schema.types, strict=True)), advance)
 
     def _header(self) -> list[str]:
         """The names in the first row, none if there is no row."""
@@ -99,7 +99,7 @@ class Delimited:
             )
         return names
 
-    def _read(self, types: Mapping[str, pa.DataType], report: Report, last: str | None = None) -> Iterator[pa.Table]:
+    def _read(self, types: Mapping[str, pa.DataType], advance: Advance, last: str | None = None) -> Iterator[pa.Table]:
         """The rows with columns of these types; if `last` is the last column, a quote left open at the end is refused."""
         if not types:
             return
@@ -110,7 +110,7 @@ class Delimited:
                     yield pa.Table.from_batches([batch])
                     num_rows += batch.num_rows
                     field = batch.column(last)[-1].as_py() or "" if last and batch.num_rows else field
-                    report(stream.position)
+                    advance(stream.position)
             except (pa.ArrowInvalid, UnicodeDecodeError) as error:
                 raise self._refusal(error, num_rows) from error
             if ("\n" in field or self._delimiter in field) and not self._ends_with_quote():

@@ -15,7 +15,7 @@ import pyarrow.json as pj
 
 from penstock_server.importing.columns import ColumnsDiffer, merge, normal_schema, wide_columns
 from penstock_server.importing.rounding import find_inexact, float_columns
-from penstock_server.importing.source import ImportRefused, Report, Survey
+from penstock_server.importing.source import Advance, ImportRefused, Survey
 from penstock_server.importing.stream import Portion, opened, portions
 
 _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
@@ -30,14 +30,14 @@ class JsonLines:
         self.path = path
         self._columns = columns
 
-    def survey(self, report: Report) -> Survey:
+    def survey(self, advance: Advance) -> Survey:
         """The columns and types of all lines. A text is string, also where it looks like a date.
 
         Raises ImportRefused: a line is no JSON object, or has a type that does not go with the lines before it.
         """
         self._check_start()
         schema, names, wide, inexact = pa.schema([]), dict[str, None](), frozenset[str](), dict[str, Decimal]()
-        for portion in self._portions(report):
+        for portion in self._portions(advance):
             if not names and self._columns is not None:
                 names |= _first_keys(portion.data)
             table = self._parsed(portion, partial(self._infer, known=schema))
@@ -48,16 +48,16 @@ class JsonLines:
         rounded = {path: inexact[path] for path in sorted(inexact.keys() & float_columns(schema))}
         return Survey(names=tuple(names), schema=schema, wide=wide, rounded=rounded)
 
-    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+    def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""
-        for portion in self._portions(report):
+        for portion in self._portions(advance):
             yield self._parsed(portion, partial(_parse, schema=survey.schema))
 
-    def _portions(self, report: Report) -> Iterator[Portion]:
+    def _portions(self, advance: Advance) -> Iterator[Portion]:
         with opened(self.path) as stream:
             for portion in portions(self.path, stream):
                 yield portion
-                report(stream.position)
+                advance(stream.position)
 
     def _infer(self, data: bytes, known: pa.Schema) -> pa.Table:
         # What is not imported must not be able to fail, so it is taken out before any type is looked for.

@@ -18,7 +18,7 @@ from penstock_server.importing.columns import check_names, conform, one_schema
 from penstock_server.importing.delimited import Delimited
 from penstock_server.importing.jsonl import JsonLines
 from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
-from penstock_server.importing.source import ImportRefused, Report, Source, Survey
+from penstock_server.importing.source import Advance, ImportRefused, Source, Survey
 from penstock_server.importing.stream import CODECS
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -49,16 +49,16 @@ class Import:
         """
         old_shards(self.out_dir, overwrite=self.overwrite)
         sources = self._sources()
-        with _progress("1/2 survey", sources) as reports:
-            surveys = [source.survey(report) for source, report in zip(sources, reports, strict=True)]
+        with _progress("1/2 survey", sources) as advances:
+            surveys = [source.survey(advance) for source, advance in zip(sources, advances, strict=True)]
         found = list(zip(self.files, surveys, strict=True))
         check_names("--text", self.text, found)
         schema, left_out = one_schema(found, self.columns)
-        with staged(self.out_dir, overwrite=self.overwrite) as folder, _progress("2/2 shards", sources) as reports:
+        with staged(self.out_dir, overwrite=self.overwrite) as folder, _progress("2/2 shards", sources) as advances:
             tables = (
                 table
-                for source, survey, report in zip(sources, surveys, reports, strict=True)
-                for table in _tables(source, survey, schema, report)
+                for source, survey, advance in zip(sources, surveys, advances, strict=True)
+                for table in _tables(source, survey, schema, advance)
             )
             written = write_shards(row_groups(tables, self.shape), folder, schema, self.shape)
             if not written.num_rows:
@@ -114,8 +114,8 @@ class Imported:
     written: Written
 
 
-def _tables(source: Source, survey: Survey, schema: pa.Schema, report: Report) -> Iterator[pa.Table]:
-    for table in source.tables(survey, report):
+def _tables(source: Source, survey: Survey, schema: pa.Schema, advance: Advance) -> Iterator[pa.Table]:
+    for table in source.tables(survey, advance):
         try:
             yield conform(table, schema)
         except ValueError as error:
@@ -125,13 +125,13 @@ def _tables(source: Source, survey: Survey, schema: pa.Schema, report: Report) -
 
 
 @contextmanager
-def _progress(doing: str, sources: Sequence[Source]) -> Iterator[list[Report]]:
+def _progress(doing: str, sources: Sequence[Source]) -> Iterator[list[Advance]]:
     """What each source tells its bytes to."""
     sizes = [source.path.stat().st_size for source in sources]
     with tqdm(total=sum(sizes), desc=doing, unit="B", unit_scale=True, disable=None) as bar:
 
-        def report(start: int, position: int) -> None:
+        def advance(start: int, position: int) -> None:
             bar.update(start + position - bar.n)
 
-        yield [partial(report, end - size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        yield [partial(advance, end - size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         bar.update(sum(sizes) - bar.n)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 TABLE_BYTES = 4 << 20  # about what a source gives at a time
 
-Report = Callable[[int], None]  # takes how many bytes of the file have been read
+Advance = Callable[[int], None]  # takes how many bytes of the file have been read
 
 
 class ImportRefused(Exception):
@@ -41,10 +41,10 @@ class Source(Protocol):
     def path(self) -> Path:
         """The file."""
 
-    def survey(self, report: Report) -> Survey:
+    def survey(self, advance: Advance) -> Survey:
         """Finds the columns and their types. Raises ImportRefused: the file is damaged, or cannot be read."""
 
-    def tables(self, survey: Survey, report: Report) -> Iterator[pa.Table]:
+    def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The rows in the file's order, with the columns of `survey` that each portion has.
 
         Raises ImportRefused: as `survey`, which has read the same before.
