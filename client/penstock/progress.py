@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from penstock.rank import Worker
 from penstock.start import SharedStart, Stretch
@@ -24,6 +25,14 @@ class Round:
     is_repetition: bool
 
 
+class _Counted(NamedTuple):
+    """What the loop consumed since the start was set for the `num_sets`th time: so many steps behind a position."""
+
+    num_sets: int = 0
+    position: Position = Position()
+    num_steps: int = 0
+
+
 class Progress:
     """How far the loop is, as far as this process knows."""
 
@@ -33,8 +42,7 @@ class Progress:
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._num_rounds = 0
         self._is_meant = False  # that the epoch is given once more
-        # What the loop consumed since the start was set for that time: so many steps behind a position.
-        self._counted = (0, Position(), 0)
+        self._counted = _Counted()
 
     @property
     def epoch(self) -> int:
@@ -71,7 +79,9 @@ class Progress:
     def position(self) -> Position:
         """What the loop consumed. What was set holds until an iteration goes on from there."""
         num_sets, at, num_steps = self._counted
-        return replace(at, step=at.step + num_steps) if num_sets == self._start.num_sets else self._start.stretch.position
+        if num_sets != self._start.num_sets:
+            return self._start.stretch.position
+        return replace(at, step=at.step + num_steps)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins the epoch at its first step."""
@@ -86,7 +96,7 @@ class Progress:
         if _steps_of(stretch, worker) or stretch.position.epoch > self.epoch:
             self._start.move(self._whole(stretch.position.epoch))
         self._own = (self._start.num_sets, stretch)
-        self._counted = (self._start.num_sets, stretch.position, 0)
+        self._counted = _Counted(self._start.num_sets, stretch.position)
 
     def confirm_epoch(self) -> None:
         """Somebody chooses the epoch, whichever: to go over it once more is meant."""
@@ -103,7 +113,7 @@ class Progress:
         if self._own and self._own[0] == num_sets:
             stretch, is_repetition = self._own[1], False
         self._own = None
-        self._counted = (num_sets, stretch.position, 0)
+        self._counted = _Counted(num_sets, stretch.position)
         steps = _steps_of(stretch, worker)
         return Round(
             worker=worker,
@@ -131,7 +141,7 @@ class Progress:
 
     def counts(self, round_: Round) -> bool:
         """Whether the position is that of this iteration. Once another began, or the start is set here, that one's is."""
-        return round_.number == self._num_rounds and round_.num_sets == self._counted[0]
+        return round_.number == self._num_rounds and round_.num_sets == self._counted.num_sets
 
     def count(self, round_: Round, num_batches: int) -> None:
         """So many batches of the iteration are consumed."""
@@ -140,7 +150,7 @@ class Progress:
         if self.counts(round_):
             # All workers add their number to it when they start: what they share is the turn. The last one may be incomplete.
             num_steps = min(num_batches * round_.steps.step, round_.stretch.num_left)
-            self._counted = (round_.num_sets, round_.stretch.position, num_steps)
+            self._counted = _Counted(round_.num_sets, round_.stretch.position, num_steps)
 
     def _has_been_in(self, stretch: Stretch, num_sets: int) -> bool:
         """Whether the iteration before came further into the epoch than to a first batch to look at."""
