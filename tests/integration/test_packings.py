@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -16,6 +17,8 @@ from corpora import write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset
 from serving import Server
 
+# What is sorted by length and yet padded to seq_len is the same tokens in the same order.
+pytestmark = pytest.mark.filterwarnings("ignore:group_by_length=.* nothing is saved")
 NUM_ROWS, SEQ_LEN = 300, 32
 Token = tuple[int, int]  # the row, and the place in it
 Spec = dict[str, Any]
@@ -174,6 +177,15 @@ def test_similar_lengths_come_together_and_are_yet_mixed(server: Server) -> None
     ]
     assert widths != sorted(widths)
     assert widths != sorted(widths, reverse=True)
+
+
+def test_who_sorts_by_length_and_pads_to_seq_len_is_told_that_nothing_is_saved(server: Server) -> None:
+    with pytest.warns(UserWarning, match=r"group_by_length=4 .* pads each to 200 tokens all the same: .* Take pad=longest"):
+        dataset(server, seq_len=200, group_by_length=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset(server, seq_len=200, group_by_length=4, pad=8)
+        dataset(server, seq_len=200)
 
 
 def test_pad_rounds_the_longest_up_to_a_multiple(server: Server) -> None:
