@@ -94,6 +94,13 @@ def test_without_a_recipe_the_columns_decide(data: Path, tokenizer: Path, column
     assert snapshot_of(data, tokenizer).recipe.kind == kind
 
 
+def test_columns_that_say_nothing_are_listed_with_what_to_write(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    pq.write_table(pa.table({"instruction": ["a"], "output": ["b"]}), data / "a.parquet")
+    with pytest.raises(DatasetRefused, match=r'instruction .*"content", or prompt = "question" and response = "answer"\.'):
+        snapshot_of(data, tokenizer)
+
+
 def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) -> None:
     write_shards(data, "content", [["one"]], type_=pa.string(), row_group_size=1)
     (data / "penstock.toml").write_text('text = "content"\ntokenizer = "../tokenizer.json"\neos = false\npad = 7\n')

@@ -133,8 +133,9 @@ class _Reader:
         more = f" {', '.join(wrong)}: texts must be strings, and messages lists of role and content." if wrong else ""
         raise DatasetRefused(
             f"{self._folder}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
-            f"response, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, for "
-            f'example: text = "content".{_OF_NO_ROWS if self._transform else ""}'
+            f"response, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, "
+            f'for example: text = "content", or prompt = "question" and response = "answer".'
+            f"{_OF_NO_ROWS if self._transform else ''}"
         )
 
     def _tokenizer(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> TokenizerFile | None:
