@@ -247,6 +247,16 @@ def test_two_folders_of_one_name_are_both_refused(data: Path, open_all: Opener) 
     assert "would both be the dataset 'a.b'" in catalog.refused["a.b"]
 
 
+def test_an_older_snapshot_is_known_after_a_server_was_away_for_months(data: Path, tmp_path: Path, open_all: Opener) -> None:
+    folder = write_numbered(data / "ids", 30)
+    older = open_all()["ids"].latest.snapshot.fingerprint
+    (write_numbered(tmp_path / "more", 3, num_shards=1) / "part-000.parquet").rename(folder / "part-900.parquet")
+    assert open_all()["ids"].latest.snapshot.fingerprint != older
+    for notes in (tmp_path / "cache" / "notes").iterdir():
+        os.utime(notes, (1, 1))
+    assert open_all()["ids"].served(older).snapshot.num_rows == 30
+
+
 def test_a_link_to_nothing_is_refused_and_never_a_shorter_epoch(data: Path) -> None:
     write_numbered(data, 30)
     (data / "part-999.parquet").symlink_to(data / "moved.parquet")

@@ -225,8 +225,8 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
         )
     if tokenizer:
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
-    drop_old_notes(store.cache.folder)
     drop_old_counts(store.cache.folder)
     catalog = Catalog(data_dir, tokenizer, store)
     catalog.open()
+    drop_old_notes(store.cache.folder)  # not before: what is served now may have been away for long, or the clock was wrong
     return catalog
