@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from multiprocessing import current_process
 from typing import Generic, TypeVar
 
 from penstock.errors import PenstockError
@@ -16,6 +17,7 @@ T = TypeVar("T")
 OWN_THREADS = "penstock-"  # how the names of this package's threads begin
 OBJECT_BYTES = 2048  # of Python's objects for one batch that waits, about
 _CLOSE_SECONDS = 5.0
+_ORPHAN_SECONDS = 2.0  # after which a worker that waits looks whether it is one
 
 
 class Prefetch(Generic[T]):
@@ -26,6 +28,8 @@ class Prefetch(Generic[T]):
 
     It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
     then. There it raises PenstockError, and closing it does nothing. Once it is closed, it raises PenstockError, too.
+
+    So it does in a worker whose loader was killed: else that would wait for a server, with its files locked, and for nobody.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Prefetch(Generic[T]):
         self._groups: deque[Sequence[T]] = deque()
         self._failure: BaseException | None = None
         self._finished = self._closed = False
-        self._process = os.getpid()
+        self._process, self._parent = os.getpid(), os.getppid()
         self._changed = threading.Condition()
         # A daemon: an interpreter that exits in mid-epoch must not wait for a server that is away.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -94,7 +98,9 @@ class Prefetch(Generic[T]):
 
     def _take(self) -> Sequence[T]:
         with self._changed:
-            self._changed.wait_for(lambda: self._groups or self._finished or self._closed)
+            while not self._changed.wait_for(lambda: self._groups or self._finished or self._closed, _ORPHAN_SECONDS):
+                if current_process().daemon and os.getppid() != self._parent:
+                    raise PenstockError("the process whose loader worker this is has ended, and this ends, too.")
             if self._groups:
                 self._changed.notify_all()
                 return self._groups.popleft()

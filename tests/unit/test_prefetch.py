@@ -3,9 +3,12 @@ import signal
 import threading
 import time
 from collections.abc import Generator
+from contextlib import suppress
+from multiprocessing import get_context
 
 import pytest
 
+import penstock.prefetch
 from penstock import PenstockError
 from penstock.prefetch import Prefetch
 
@@ -226,3 +229,39 @@ def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_
     go_on.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert list(ahead) == [item(number) for number in range(9)]
+
+
+def test_a_worker_whose_loader_was_killed_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.prefetch, "_ORPHAN_SECONDS", 0.05)
+    context = get_context("fork")
+    heard, told = context.Pipe(duplex=False)
+
+    def wait_for_ever(gate: threading.Event) -> Generator[list[bytes], None, None]:
+        told.send(os.getpid())
+        gate.wait()
+        yield []
+
+    def work() -> None:
+        gate = threading.Event()
+        try:
+            next(prefetch(wait_for_ever(gate), KIB, gate))
+        except PenstockError as error:
+            told.send(str(error))
+
+    def load() -> None:
+        context.Process(target=work, daemon=True).start()
+        signal.pause()
+
+    loader = context.Process(target=load)
+    loader.start()
+    assert heard.poll(30)
+    worker = heard.recv()
+    assert not heard.poll(0.3)  # it waits as long as its loader lives
+    loader.kill()
+    loader.join()
+    try:
+        assert heard.poll(30)
+        assert "has ended" in heard.recv()
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
