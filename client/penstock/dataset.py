@@ -15,18 +15,18 @@ from torch.utils.data import IterableDataset
 from penstock.advice import Advice, warn_as_advised, warn_of_discard, warn_of_lag, warn_of_repetition, warn_of_replay
 from penstock.agreement import Agreement
 from penstock.device import Destination, check_device, find_destination
-from penstock.errors import PenstockError, SpecError, StateMismatch
+from penstock.errors import PenstockError, SpecError
 from penstock.feed import Feed
 from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
 from penstock.progress import Progress
-from penstock.rank import Worker, check_rank, find_rank, find_worker
+from penstock.rank import check_rank, find_rank, find_worker
+from penstock.resuming import stretch_behind
 from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec
-from penstock.start import Stretch
-from penstock.state import Position, counts_like, read_state, write_state
+from penstock.state import write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
 from penstock.whole import check_amount, check_whole, plain
@@ -280,43 +280,10 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises StateMismatch: the state is refused; the message lists what differs. Or it is no state.
         """
         worker = find_worker()
-        position = read_state(state, self.dataset, self.spec, strict=strict)
-        if worker and not counts_like(state, self.spec):
-            self._check_is_over(state, worker)
-            position = replace(position, offset=LARGEST_COUNT)
-        stretch = self._stretch(position)
-        if stretch.position.step > stretch.num_steps + 1:  # the last may have been filled, and be dropped now
-            raise StateMismatch(f"this state is damaged: it is at step {stretch.position.step:,} of {stretch.num_steps:,}.")
+        stretch = stretch_behind(state, self._source, self.spec, self.steps_per_epoch, worker, strict=strict)
         self._progress.go_to(stretch, worker)
         if self._book:
             self._book.num_loads += 1
-
-    def _check_is_over(self, state: Mapping[str, Any], worker: Worker) -> None:
-        """Whether a worker's part of the epoch is consumed in its state, which counts other steps than this dataset.
-
-        In mid-epoch each worker's state is at another sample, and only their loader knows at which one the loop is.
-        Raises StateMismatch: it is not.
-        """
-        then = {name: state.get(name) for name in ("batch_size", "world_size", "skip")}
-        counted = replace(self.spec, **then, offset=state["offset"])  # type: ignore[arg-type]
-        if state["step"] + worker.first < self._source.resolve(counted).num_steps:
-            now = {name: getattr(self.spec, name) for name in then}
-            told = "; ".join(f"{name}: {then[name]!r} then, {now[name]!r} now" for name in then if then[name] != now[name])
-            raise StateMismatch(
-                f"loader workers cannot go on in the midst of an epoch in steps of other samples ({told}): each knows what it "
-                f"gave itself, and not what the loop consumed. Finish the epoch with the values of then; a state of its end "
-                f"may be loaded. Or iterate without workers: a state of the dataset itself takes any."
-            )
-
-    def _stretch(self, position: Position) -> Stretch:
-        """What is left of an epoch from a position on."""
-        if not position.offset:
-            return Stretch(position=position, num_steps=self.steps_per_epoch)
-        # A wrapped last step counts samples past the epoch's end.
-        num_sequences = self._source.resolve(self.spec).num_sequences
-        position = replace(position, offset=min(position.offset, num_sequences))
-        num_steps = self._source.resolve(replace(self.spec, offset=position.offset)).num_steps
-        return Stretch(position=position, num_steps=num_steps)
 
 
 def _check_columns(columns: Sequence[str], known: list[str]) -> frozenset[str]:

@@ -1,0 +1,53 @@
+"""Resuming: what is left of an epoch behind a state, in the steps of the dataset that it is loaded into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.errors import StateMismatch
+from penstock.rank import Worker
+from penstock.source import Source
+from penstock.spec import LARGEST_COUNT, Spec
+from penstock.start import Stretch
+from penstock.state import counts_like, read_state
+
+
+def stretch_behind(
+    state: Mapping[str, Any], source: Source, spec: Spec, num_steps: int, worker: Worker | None, *, strict: bool
+) -> Stretch:
+    """The stretch behind what was consumed; `num_steps` are those of a whole epoch, `worker` is who loads the state.
+
+    Raises StateMismatch: the state is refused, see read_state; or it is a worker's, and counts other steps in mid-epoch.
+    Raises what Source.resolve raises.
+    """
+    position = read_state(state, source.dataset, spec, strict=strict)
+    if worker and not counts_like(state, spec):
+        _check_is_over(state, source, spec, worker)
+        position = replace(position, offset=LARGEST_COUNT)
+    if position.offset:
+        # A wrapped last step counts samples past the epoch's end.
+        position = replace(position, offset=min(position.offset, source.resolve(spec).num_sequences))
+        num_steps = source.resolve(replace(spec, offset=position.offset)).num_steps
+    if position.step > num_steps + 1:  # the last may have been filled, and be dropped now
+        raise StateMismatch(f"this state is damaged: it is at step {position.step:,} of {num_steps:,}.")
+    return Stretch(position=position, num_steps=num_steps)
+
+
+def _check_is_over(state: Mapping[str, Any], source: Source, spec: Spec, worker: Worker) -> None:
+    """Whether a worker's part of the epoch is consumed in its state, which counts other steps than the spec.
+
+    In mid-epoch each worker's state is at another sample, and only their loader knows at which one the loop is.
+    Raises StateMismatch: it is not.
+    """
+    then = {name: state.get(name) for name in ("batch_size", "world_size", "skip")}
+    counted = replace(spec, **then, offset=state["offset"])  # type: ignore[arg-type]
+    if state["step"] + worker.first < source.resolve(counted).num_steps:
+        now = {name: getattr(spec, name) for name in then}
+        told = "; ".join(f"{name}: {then[name]!r} then, {now[name]!r} now" for name in then if then[name] != now[name])
+        raise StateMismatch(
+            f"loader workers cannot go on in the midst of an epoch in steps of other samples ({told}): each knows what it gave "
+            f"itself, and not what the loop consumed. Finish the epoch with the values of then; a state of its end may be "
+            f"loaded. Or iterate without workers: a state of the dataset itself takes any."
+        )
