@@ -39,7 +39,9 @@ def synthetic(num_blocks: int) -> Snapshot:
     """A snapshot of shards that are nowhere, with about `ROWS` rows a row group."""
     sizes = np.random.default_rng(0).integers(ROWS // 2, ROWS * 3 // 2, (num_blocks // GROUPS, GROUPS))
     shards = [
-        Shard(Path(f"part-{n:06}.parquet"), 1, 0, 0, f"{n:032x}", tuple(rows), (1 << 20,) * GROUPS, (0,) * GROUPS, (0, 50_000))
+        Shard(
+            Path(f"part-{n:06}.parquet"), 1, 0, 0, 0, f"{n:032x}", tuple(rows), (1 << 20,) * GROUPS, (0,) * GROUPS, (0, 50_000)
+        )
         for n, rows in enumerate(sizes.tolist())
     ]
     recipe = Recipe(kind="tokens", fields=(("tokens", Field("tokens", (("", ("tokens",)),))),))

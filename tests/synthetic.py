@@ -44,6 +44,7 @@ def _snapshot(name: str, geometry: Geometry) -> Snapshot:
             size_bytes=1,
             mtime_ns=0,
             inode=0,
+            ctime_ns=0,
             digest=f"{number:032x}",
             rows_per_group=tuple(rows),
             bytes_per_group=(1 << 20,) * len(rows),

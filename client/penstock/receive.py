@@ -24,6 +24,7 @@ _SPARE_BYTES = 32 << 20  # for who comes next: a loop that waits for data goes t
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 _LARGEST_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
+_LARGEST_REFUSAL = 16 << 20  # of what is no batch; a server's own are a sentence, and other programs' a page
 _PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
 
 
@@ -86,7 +87,7 @@ class Body:
             while part := response.read1(_READ_BYTES):
                 parts.append(part)
                 num_bytes += len(part)
-                _check_size(num_bytes)
+                _check_size(response, num_bytes)
                 self._on_bytes()
         finally:
             self._memory = memoryview(b"".join(parts))
@@ -277,13 +278,14 @@ def _check(response: http.client.HTTPResponse) -> None:
 
     Raises HTTPException: they did not, or the body is packed, or larger than any.
     """
-    _check_size(response.length or 0)
+    _check_size(response, response.length or 0)
     if response.length is None and not response.chunked:
         raise http.client.HTTPException("the answer does not tell its length, or its headers were cut")
     if (packed := response.getheader("Content-Encoding", "identity")) != "identity":
         raise http.client.HTTPException(f"the answer is packed with {packed}, which was not asked for")
 
 
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > _LARGEST_BODY:
-        raise http.client.HTTPException(f"the answer is of {num_bytes:,} bytes or more, larger than any batch")
+def _check_size(response: http.client.HTTPResponse, num_bytes: int) -> None:
+    most, what = (_LARGEST_BODY, "batch") if response.status == http.client.OK else (_LARGEST_REFUSAL, "refusal")
+    if num_bytes > most:
+        raise http.client.HTTPException(f"the answer is of {num_bytes:,} bytes or more, larger than any {what}")

@@ -236,8 +236,16 @@ def test_what_came_of_a_body_that_was_cut_is_kept(server: Listener, kind: str) -
 @pytest.mark.parametrize("kind", ["sized", "chunked"])
 def test_no_body_is_larger_than_any_batch(server: Listener, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(receive, "_LARGEST_BODY", len(CONTENT) - 1)
-    with receiver() as client, pytest.raises(HTTPException, match="1,280,000 bytes or more, larger than any"):
+    with receiver() as client, pytest.raises(HTTPException, match="1,280,000 bytes or more, larger than any batch"):
         get(client, server, kind, kind)
+
+
+def test_no_refusal_is_as_large_as_a_batch(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "_LARGEST_REFUSAL", len(CONTENT) - 1)
+    with receiver() as client:
+        with pytest.raises(HTTPException, match="1,280,000 bytes or more, larger than any refusal"):
+            get(client, server, "missing", "missing")
+        get(client, server, "sized", "sized")
 
 
 def test_a_server_that_is_away_or_speaks_no_http_is_told_apart() -> None:

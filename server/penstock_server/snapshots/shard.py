@@ -56,12 +56,12 @@ class Shard:
     size_bytes: int
     mtime_ns: int
     inode: int
+    ctime_ns: int
     digest: str
     rows_per_group: tuple[int, ...]
     bytes_per_group: tuple[int, ...]
     null_rows: tuple[int, ...]
     token_range: tuple[int, int] | None
-    ctime_ns: int = 0
 
     @property
     def date(self) -> Date:
@@ -87,12 +87,12 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         size_bytes=date.size_bytes,
         mtime_ns=date.mtime_ns,
         inode=date.inode,
+        ctime_ns=date.ctime_ns,
         digest=digest,
         rows_per_group=tuple(g.num_rows for g in groups),
         bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
         null_rows=tuple(_null_rows(g, recipe) for g in groups),
         token_range=_token_range(groups, schema, recipe),
-        ctime_ns=date.ctime_ns,
     )
 
 
