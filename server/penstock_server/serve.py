@@ -19,7 +19,7 @@ from penstock.urls import batches_path
 from penstock.wording import counted, rows_kept
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
-from penstock_server.datasets.advice import advice_on
+from penstock_server.datasets.advice import advice_on_data
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.watch import watching
@@ -129,7 +129,7 @@ def open_cache(settings: Settings) -> CacheFolder:
 
 def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
     """Tells what should be known of these datasets before anybody reads them."""
-    for sentence in advice_on(datasets, cache.budget_bytes):
+    for sentence in advice_on_data(datasets, cache.budget_bytes):
         print(f"penstock {command}: {sentence}", file=sys.stderr)
 
 

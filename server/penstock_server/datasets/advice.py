@@ -1,19 +1,28 @@
-"""Advice: what a command that opens datasets tells of them, a sentence each."""
+"""Advice: what a command that opens datasets tells of them, and a run is told before it begins, a sentence each."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from penstock.spec import Spec
+from penstock_server.batches.plan import Plan
 from penstock_server.datasets.held import Served
 from penstock_server.recipes.declaration import FILE_NAME
 
+_SMALL_WINDOW = 1000  # sequences; fewer mix too little to be recommended
 
-def advice_on(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
+
+def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
     """That a cache of this budget has no room for what they need at a time, what of them is not used, or refused."""
     found = [_of_tight_cache(budget_bytes, datasets)]
     found += [told(served) for served in datasets for told in (_of_unused_columns, _of_unsaid_bos)]
     found += [served.blocks.quarantine.refusal for served in datasets]
     yield from filter(None, found)
+
+
+def advice_on_run(plan: Plan) -> Iterator[str]:
+    """That the cache has no room for its windows, or that rows are sorted by their length for nothing."""
+    yield from filter(None, (_of_large_windows(plan), _of_needless_sorting(plan.spec)))
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
@@ -50,4 +59,29 @@ def _of_unsaid_bos(served: Served) -> str | None:
     return (
         f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before a text, and here nothing does. If models know "
         f'its texts by that, say bos = "{recipe.unsaid_bos}" in {served.snapshot.folder / FILE_NAME}, and else bos = false.'
+    )
+
+
+def _of_large_windows(plan: Plan) -> str | None:
+    """What follows from a cache that has no room for a window; None if it has."""
+    needed, budget = plan.window_bytes, plan.members[0].blocks.cache.budget_bytes
+    if needed <= budget:
+        return None
+    # Room for a window and the next, which is loaded ahead; a window is whole blocks.
+    fits = min(plan.spec.window, sum(plan.sizes)) * budget // needed // 2
+    has_small_blocks = 8 * max(member.snapshot.largest_block_bytes for member in plan.members) <= budget
+    or_less = f", or mix in smaller windows: window={fits}" if fits >= _SMALL_WINDOW and has_small_blocks else ""
+    return (
+        f"{plan.dataset} is mixed in windows that take about {needed:,} bytes each in the server's block cache, and the budget "
+        f"of that is {budget:,}: blocks are decoded and tokenized again for nearly every batch. Raise --cache-bytes{or_less}."
+    )
+
+
+def _of_needless_sorting(spec: Spec) -> str | None:
+    """What follows from sorting rows by their length and padding all of them to one; None if they are not."""
+    if not spec.group_by_length or spec.pad != "seq_len":
+        return None
+    return (
+        f"group_by_length={spec.group_by_length} puts rows of similar length side by side, and pad=seq_len pads each to "
+        f"{spec.seq_len:,} tokens all the same: nothing is saved. Take pad=longest or a multiple, such as pad=64."
     )

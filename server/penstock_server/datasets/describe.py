@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.spec import Spec
 from penstock_server.batches.plan import Plan
-from penstock_server.batches.room import advice
+from penstock_server.datasets.advice import advice_on_run
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
 
@@ -71,16 +70,6 @@ def describe_spec(plan: Plan) -> dict[str, Any]:
         "vocab_size": plan.vocab_size,
         "padding": plan.padding,
         "tensors": tensors,
-        "advice": advice(plan) + _padding_advice(plan.spec),
+        "advice": list(advice_on_run(plan)),
         "spec": plan.spec.to_dict(),
     }
-
-
-def _padding_advice(spec: Spec) -> list[str]:
-    """What a run should be told before it begins, that sorts rows by their length for nothing."""
-    if not spec.group_by_length or spec.pad != "seq_len":
-        return []
-    return [
-        f"group_by_length={spec.group_by_length} puts rows of similar length side by side, and pad=seq_len pads each to "
-        f"{spec.seq_len:,} tokens all the same: nothing is saved. Take pad=longest or a multiple, such as pad=64."
-    ]
