@@ -245,8 +245,10 @@ def test_a_cache_without_room_and_one_that_cannot_be_written_stop_nothing(
     assert rows_of(tight.get([1])[0])[0] == [32] + [1] * (32 % 7)
     blocks = open_blocks()
     shutil.rmtree(cache_dir)
+    for index in range(3):
+        blocks.get([index])
     assert rows_of(blocks.get([0])[0]) == expected
-    assert "the block cache cannot be written to" in caplog.text
+    assert caplog.text.count("the block cache cannot be written to") == 1
 
 
 def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(

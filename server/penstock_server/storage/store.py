@@ -27,6 +27,7 @@ log = logging.getLogger("penstock.store")
 
 _OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, and more where rows are bad
 _TOUCH_SECONDS = 10.0
+_TELL_SECONDS = 60.0  # between lines of the log on a cache that cannot be written to: it fails for each block
 _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
 
@@ -76,6 +77,7 @@ class BlockStore:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._checked_at = time.monotonic()
+        self._tells_at = 0.0
         self._wanted: dict[str, _Wanted] = {}  # of each row group of which something is
         self._loads: dict[Future[Block], _Load] = {}  # of each of those
 
@@ -285,7 +287,9 @@ class BlockStore:
         try:
             return content.nbytes if self.cache.write(key, content) else 0
         except OSError as error:
-            log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
+            if time.monotonic() >= self._tells_at:
+                self._tells_at = time.monotonic() + _TELL_SECONDS
+                log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
             return 0
         finally:
             self._let_go()
