@@ -87,8 +87,9 @@ class Transport:
                 raise self._unavailable(failures)
             if failures:
                 self._log.nobody(failures)
-            # Full jitter, so that a thousand ranks do not come back as one. The last round is made when time is up.
-            wait = max(uniform(0, delay), self._servers.seconds_until_ready())
+            # Full jitter, so that a thousand ranks do not come back as one, also if all were asked to at the same moment. The
+            # last round is made when time is up.
+            wait = self._servers.seconds_until_ready() + uniform(0, delay)
             is_first, is_last = False, wait >= left
             if self._connection.interrupted.wait(min(wait, left)):
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")

@@ -71,6 +71,14 @@ def test_retry_after_is_honoured() -> None:
         assert time.monotonic() - began >= 1  # a lower bound: the wait was asked for
 
 
+def test_ranks_that_a_server_sent_away_at_once_do_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport, "uniform", lambda low, high: 0.2)
+    with server(response(b"", "503 Busy", "Retry-After: 1"), response(b"here")) as url:
+        began = time.monotonic()
+        assert get(url) == (b"here", 1)
+        assert time.monotonic() - began >= 1.2  # a lower bound, as above
+
+
 def test_when_time_is_up_one_error_says_for_how_long_whom_and_why() -> None:
     with pytest.raises(ServerUnavailable, match=r"retry_seconds=0.2 from http://127.0.0.1:9; .*Connection refused"):
         get("http://127.0.0.1:9", retry_seconds=0.2)
