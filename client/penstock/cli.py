@@ -11,7 +11,7 @@ from penstock import __version__
 from penstock.commands import add_commands
 from penstock.wording import did_you_mean, print_anything
 
-_SERVER_COMMANDS = ("serve", "prepare", "sample", "import")
+_SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -32,6 +34,16 @@ def print_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+@contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """What reads stdout, such as head, may have seen enough: the block then ends, and that is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain when it flushes at its exit
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The server's commands: serve, prepare, sample, import."""
+"""The server's commands: serve, inspect, prepare, sample, import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+from penstock.commands import whole_number
 from penstock.spec import LARGEST_SEQ_LEN
+from penstock.wording import readers_may_leave
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
@@ -38,6 +40,21 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serve.add_argument("--poll-seconds", metavar="N", help="look for new data this often (default: 30; 0 for never)")
     serve.set_defaults(run=_serve)
 
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what a folder's datasets are, and what their rows become",
+        description="Shows every dataset below DATA_DIR as serve would serve it, with its first rows: their text, and between "
+        "⟦ and ⟧, or dimmed, what no loss is taken of. The exit status is 1 if a dataset cannot be served.",
+    )
+    _add_folders(inspect)
+    _add_dataset(inspect)
+    inspect.add_argument("--row", type=whole_number, metavar="N", default=0, help="the first row to show, from 0 (default: 0)")
+    inspect.add_argument("--rows", type=whole_number, metavar="N", default=2, help="how many rows (default: 2)")
+    inspect.add_argument(
+        "--lines", type=whole_number, metavar="N", default=4, help="lines of text of each; 0: all (default: 4)"
+    )
+    inspect.set_defaults(run=_inspect)
+
     prepare = commands.add_parser(
         "prepare",
         help="make index and cache ahead of time",
@@ -45,7 +62,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "goes on where it was. Takes the environment variables of serve, too.",
     )
     _add_folders(prepare)
-    prepare.add_argument("--dataset", metavar="NAME", action="append", help="only this one; may be given several times")
+    _add_dataset(prepare)
     prepare.add_argument(
         "--best-fit", metavar="SEQ_LEN", type=int, action="append", default=[], help="also pack for packing=best_fit"
     )
@@ -72,6 +89,10 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cache-bytes", metavar="N", help="their budget, such as 200GB (default: half of the free disk)")
 
 
+def _add_dataset(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dataset", metavar="NAME", action="append", help="only this one; may be given several times")
+
+
 def _allocate_with_jemalloc() -> None:
     """Has Arrow, which must not be imported yet, allocate with jemalloc, unless somebody chose another allocator.
 
@@ -83,17 +104,45 @@ def _allocate_with_jemalloc() -> None:
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")
 
 
-def _prepare(arguments: argparse.Namespace) -> int:
+def _inspect(arguments: argparse.Namespace) -> int:
     _allocate_with_jemalloc()
-    from penstock_server.datasets.catalog import open_catalog
-    from penstock_server.datasets.prepare import prepare
-    from penstock_server.serve import open_cache, warn
-    from penstock_server.storage.store import BlockStore
+    from penstock.commands.terminal import Terminal
+    from penstock_server.datasets.inspection import inspect
+    from penstock_server.opening import open_data, warn
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        store = BlockStore(open_cache(settings), settings.num_decoders)
-        catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
+        store, catalog = open_data(settings)
+        datasets = [catalog[name].latest for name in arguments.dataset or catalog.datasets]
+    except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
+        print(f"penstock inspect: {error}", file=sys.stderr)
+        return 2
+    failed = [f"{name}: {reason}" for name, reason in catalog.refused.items() if not arguments.dataset]
+    terminal = Terminal.of(sys.stdout)
+    with readers_may_leave():
+        for dataset in datasets:
+            rows = range(arguments.row, arguments.row + arguments.rows)
+            try:
+                for line in inspect(dataset, rows, terminal, arguments.lines):
+                    print(line)
+            except Problem as problem:
+                failed.append(f"{problem}")
+        for name, mixture in catalog.mixtures.items():
+            print(f"{name}: a mixture, {mixture.mix}")
+    warn("inspect", store.cache, datasets)
+    for line in failed:
+        print(f"penstock inspect: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    _allocate_with_jemalloc()
+    from penstock_server.datasets.prepare import prepare
+    from penstock_server.opening import open_data, warn
+
+    try:
+        settings = Settings.read(vars(arguments), os.environ)
+        store, catalog = open_data(settings)
         names = arguments.dataset or catalog.datasets
         datasets = [catalog[name].latest for name in names]
         if wrong := [length for length in arguments.best_fit if not 1 <= length <= LARGEST_SEQ_LEN]:

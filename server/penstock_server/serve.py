@@ -8,7 +8,7 @@ import gc
 import logging
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 
 import uvicorn
@@ -16,20 +16,17 @@ from fastapi import FastAPI
 
 from penstock import __version__
 from penstock.urls import batches_path
-from penstock.wording import counted, rows_kept
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
-from penstock_server.datasets.advice import advice_on_data
-from penstock_server.datasets.catalog import Catalog, open_catalog
-from penstock_server.datasets.held import Served
+from penstock_server.datasets.catalog import Catalog
+from penstock_server.datasets.describe import summary
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
 from penstock_server.listening import listen
 from penstock_server.logs import begin_log
-from penstock_server.settings import Settings, SettingsError
+from penstock_server.opening import open_data, warn
+from penstock_server.settings import Settings
 from penstock_server.stalled import STALLED_SECONDS, cut_stalled
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 log = logging.getLogger("penstock.serve")
 
@@ -52,8 +49,7 @@ def run(
     # takes a fifth of the time, and each time tens of milliseconds. What follows is not frozen: snapshots are replaced.
     gc.collect()
     gc.freeze()
-    store = BlockStore(open_cache(settings), settings.num_decoders)
-    catalog = open_catalog(settings.data_dir, settings.tokenizer, store)
+    store, catalog = open_data(settings)
     listen(listener, settings)
     if greet:
         warn("serve", store.cache, catalog.datasets.values())
@@ -117,35 +113,15 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def open_cache(settings: Settings) -> CacheFolder:
-    """The cache folder of the settings. Raises SettingsError: it cannot be used."""
-    try:
-        return CacheFolder(settings.cache_dir, settings.cache_bytes)
-    except OSError as error:
-        raise SettingsError(
-            f"the cache folder {settings.cache_dir} cannot be used: {error.strerror}. Name another with --cache-dir."
-        ) from error
-
-
-def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
-    """Tells what should be known of these datasets before anybody reads them."""
-    for sentence in advice_on_data(datasets, cache.budget_bytes):
-        print(f"penstock {command}: {sentence}", file=sys.stderr)
-
-
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = "localhost" if host in _LOCAL else host
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
     for name, dataset in catalog.datasets.items():
-        snapshot = dataset.snapshot
-        rows, shards = rows_kept(snapshot.num_rows, dataset.index.num_rows), counted(len(snapshot.shards), "shard")
-        lines += [
-            f"  {name}: {rows} in {shards}, snapshot {snapshot.fingerprint}",
-            f"    recipe: {snapshot.recipe.describe()}",
-            f"    curl '{url}{batches_path(name, 0, 0)}/0?format=json{_small(snapshot.num_rows)}'",
-        ]
+        headline, recipe = summary(dataset)
+        small = _small(dataset.snapshot.num_rows)
+        lines += [f"  {headline}", f"    {recipe}", f"    curl '{url}{batches_path(name, 0, 0)}/0?format=json{small}'"]
     lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]

@@ -72,7 +72,7 @@ def test_retry_after_is_honoured() -> None:
 
 
 def test_ranks_that_a_server_sent_away_at_once_do_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.transport, "uniform", lambda low, high: 0.2)
+    monkeypatch.setattr(penstock.transport, "uniform", lambda *_: 0.2)
     with server(response(b"", "503 Busy", "Retry-After: 1"), response(b"here")) as url:
         began = time.monotonic()
         assert get(url) == (b"here", 1)

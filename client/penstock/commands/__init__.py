@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import warnings
 from functools import partial
@@ -11,7 +10,7 @@ from importlib import import_module
 
 from penstock.commands.arguments import add_spec_options
 from penstock.errors import PenstockError
-from penstock.wording import without_passwords
+from penstock.wording import readers_may_leave, without_passwords
 
 _ADDRESS = "http://HOST:PORT/DATASET, or the URL of a batch"
 
@@ -26,10 +25,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     peek.add_argument("address", metavar="ADDRESS", help=_ADDRESS)
-    peek.add_argument("--step", type=_count, metavar="N", help="which batch of the epoch (default: 0)")
-    peek.add_argument("--epoch", type=_count, metavar="N", help="from 0; each has an order of its own (default: 0)")
-    peek.add_argument("--rank", type=_count, metavar="N", help="from 0, below world_size (default: 0)")
-    peek.add_argument("--lines", type=_count, metavar="N", default=4, help="lines of text of each row; 0: all (default: 4)")
+    peek.add_argument("--step", type=whole_number, metavar="N", help="which batch of the epoch (default: 0)")
+    peek.add_argument("--epoch", type=whole_number, metavar="N", help="from 0; each has an order of its own (default: 0)")
+    peek.add_argument("--rank", type=whole_number, metavar="N", help="from 0, below world_size (default: 0)")
+    peek.add_argument(
+        "--lines", type=whole_number, metavar="N", default=4, help="lines of text of each row; 0: all (default: 4)"
+    )
     add_spec_options(peek)
     peek.set_defaults(run=partial(_run, "peek"))
 
@@ -48,8 +49,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="tokens a second that the model takes, such as 250k: measures as long once more, with a loop of that pace",
     )
-    bench.add_argument("--epoch", type=_count, metavar="N", help="the first epoch to pull (default: 0)")
-    bench.add_argument("--rank", type=_count, metavar="N", help="from 0, below world_size (default: 0)")
+    bench.add_argument("--epoch", type=whole_number, metavar="N", help="the first epoch to pull (default: 0)")
+    bench.add_argument("--rank", type=whole_number, metavar="N", help="from 0, below world_size (default: 0)")
     bench.add_argument(
         "--no-tensors", action="store_true", help="only fetch and check, without torch: what the network and server give"
     )
@@ -97,22 +98,20 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     command = import_module(f"penstock.commands.{name}")
     # As a line of its own: where in this package a warning comes from is nothing to a person at a terminal.
     warnings.showwarning = lambda message, *_: print(f"penstock {name}: {message}", file=sys.stderr)
+    status: int = 0
     try:
-        status: int = command.run(arguments)
-        sys.stdout.flush()
+        with readers_may_leave():
+            status = command.run(arguments)
     except PenstockError as error:
         from penstock.commands.terminal import printable
 
         print(f"penstock {name}: {printable(without_passwords(str(error)))}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # what reads this, such as head, has seen enough
-        # Python would complain when it flushes at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return status
 
 
-def _count(text: str) -> int:
+def whole_number(text: str) -> int:
+    """A number from 0 that a person gave. Raises ArgumentTypeError: it is none."""
     if not (text.isascii() and text.isdigit() and len(text) <= 16):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 0")
     return int(text)

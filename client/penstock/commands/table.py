@@ -41,8 +41,7 @@ def _text(sequence: SequenceView, terminal: Terminal, width: int, num_lines: int
     for passage in shown:
         for line in wrap(_heading(passage, several), width):
             yield terminal.line(line)
-        for line in wrap(_passage(passage, terminal, num_lines * width), width):
-            yield terminal.line(line)
+        yield from run_lines(passage.runs, terminal, width, num_lines)
     if left_out := len(sequence.passages) - len(shown):
         yield terminal.paint(f"▸ and {left_out:,} more; --lines 0 shows all", YELLOW)
     for name, value in sequence.columns.items():
@@ -58,9 +57,14 @@ def _heading(passage: Passage, several: bool) -> Iterator[Unit]:
     yield from units(f"{passage.source}" + (f", {passage.num_tokens:,} tokens" if several else ""), CYAN)
 
 
-def _passage(passage: Passage, terminal: Terminal, columns: int) -> Iterator[Unit]:
-    """The text of a passage, of each run its beginning and its end: a long prompt must not hide the response."""
-    runs = passage.runs
+def run_lines(runs: Sequence[Run], terminal: Terminal, width: int, num_lines: int) -> Iterator[str]:
+    """The text of some runs in about `num_lines` lines of at most `width` columns; 0: all of it."""
+    for line in wrap(_runs(runs, terminal, num_lines * width), width):
+        yield terminal.line(line)
+
+
+def _runs(runs: Sequence[Run], terminal: Terminal, columns: int) -> Iterator[Unit]:
+    """Of each run its beginning and its end: a long prompt must not hide the response."""
     most = columns // _FEWEST_RUN_COLUMNS if columns else len(runs)
     if len(runs) <= most:
         for run, share in zip(runs, _shares([len(run.text) for run in runs], columns), strict=True):

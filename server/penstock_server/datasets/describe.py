@@ -1,4 +1,4 @@
-"""What is told of datasets, mixtures and specs, as JSON."""
+"""What is told of datasets, mixtures and specs: a summary for people, and all of it as JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from typing import Any
 
 import numpy as np
 
+from penstock.wording import counted, rows_kept
 from penstock_server.batches.plan import Plan
 from penstock_server.datasets.advice import advice_on_run
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
+
+
+def summary(served: Served) -> tuple[str, str]:
+    """A snapshot that is served in two lines, for people: how much it is, and its recipe."""
+    snapshot = served.snapshot
+    rows, shards = rows_kept(snapshot.num_rows, served.index.num_rows), counted(len(snapshot.shards), "shard")
+    return (
+        f"{served.name}: {rows} in {shards}, snapshot {snapshot.fingerprint}",
+        f"recipe: {snapshot.recipe.describe()}",
+    )
 
 
 def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:

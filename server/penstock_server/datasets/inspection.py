@@ -1,0 +1,69 @@
+"""Inspecting: what a dataset is, and what its rows become, for a person and without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.batch import SIDES
+from penstock.commands.batch_view import Run
+from penstock.commands.check import size
+from penstock.commands.table import run_lines
+from penstock.commands.terminal import BOLD, RED, YELLOW, Terminal, printable
+from penstock.wording import counted
+from penstock_server.datasets.describe import describe_dataset, summary
+from penstock_server.datasets.held import Served
+from penstock_server.datasets.lookup import show_row
+
+_MARGIN = "      "
+
+
+def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> Iterator[str]:
+    """A dataset in a few lines, and those of these rows that it has: of each about `num_lines` lines of text; 0: all.
+
+    Raises RowOutOfRange: it has none of them. Raises what a block raises that cannot be read.
+    """
+    name, recipe = summary(served)
+    yield terminal.paint(name, BOLD)
+    yield f"  {recipe}"
+    yield f"  {_sizes(describe_dataset(served))}"
+    for row in rows[: max(1, served.snapshot.num_rows - rows.start)]:
+        yield from _row(show_row(served, row), terminal, num_lines)
+    yield ""
+
+
+def _sizes(facts: Mapping[str, Any]) -> str:
+    tokens = "tokens not counted yet" if facts["tokens"] is None else counted(facts["tokens"], "token")
+    blocks = counted(facts["blocks"], "block")
+    return f"{size(facts['size_bytes'])} in files; {blocks}, about {size(facts['blocks_bytes'])} in the cache; {tokens}"
+
+
+def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterator[str]:
+    place = f"{facts['shard']}, row group {facts['row_group']}, row {facts['row_in_group']:,}"
+    split = f", split={facts['split']}" if "split" in facts else ""
+    yield printable(f"  row {facts['row']:,}: {place}{split}")
+    if "left_out_by" in facts:
+        yield terminal.paint(printable(f"    left out by {facts['left_out_by']}"), YELLOW)
+    if "bad" in facts:
+        yield terminal.paint(printable(f"    cannot be used: {facts['bad']}"), RED)
+    for side in SIDES:
+        if f"{side}tokens" in facts:
+            runs = _runs(facts, side)
+            named = f"{side.removesuffix('_')}: " if side else ""
+            num_learned = sum(run.num_tokens for run in runs if run.learned)
+            yield f"    {named}{counted(len(facts[f'{side}tokens']), 'token')}, {num_learned:,} learned"
+            yield from _indented(runs, terminal, num_lines)
+    for name, value in facts.get("columns", {}).items():
+        yield from _indented([Run(f"{name}: {value}", 0, True)], terminal, num_lines)
+
+
+def _runs(facts: Mapping[str, Any], side: str) -> list[Run]:
+    """The turns of a row, or all of it as one where it has none: as ids, where there is no tokenizer."""
+    ids = facts[f"{side}tokens"]
+    whole = {"learned": True, "num_tokens": len(ids), "text": facts.get(f"{side}text", " ".join(map(str, ids)))}
+    return [Run(turn["text"], turn["num_tokens"], turn["learned"]) for turn in facts.get(f"{side}turns", [whole])]
+
+
+def _indented(runs: Sequence[Run], terminal: Terminal, num_lines: int) -> Iterator[str]:
+    for line in run_lines(runs, terminal, terminal.columns - len(_MARGIN), num_lines):
+        yield _MARGIN + line

@@ -1,0 +1,34 @@
+"""Opening: the cache and the catalog that a command works on, and what is to be known of them beforehand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+from penstock_server.datasets.advice import advice_on_data
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.datasets.held import Served
+from penstock_server.settings import Settings, SettingsError
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+
+
+def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
+    """The blocks and the datasets of the settings.
+
+    Raises SettingsError: the cache folder cannot be used. Raises DatasetRefused: see open_catalog.
+    """
+    try:
+        cache = CacheFolder(settings.cache_dir, settings.cache_bytes)
+    except OSError as error:
+        raise SettingsError(
+            f"the cache folder {settings.cache_dir} cannot be used: {error.strerror}. Name another with --cache-dir."
+        ) from error
+    store = BlockStore(cache, settings.num_decoders)
+    return store, open_catalog(settings.data_dir, settings.tokenizer, store)
+
+
+def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
+    """Tells what should be known of these datasets before anybody reads them."""
+    for sentence in advice_on_data(datasets, cache.budget_bytes):
+        print(f"penstock {command}: {sentence}", file=sys.stderr)

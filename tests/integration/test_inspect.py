@@ -1,0 +1,100 @@
+"""`penstock inspect`: what datasets are, and what their rows become, without a server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from commands import penstock, penstock_in_terminal
+from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("data")
+    write_tokenizer(data / "tokenizer.json")
+    write_pairs(data / "pairs", [("how many foxes?", " one"), ("how many dogs?", " two")])
+    write_text(data / "texts", ["the quick brown fox", "", "a dog", "\x1b[2J " * 500], row_group_size=2)
+    (data / "texts" / "penstock.toml").write_text(
+        "on_bad_row = 'substitute'\nmax_bad_share = 0.5\nfilter = \"text != 'a dog'\""
+    )
+    write_numbered(data / "numbers", 5, num_shards=1)
+    (data / "prefs").mkdir()
+    table = pa.table({"chosen": ["yes"], "rejected": ["no no no"], "score": [0.5]})
+    pq.write_table(table, data / "prefs" / "part-000.parquet")
+    (data / "prefs" / "penstock.toml").write_text("columns = ['score']")
+    (data / "both").mkdir()
+    (data / "both" / "penstock.toml").write_text('mix = "pairs:1,texts:1"')
+    return data
+
+
+def inspect(data: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return penstock("inspect", data, "--tokenizer", data / "tokenizer.json", "--cache-dir", tmp_path / "cache", *flags)
+
+
+def test_every_dataset_is_told_with_its_recipe_and_its_first_rows(data: Path, tmp_path: Path) -> None:
+    done = inspect(data, tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.endswith("1 row cannot be used; neighbours are served in their place\n")
+    numbers, pairs, prefs, texts, mixture = done.stdout.split("\n\n")
+    assert re.match(r"numbers: 5 rows in 1 shard, snapshot [0-9a-f]{16}\n  recipe: input_ids, pre-tokenized", numbers)
+    assert "1 block, about" in numbers
+    assert "  row 1: part-000.parquet, row group 0, row 1, split=train\n    2 tokens, 2 learned\n      1 1" in numbers
+    [prompt] = re.findall(r"row 0: .*\n    (\d+) tokens, (\d+) learned\n      ⟦how many foxes\?⟧ one<\|endoftext\|>\n", pairs)
+    assert int(prompt[0]) > int(prompt[1]) > 0
+    assert re.search(r"    chosen: .*\n      yes.*\n    rejected: .*\n      no no no.*\n      score: 0.5$", prefs)
+    assert "text != 'a dog'" in texts
+    assert texts.endswith("row 1: part-000.parquet, row group 0, row 1\n    cannot be used: text is empty")
+    assert mixture == "both: a mixture, pairs:1,texts:1\n"
+
+
+def test_some_rows_of_one_dataset(data: Path, tmp_path: Path) -> None:
+    done = inspect(data, tmp_path, "--dataset", "texts", "--row", "2", "--rows", "100", "--lines", "1")
+    rows = re.findall(r"^  row (\d)", done.stdout, re.MULTILINE)
+    assert (done.returncode, rows) == (0, ["2", "3"])
+    assert "left out by filter: text != 'a dog'" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "␛[2J" in done.stdout
+    assert re.search(r"\[… [\d,]+ characters …\]", done.stdout)
+    whole = inspect(data, tmp_path, "--dataset", "texts", "--row", "3", "--lines", "0")
+    assert whole.stdout.count("␛[2J") == 500
+
+
+def test_what_is_not_there_is_said_and_the_rest_is_shown(data: Path, tmp_path: Path) -> None:
+    none = inspect(data, tmp_path, "--dataset", "pair")
+    assert (none.returncode, none.stdout) == (2, "")
+    assert "there is no dataset 'pair'. Did you mean 'pairs'?" in none.stderr
+    beyond = inspect(data, tmp_path, "--row", "3")
+    assert beyond.returncode == 1
+    assert "row 3 does not exist: pairs has 2 rows, 0 to 1." in beyond.stderr
+    assert "  row 3: part-000.parquet, row group 0, row 3, split=train\n    4 tokens" in beyond.stdout
+
+
+def test_a_dataset_that_cannot_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "good", 2, num_shards=1)
+    write_shards(tmp_path / "data" / "odd", "other", [[1, 2]], type_=pa.int64(), row_group_size=2)
+    done = penstock("inspect", tmp_path / "data", "--cache-dir", tmp_path / "cache")
+    assert done.returncode == 1
+    assert done.stdout.startswith("good: 2 rows")
+    assert "penstock inspect: odd: " in done.stderr
+
+
+def test_in_a_terminal_what_is_not_learned_is_dimmed(data: Path, tmp_path: Path) -> None:
+    arguments = ("--tokenizer", str(data / "tokenizer.json"), "--cache-dir", str(tmp_path / "cache"), "--dataset", "pairs")
+    status, shown = penstock_in_terminal(80, "inspect", str(data), *arguments)
+    assert status == 0
+    assert "\x1b[2mhow many foxes?\x1b[0m one" in shown
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(data: Path, tmp_path: Path) -> None:
+    inspect = f"{sys.executable} -m penstock.cli inspect {data} --cache-dir {tmp_path} --dataset numbers --rows 5"
+    done = subprocess.run(
+        ["bash", "-c", f"{inspect} | (exec 0<&-; sleep 3); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
