@@ -187,6 +187,8 @@ class Receiver:
         """
         is_asked = self._turn(request)
         is_kept = request.origin in self._connections
+        if is_asked:  # while it is still being made, the server can make the next beside it
+            self._ask_ahead(request)
         try:
             response = self._ask(request, is_asked)
             if not is_asked or response.status == http.client.OK:
@@ -217,7 +219,7 @@ class Receiver:
         return connections[0].getresponse()
 
     def _ask_ahead(self, request: Request) -> None:
-        if request.then is None or time.monotonic() < self._paused_until:
+        if request.then is None or self._asked or time.monotonic() < self._paused_until:
             return
         connections = self._connections[request.origin]
         if len(connections) == 1:

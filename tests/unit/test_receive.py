@@ -29,7 +29,7 @@ class Listener(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.num_connections, self.asked = 0, list[str]()
+        self.num_connections, self.asked, self.has_last = 0, list[str](), threading.Event()
 
     def handle_error(self, request: object, client_address: object) -> None:
         if not isinstance(sys.exception(), ConnectionError):
@@ -51,6 +51,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kind = self.path.split("?")[0].strip("/")
         self.server.asked.append(kind)
+        if kind == "last":
+            self.server.has_last.set()
+        if kind == "behind-last":
+            self.server.has_last.wait(60)
         if kind == "hangs-up" and self.server.asked.count(kind) == 1:
             self.close_connection = True
             return
@@ -188,6 +192,14 @@ def test_what_is_asked_ahead_is_asked_once_over_a_second_connection(server: List
     assert all(known.fileno() < 0 for known in made)
 
 
+def test_the_next_is_asked_for_while_what_was_asked_ahead_is_still_being_made(server: Listener) -> None:
+    with receiver() as client:
+        assert get(client, server, "sized", "behind-last") == CONTENT
+        assert get(client, server, "behind-last", "last") == CONTENT
+        assert get(client, server, "last", "sized") == CONTENT
+        assert server.num_connections == 2
+
+
 def test_what_was_asked_ahead_is_given_up_where_something_else_is_wanted(server: Listener) -> None:
     with receiver() as client:
         assert get(client, server, "sized", "silent") == CONTENT
@@ -206,11 +218,14 @@ def test_what_is_asked_ahead_and_not_answered_is_asked_again(server: Listener) -
 
 
 def test_what_is_asked_ahead_and_refused_is_asked_again_and_then_no_more_is_asked_ahead(server: Listener) -> None:
-    with receiver() as client:
+    made: list[socket.socket] = []
+    with receiver(made) as client:
         assert get(client, server, "sized", "busy-at-first") == CONTENT
         status, _ = ask(client, url_of(server, "busy-at-first"), body_in(bytearray()), "/chunked")
         assert status == 200
-        assert server.asked == ["sized", "busy-at-first", "busy-at-first"]
+        assert server.asked.count("busy-at-first") == 2
+        assert get(client, server, "sized", "sized") == CONTENT
+        assert len(made) == 3  # one in place of the two that were closed
 
 
 def test_nothing_is_asked_ahead_behind_a_refusal(server: Listener) -> None:
