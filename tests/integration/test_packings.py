@@ -211,3 +211,9 @@ def test_the_prompt_is_masked_wherever_a_row_is_cut(server: Server) -> None:
             if label != -100
         )
         assert learned == Counter(label for labels in whole.values() for label in labels if label != -100)
+
+
+def test_who_sorts_fewer_rows_than_a_batch_has_is_told(server: Server) -> None:
+    with pytest.warns(UserWarning, match=r"little is saved. Take a global batch, group_by_length=8."):
+        dataset(server, seq_len=200, world_size=2, group_by_length=3, pad=8)
+    dataset(server, seq_len=200, world_size=2, group_by_length=4, pad=8)  # warnings are errors

@@ -78,10 +78,16 @@ def _of_large_windows(plan: Plan) -> str | None:
 
 
 def _of_needless_sorting(spec: Spec) -> str | None:
-    """What follows from sorting rows by their length and padding all of them to one; None if they are not."""
-    if not spec.group_by_length or spec.pad != "seq_len":
-        return None
-    return (
-        f"group_by_length={spec.group_by_length} puts rows of similar length side by side, and pad=seq_len pads each to "
-        f"{spec.seq_len:,} tokens all the same: nothing is saved. Take pad=longest or a multiple, such as pad=64."
-    )
+    """What follows from sorting rows by their length where padding does not follow it; None if that is not so."""
+    if spec.group_by_length and spec.pad == "seq_len":
+        return (
+            f"group_by_length={spec.group_by_length} puts rows of similar length side by side, and pad=seq_len pads each to "
+            f"{spec.seq_len:,} tokens all the same: nothing is saved. Take pad=longest or a multiple, such as pad=64."
+        )
+    if 0 < spec.group_by_length < spec.batch_size:
+        return (
+            f"group_by_length={spec.group_by_length} puts so many rows of similar length side by side, and a batch has "
+            f"{spec.batch_size}: it is padded to the longest of several groups, and little is saved. Take a global batch, "
+            f"group_by_length={spec.samples_per_step}."
+        )
+    return None
