@@ -40,22 +40,22 @@ class Spec:
 
     batch_size: int = _count(8, 1, 65_536, "sequences in a batch of one rank")
     seq_len: int = _count(
-        1024, 1, LARGEST_SEQ_LEN, "tokens in a sequence; what becomes of longer rows, packing and long_rows say"
+        1024, 1, LARGEST_SEQ_LEN, "tokens in a sequence; packing and long_rows decide what happens to longer rows"
     )
     world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
-    seed: int = _count(0, 0, LARGEST_SEED, "chooses the order; another seed is another order in every epoch")
+    seed: int = _count(0, 0, LARGEST_SEED, "chooses the order of every epoch")
     shuffle: str = _choice(
-        "window", ("none", "window", "global"), "none: as stored; window: exact within windows; global: exact over all"
+        "window", ("none", "window", "global"), "none: as stored; window: uniform within windows; global: uniform overall"
     )
-    window: int = _count(262_144, 1, LARGEST_COUNT, "fewest sequences that are shuffled together (shuffle=window)")
-    split: str = _choice("all", ("all", "train", "validation"), "rows of one split, by a stable hash; or all")
+    window: int = _count(262_144, 1, LARGEST_COUNT, "smallest number of sequences that are shuffled together (shuffle=window)")
+    split: str = _choice("all", ("all", "train", "validation"), "the rows of one split, chosen by a stable hash; or all")
     packing: str = _choice(
         "rows",
         ("rows", "concat", "best_fit"),
         "rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole rows in bins",
     )
     long_rows: str = _choice(
-        "truncate", ("truncate", "split"), "rows longer than seq_len (packing=rows): cut, or several sequences"
+        "truncate", ("truncate", "split"), "rows longer than seq_len (packing=rows): truncated, or split into several sequences"
     )
     pad: str = field(
         default="seq_len",
@@ -65,33 +65,33 @@ class Spec:
         },
     )
     group_by_length: int = _count(
-        0, 0, 65_536, "so many sequences of similar length side by side (packing=rows), such as a global batch; 0: not"
+        0, 0, 65_536, "put this many sequences of similar length side by side (packing=rows), such as a global batch; 0: off"
     )
     boundaries: str = _choice(
         "none",
         ("none", "documents"),
-        "documents: sequences tell where their documents begin (packing=concat; best_fit always does)",
+        "documents: mark where documents begin in a sequence (packing=concat; best_fit always does)",
     )
     task: str = _choice("causal", ("causal", "seq2seq"), "causal: one stream of tokens; seq2seq: prompt in, response out")
     target_len: int | None = field(
         default=None,
-        metadata={"low": 1, "high": 2**20, "doc": "tokens of a response (task=seq2seq); default: seq_len"},
+        metadata={"low": 1, "high": 2**20, "doc": "tokens in a response (task=seq2seq); default: seq_len"},
     )
-    loss: str = _choice("response", ("response", "all"), "tokens with a label in prompt/response rows: the response's, or all")
-    tail: str = _choice("drop", ("drop", "wrap"), "an epoch's last, incomplete step: dropped, or filled from the epoch's start")
-    offset: int = _count(0, 0, LARGEST_COUNT, "samples of the epoch to leave out at its start, over all ranks")
+    loss: str = _choice("response", ("response", "all"), "tokens of prompt/response rows with a label: the response's, or all")
+    tail: str = _choice("drop", ("drop", "wrap"), "the last, incomplete step: drop it, or fill it from the epoch's start")
+    offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = field(
         default=None,
-        metadata={"doc": "steps to leave out, as 41000-41200,50000-50010; or samples:1000-1999; see penstock.skip"},
+        metadata={"doc": "steps to leave out, such as 41000-41200,50000-50010; or samples:1000-1999; see penstock.skip"},
     )
     mix: str | None = field(
-        default=None, metadata={"doc": "datasets and weights of a mixture, as wiki:0.7,code:0.3; see penstock.mix"}
+        default=None, metadata={"doc": "datasets and weights of a mixture, such as wiki:0.7,code:0.3; see penstock.mix"}
     )
     mix_stop: str | None = field(
         default=None,
         metadata={
             "options": ("first", "all", "never"),
-            "doc": "a mixture's epoch ends with the first dataset that is used up, with the last, or never; default: first",
+            "doc": "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
         },
     )
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
