@@ -27,17 +27,17 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "an environment variable: --cache-dir as PENSTOCK_CACHE_DIR, and so on.",
     )
     _add_folders(serve)
-    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
+    serve.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 for all)")
     serve.add_argument("--port", help="port to listen on (default: 8000; 0 for any free one)")
     serve.add_argument(
         "--inflight-bytes",
         metavar="N",
-        help="most that responses hold in memory, such as 2GB (default: a quarter of the memory)",
+        help="most memory that responses may take, such as 2GB (default: a quarter of the memory)",
     )
     serve.add_argument(
-        "--processes", metavar="N", help="processes that serve the port, for machines of many cores (default: 1)"
+        "--processes", metavar="N", help="processes that serve the port, for machines with many cores (default: 1)"
     )
-    serve.add_argument("--poll-seconds", metavar="N", help="look for new data this often (default: 30; 0 for never)")
+    serve.add_argument("--poll-seconds", metavar="N", help="check for new data every N seconds (default: 30; 0 for never)")
     serve.set_defaults(run=_serve)
 
     inspect = commands.add_parser(
@@ -51,20 +51,20 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     inspect.add_argument("--row", type=whole_number, metavar="N", default=0, help="the first row to show, from 0 (default: 0)")
     inspect.add_argument("--rows", type=whole_number, metavar="N", default=2, help="how many rows (default: 2)")
     inspect.add_argument(
-        "--lines", type=whole_number, metavar="N", default=4, help="lines of text of each; 0: all (default: 4)"
+        "--lines", type=whole_number, metavar="N", default=4, help="lines of text of each, 0 for all (default: 4)"
     )
     inspect.set_defaults(run=_inspect)
 
     prepare = commands.add_parser(
         "prepare",
-        help="make index and cache ahead of time",
-        description="Counts and caches the tokens of every dataset below DATA_DIR, so that no run waits for them. Stopped, it "
-        "goes on where it was. Takes the environment variables of serve, too.",
+        help="count and tokenize datasets ahead of time",
+        description="Counts and caches the tokens of every dataset below DATA_DIR, so that no run waits for them. If it "
+        "was stopped, it goes on where it was. Takes the environment variables of serve, too.",
     )
     _add_folders(prepare)
     _add_dataset(prepare)
     prepare.add_argument(
-        "--best-fit", metavar="SEQ_LEN", type=int, action="append", default=[], help="also pack for packing=best_fit"
+        "--best-fit", metavar="SEQ_LEN", type=int, action="append", default=[], help="also pack for best_fit with this seq_len"
     )
     prepare.set_defaults(run=_prepare)
 
@@ -86,7 +86,7 @@ def _add_folders(command: argparse.ArgumentParser) -> None:
     command.add_argument("data_dir", metavar="DATA_DIR", nargs="?", help="folder of Parquet files, or of folders of them")
     command.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json for text whose penstock.toml names none")
     command.add_argument("--cache-dir", metavar="DIR", help=f"where decoded blocks are kept (default: {default_cache_dir()})")
-    command.add_argument("--cache-bytes", metavar="N", help="their budget, such as 200GB (default: half of the free disk)")
+    command.add_argument("--cache-bytes", metavar="N", help="their disk budget, such as 200GB (default: half of the free disk)")
 
 
 def _add_dataset(command: argparse.ArgumentParser) -> None:

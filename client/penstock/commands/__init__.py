@@ -20,23 +20,21 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     peek = commands.add_parser(
         "peek",
         help="show what is in a batch",
-        description="Shows one batch as a table: the text of every sequence, dimmed where no loss is taken, its tokens and its "
+        description="Shows one batch as a table: the text of every sequence, dimmed where it has no loss, its tokens and its "
         "padding, and the rows that it comes from.",
         allow_abbrev=False,
     )
     peek.add_argument("address", metavar="ADDRESS", help=_ADDRESS)
     peek.add_argument("--step", type=whole_number, metavar="N", help="which batch of the epoch (default: 0)")
-    peek.add_argument("--epoch", type=whole_number, metavar="N", help="from 0; each has an order of its own (default: 0)")
-    peek.add_argument("--rank", type=whole_number, metavar="N", help="from 0, below world_size (default: 0)")
-    peek.add_argument(
-        "--lines", type=whole_number, metavar="N", default=4, help="lines of text of each row; 0: all (default: 4)"
-    )
+    peek.add_argument("--epoch", type=whole_number, metavar="N", help="which epoch, from 0 (default: 0)")
+    peek.add_argument("--rank", type=whole_number, metavar="N", help="which rank, from 0 (default: 0)")
+    peek.add_argument("--lines", type=whole_number, metavar="N", default=4, help="lines of text a row, 0 for all (default: 4)")
     add_spec_options(peek)
     peek.set_defaults(run=partial(_run, "peek"))
 
     bench = commands.add_parser(
         "bench",
-        help="measure how fast batches come",
+        help="measure how fast this machine can pull batches",
         description="Pulls batches as a training loop does, and says how many tokens a second this client could feed, and how "
         "long a loop would wait for them.",
         allow_abbrev=False,
@@ -47,12 +45,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--training-rate",
         type=_amount,
         metavar="N",
-        help="tokens a second that the model takes, such as 250k: measures as long once more, with a loop of that pace",
+        help="tokens a second that the model takes, such as 250k: then measures once more, at that pace",
     )
     bench.add_argument("--epoch", type=whole_number, metavar="N", help="the first epoch to pull (default: 0)")
-    bench.add_argument("--rank", type=whole_number, metavar="N", help="from 0, below world_size (default: 0)")
+    bench.add_argument("--rank", type=whole_number, metavar="N", help="which rank, from 0 (default: 0)")
     bench.add_argument(
-        "--no-tensors", action="store_true", help="only fetch and check, without torch: what the network and server give"
+        "--no-tensors", action="store_true", help="only fetch and check, without torch: the speed of network and server alone"
     )
     bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_spec_options(bench, without=("offset",))
@@ -82,13 +80,13 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     audit.add_argument(
         "--trust-starts",
         action="store_true",
-        help="a start that loaded no state had the weights from before its first step: what was behind that does not count",
+        help="treat a start that loaded no state as one that did: what was trained before beyond its first step is lost",
     )
     audit.add_argument(
         "--server", metavar="URL", action="append", help="also ask this server whether it still gives the same batches"
     )
-    audit.add_argument("--sample", metavar="N", help="ask for so many of them, by chance, or 'all' (default: 100)")
-    audit.add_argument("--rows", action="store_true", help="list the rows of missing batches, as the server tells them")
+    audit.add_argument("--sample", metavar="N", help="how many batches to ask it for, at random, or 'all' (default: 100)")
+    audit.add_argument("--rows", action="store_true", help="ask it which rows the missing batches hold, and list them")
     audit.add_argument("--json", action="store_true", help="print the report as JSON")
     audit.set_defaults(run=partial(_run, "audit"))
 

@@ -10,7 +10,7 @@ from penstock.spec import Spec, describe
 
 def add_spec_options(command: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
     """An option for each parameter of the spec: --batch-size for batch_size, and so on."""
-    group = command.add_argument_group("what a batch is", "each as in the URL, where it may stand, too; an option goes first")
+    group = command.add_argument_group("parameters of a batch", "the same as in its URL; an option overrides the URL")
     for parameter in describe():
         if parameter["name"] in without:
             continue

@@ -24,21 +24,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "import",
         help="turn CSV, JSON lines, Arrow or Parquet files into shards",
-        description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. Files are "
-        "known by their endings: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; .arrow, "
-        ".feather, .ipc, .parquet.",
+        description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. A file's "
+        "format follows from its ending: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; "
+        ".arrow, .feather, .ipc, .parquet.",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
     parser.add_argument("--columns", metavar="A,B", type=_names, help="columns to import, in this order (default: all)")
     parser.add_argument(
-        "--text", metavar="A,B", type=_names, default=[], help="CSV columns that are text even where they look like numbers"
+        "--text", metavar="A,B", type=_names, default=[], help="CSV columns to keep as text, even if they look like numbers"
     )
     parser.add_argument(
-        "--delimiter", metavar="C", type=_delimiter, help="what is between the columns of CSV (default: a comma, in .tsv a tab)"
+        "--delimiter", metavar="C", type=_delimiter, help="separator of CSV columns (default: a comma, in .tsv a tab)"
     )
-    parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="data of a shard, uncompressed (default: 256MB)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR, once all is written")
+    parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="size of a shard, uncompressed (default: 256MB)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all is written")
     parser.set_defaults(run=_import)
 
 
