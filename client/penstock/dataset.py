@@ -33,29 +33,29 @@ from penstock.whole import check_amount, check_whole, plain
 
 
 class RemoteDataset(IterableDataset[Batch]):
-    """The batches of one rank and epoch, pulled from Penstock servers ahead of the training loop.
+    """The batches of one rank and epoch, fetched from Penstock servers ahead of the training loop.
 
-    servers          address of a server, "http://host:8000" or "host:8000", or of several that hold the same data
+    servers          address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data
     dataset          its name on the server
-    rank, world_size which slice of the epoch; default: torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
+    rank, world_size which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
     prefetch_bytes   host memory for batches fetched ahead, in bytes: as they travelled, or as pinned tensors for a GPU
-    columns          which tensors a batch is to have, such as ["input_ids"]; default: all
-    device           "cuda" gives batches on the GPU, copied and expanded there while the step before is computed
-    replay           fetch so many batches and give them again and again: what is the loop's speed if data costs nothing?
-    retry_seconds    how long to try when no server answers, in seconds
-    ledger           file that notes every batch the loop is given, for `penstock audit`; see penstock.ledger
+    columns          the tensors that a batch has, such as ["input_ids"]; default: all
+    device           "cuda" gives batches on the GPU, copied and expanded there during the step before
+    replay           fetch this many batches and repeat them from memory, to see the loop's speed if data costs nothing
+    retry_seconds    how long to keep trying while no server answers, in seconds
+    ledger           file that records every batch that the loop is given, for `penstock audit`; see penstock.ledger
     mix              datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
     the others       the spec; see penstock.Spec
 
     A batch is a dict of int64 tensors: input_ids, attention_mask and labels; see penstock.tensors.expand. With CUDA they
-    lie in pinned memory. `len(data)` is the exact number of batches that the next iteration gives, `steps_per_epoch` that of
+    are in pinned memory. `len(data)` is the exact number of batches that the next iteration gives, `steps_per_epoch` that of
     a whole epoch; token ids are below `vocab_size`.
 
-    Use it as it is, or as DataLoader(data, batch_size=None, num_workers=N): the order is the same for every N. It fetches
-    ahead in a thread, so workers gain nothing.
+    Use it directly, or as DataLoader(data, batch_size=None, num_workers=N): the order is the same for every N. It fetches
+    ahead in a thread, so loader workers gain nothing.
 
     Raises SpecError: a parameter is wrong.  Raises UnknownDataset: the server has no such dataset.
-    Raises SnapshotGone: the server has not the snapshot asked for.  Raises ServerUnavailable: no server answers.
+    Raises SnapshotGone: no server has the snapshot asked for.  Raises ServerUnavailable: no server answers.
     Raises LedgerError: the ledger cannot be written.
     """
 
@@ -152,7 +152,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether a state was loaded from which no iteration has gone on yet."""
+        """Whether a state was loaded and no iteration has started from it yet."""
         return self._progress.has_loaded
 
     @property
@@ -162,7 +162,7 @@ class RemoteDataset(IterableDataset[Batch]):
         return self.spec.snapshot
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch. Another epoch starts at its first step; the same one keeps its place."""
+        """Chooses the next iteration's epoch. Another epoch starts at its first step; the same one keeps its place."""
         epoch = check_whole("epoch", epoch, 0, LARGEST_COUNT)
         self._progress.confirm_epoch()
         if epoch != self.epoch:
@@ -173,11 +173,11 @@ class RemoteDataset(IterableDataset[Batch]):
             warn_of_lag(epoch)
 
     def rewind(self) -> None:
-        """Puts the next iteration at the first step of epoch 0, whatever was consumed or loaded; for the ledger no load."""
+        """Puts the next iteration at the first step of epoch 0, whatever was consumed or loaded. The ledger counts no load."""
         self._progress.set_epoch(0)
 
     def __len__(self) -> int:
-        """Batches of the next iteration: an epoch's, or what is left of it after load_state_dict."""
+        """Batches of the next iteration: a whole epoch's, or what load_state_dict left of it."""
         return self._progress.num_left
 
     def __iter__(self) -> Iterator[Batch]:
@@ -249,7 +249,7 @@ class RemoteDataset(IterableDataset[Batch]):
         return f"RemoteDataset({self.dataset!r}, {rank}, epoch {self.epoch}, {len(self)} of {self.steps_per_epoch} batches)"
 
     def stats(self) -> Stats:
-        """Batches, tokens, retries and waiting of all iterations in this process."""
+        """Batches, tokens, retries and waiting times of all iterations in this process."""
         return sum((feed.stats() for feed in self._feeds), self._stats)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,9 +257,9 @@ class RemoteDataset(IterableDataset[Batch]):
         return self.__dict__ | {"_feeds": [], "_stats": replace(self.stats(), buffered_bytes=0)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training loop is: what it was given, not what was fetched ahead. Plain integers and strings.
+        """The training loop's place: it counts batches given, not batches fetched ahead. Plain integers and strings.
 
-        Raises PenstockError: loader workers iterate, and they run ahead of the loop, so this process cannot know.
+        Raises PenstockError: loader workers iterate; they run ahead of the loop, so this process does not know its place.
         """
         if self._progress.is_with_workers and find_worker() is None:
             raise PenstockError(
@@ -272,12 +272,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return write_state(self.dataset, self.spec, self._progress.position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Puts the next iteration where state_dict was taken. Another world_size or batch_size goes on at the same sample.
+        """Starts the next iteration where state_dict was taken; at the same sample, if world_size or batch_size changed.
 
-        A state of other data or of another order is refused. With strict=False a warning says so, and the epoch goes on
-        behind as many of its samples as were consumed then: some of those may come again, and others not at all.
+        A state of other data or of another order is refused. With strict=False a warning says so, and the iteration starts
+        after as many samples of the epoch as were consumed then: some may come again, and others not at all.
 
-        Raises StateMismatch: the state is refused; the message lists what differs. Or it is no state.
+        Raises StateMismatch: the state is refused (the message lists what differs), or it is not a state.
         """
         worker = find_worker()
         stretch = stretch_behind(state, self._source, self.spec, self.steps_per_epoch, worker, strict=strict)

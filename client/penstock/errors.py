@@ -8,7 +8,7 @@ PenstockError
 ├── DataError           the server found data it cannot use: an unreadable shard, a bad row
 ├── ServerUnavailable   no server answered within `retry_seconds`
 ├── WireError           bytes that are not a batch, or not the batch that was asked for
-├── VersionMismatch     the server is of a version that this client does not understand
+├── VersionMismatch     the server's version is one that this client does not understand
 ├── StateMismatch       a state_dict belongs to other data or another order
 └── LedgerError         a ledger cannot be written or read
 """
@@ -47,11 +47,11 @@ class ServerUnavailable(PenstockError):
 
 
 class WireError(PenstockError):
-    """Bytes that are not a batch, were damaged on the way, or answer another question."""
+    """Bytes that are not a batch, were damaged on the way, or are not the batch that was asked for."""
 
 
 class VersionMismatch(PenstockError):
-    """The server is of a version that this client does not understand."""
+    """The server's version is one that this client does not understand."""
 
 
 class StateMismatch(PenstockError, ValueError):
@@ -59,4 +59,4 @@ class StateMismatch(PenstockError, ValueError):
 
 
 class LedgerError(PenstockError):
-    """A ledger cannot be written, or what should be one cannot be read."""
+    """A ledger cannot be written or read."""

@@ -37,16 +37,16 @@ _LOADED = (
 class RemoteTrainer(Trainer):
     """A Trainer whose train_dataset is a RemoteDataset; an eval_dataset may be one, too. All else is as in Trainer.
 
-    Batches go to the model as they come, less what its forward does not take (args.remove_unused_columns): no collator, no
-    sampler and no loader workers take part. Where rows share a sequence the model is given no attention_mask, so that it keeps
-    them apart by their position_ids. One whose forward takes none is refused; a few, such as OPT and Falcon, take them and do
-    not keep rows apart. Every epoch has an order of its own. A checkpoint holds the state of the data, and resuming costs the
-    same at any step.
+    Batches go to the model as they come, without the tensors that its forward does not take (args.remove_unused_columns): no
+    collator, no sampler and no loader workers take part. Where rows share a sequence, the model gets no attention_mask, so that
+    it keeps them apart by their position_ids. A model whose forward takes no position_ids is refused; a few, such as OPT and
+    Falcon, take them and still do not keep rows apart. Every epoch has an order of its own. A checkpoint holds the state of the
+    data, and resuming costs the same at any step.
 
-    Raises SpecError: train_dataset is no RemoteDataset, its batches are not those that args speak of, or the model cannot keep
-    the rows of one sequence apart.
-    Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or there is none, though a
-    state was loaded into the data.
+    Raises SpecError: train_dataset is no RemoteDataset, its batches do not match args, or the model cannot keep the rows of a
+    sequence apart.
+    Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or training begins without a
+    checkpoint though a state was loaded into the data.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +56,7 @@ class RemoteTrainer(Trainer):
             self.add_callback(_Place(self.train_dataset))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The batches of this rank. Trainer's own loader would join several to one, and give each rank a part of its part."""
+        """The batches of this rank. Trainer's own loader would join several into one, and shard each rank's share again."""
         return _Loader(self.train_dataset, self._for_the_model)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
@@ -152,7 +152,7 @@ class _Place(TrainerCallback):
 
 
 class _Loader(DataLoader[Any]):
-    """A RemoteDataset as Trainer takes it; its length is an epoch's."""
+    """A RemoteDataset as a loader for Trainer; its length is an epoch's."""
 
     def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
         self.data = data
@@ -162,12 +162,12 @@ class _Loader(DataLoader[Any]):
         return self.data.steps_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Trainer says it before every epoch."""
+        """Trainer calls this before every epoch."""
         self.data.set_epoch(epoch)
 
 
 class _Steps(IterableDataset[Batch | None]):
-    """Trainer resumes by drawing the batches before the checkpoint, and drops them: it is given None for these."""
+    """Trainer resumes by drawing the batches before the checkpoint and dropping them: for these it is given None."""
 
     def __init__(self, data: RemoteDataset, select: Callable[[Batch], Batch]) -> None:
         self._data, self._select = data, select

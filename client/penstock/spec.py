@@ -1,4 +1,4 @@
-"""The spec: every parameter that changes the bytes of a batch, with its default, its bounds and its words.
+"""The spec: every parameter that changes the bytes of a batch, with its default, its bounds and its description.
 
 Client and server share this module, so a parameter is declared once: here.
 """
@@ -132,7 +132,7 @@ class Spec:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether what of a row is behind seq_len is in no sequence, so that a row is one in any case."""
+        """Whether rows are truncated at seq_len, so that every row is exactly one sequence."""
         return (self.packing, self.long_rows) == ("rows", "truncate")
 
     @property
@@ -150,9 +150,9 @@ class Spec:
 
     @classmethod
     def from_query(cls, pairs: Iterable[tuple[str, str]]) -> Spec:
-        """The spec that a URL's query spells out; what it leaves out has its default.
+        """The spec that a URL's query spells out; parameters that it leaves out have their defaults.
 
-        Raises SpecError: a parameter is unknown, given twice, or its value is no value of it.
+        Raises SpecError: a parameter is unknown, given twice, or has a wrong value.
         """
         known = {f.name: f for f in fields(cls)}
         values: dict[str, int | str] = {}
@@ -167,7 +167,7 @@ class Spec:
 
     @property
     def digest(self) -> str:
-        """What frames name it by: 16 hex digits, of every parameter."""
+        """A hash of every parameter, by which frames name the spec: 16 hex digits."""
         return _digest_of(self)
 
     def to_query(self) -> dict[str, str]:
@@ -188,7 +188,7 @@ def _digest_of(spec: Spec) -> str:
 
 
 def describe() -> list[Mapping[str, Any]]:
-    """Each parameter's name, kind, default, bounds or options, and a sentence on it: for documentation pages."""
+    """Each parameter's name, kind, default, bounds or options, and description: for help texts and documentation."""
     return [
         {"name": f.name, "kind": "integer" if "low" in f.metadata else "string", "default": f.default, **f.metadata}
         for f in fields(Spec)

@@ -11,12 +11,12 @@ class Stats:
 
     num_batches     batches that the loop was given
     num_tokens      tokens in them, without the padding
-    num_bytes       bytes fetched, also of what is ahead of the loop
+    num_bytes       bytes fetched, batches ahead of the loop included
     num_retries     fetches that failed and were tried again
-    num_damaged     those of them whose answer was damaged on the way, or not of the batches that were asked for
+    num_damaged     those among them whose answer was damaged on the way, or was not what was asked for
     wait_seconds    how long the loop waited for batches
-    busy_seconds    how long it took with them, until it asked for the next
-    buffered_bytes  host memory of batches that are ready, ahead of the loop: as they travelled, or as pinned tensors
+    busy_seconds    how long the loop worked with batches, each time until it asked for the next
+    buffered_bytes  host memory of batches that are ready and wait for the loop: as they travelled, or as pinned tensors
     """
 
     num_batches: int = 0
@@ -30,7 +30,7 @@ class Stats:
 
     @property
     def wait_share(self) -> float:
-        """The share of the loop's time that it waited for batches, from 0 to 1."""
+        """The share of its time that the loop waited for batches, from 0 to 1."""
         return self.wait_seconds / (self.wait_seconds + self.busy_seconds) if self.wait_seconds else 0.0
 
     def __add__(self, other: Stats) -> Stats:

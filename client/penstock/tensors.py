@@ -1,4 +1,4 @@
-"""Tensors: what a training step takes, made from what travelled. Masks and labels are derived here, not sent."""
+"""Tensors: what a training step takes, built from what travelled. Masks and labels are derived here, not sent."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ ALL: Container[str] = _All()  # the tensors of a batch
 
 
 def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
-    """Those of the tensors of a batch that are in `columns`, int64 where nothing else is said, pinned where asked for.
+    """The tensors of a batch that are in `columns`, int64 unless stated otherwise, pinned where asked for.
 
     input_ids       [batch_size, width]
     attention_mask  [batch_size, width], 1 on tokens and 0 on padding
     labels          [batch_size, width], the ids of the tokens that are learned and -100 elsewhere; not shifted, as Hugging
                     Face's models expect. In seq2seq batches they are the response's, [batch_size, target width]
     position_ids    [batch_size, width], from 0 in each document and in the padding, where boundaries travel (best_fit)
-    cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, and at last its size
+    cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, then the size of that
 
     Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
-    names and values: tensors [batch_size, ...], and lists of str or bytes. uint16 is int32 and uint32 is int64, since torch
-    calculates with neither; uint64 stays, for `.to(torch.int64)` where the numbers are small.
+    names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
+    they become int32 and int64; uint64 stays, for `.to(torch.int64)` where the numbers are small.
     """
     arrays, made = travelled(frame), Batch()
     for lines in lines_of(arrays, lambda ids: _numbers(ids.shape[1])):
@@ -79,7 +79,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
 
 
 def names_of(travelling: Collection[str]) -> list[str]:
-    """The names of what `expand` makes of a frame with these tensors."""
+    """The names of the tensors that `expand` gives for a frame with these tensors."""
     made = [name for side in _sides(tuple(travelling)) for name in side.names]
     if "document_starts" in travelling:
         made += ["cu_seqlens", "position_ids"]
@@ -141,7 +141,7 @@ def lines_of(arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) 
 
 
 def columns_of(arrays: Mapping[str, T]) -> dict[str, T]:
-    """What is no part of the sequences of a batch, but travels beside them."""
+    """What travels beside the sequences of a batch."""
     return {name: arrays[name] for name in _columns(tuple(arrays))}
 
 
@@ -216,12 +216,13 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
 
 
 def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-    """Which tokens may attend to which, [batch_size, 1, width, width]: to those before them in their own document.
+    """Which tokens a token may attend to, [batch_size, 1, width, width]: itself and those before it in its own document.
 
-    True where they may, as torch's scaled_dot_product_attention takes it; or of a floating-point `dtype`, 0 where they may and
-    its lowest value elsewhere, to be added to scores, as eager attention does: a bool mask would let it look ahead.
+    With torch.bool, True where it may, for torch's scaled_dot_product_attention. With a floating-point `dtype`, 0 where it may
+    and the lowest value elsewhere, to be added to scores, as eager attention does: added there, a bool mask would let tokens
+    look ahead.
 
-    For models that take a mask of four dimensions; in memory it is width squared. Raises SpecError: the batch has no
+    For models that take a mask of four dimensions; it takes width squared in memory. Raises SpecError: the batch has no
     position_ids.
     """
     if "position_ids" not in batch:
@@ -233,7 +234,7 @@ def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor
 
 
 def nbytes(batch: Batch) -> int:
-    """The host memory that a batch takes."""
+    """The host memory that a batch takes, in bytes."""
     return sum(value.nbytes if isinstance(value, torch.Tensor) else sum(map(len, value)) for value in batch.values())
 
 
