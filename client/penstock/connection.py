@@ -71,7 +71,7 @@ class Connection:
             received = receiving.received if receiving.status == 200 else memoryview(b"")
             raise Fault(reason + by_proxy(server), received=received) from error
         finally:
-            self._is_fetching = False
+            self._is_fetching, self._hung_up = False, None
         declared = headers.get("Content-Digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
             raise WireError(f"the answer of {named} was damaged on the way: its digest is not the one that was sent with it")
@@ -130,7 +130,7 @@ class Connection:
 
     def _remember(self, made: socket.socket) -> None:
         self._sockets = (*(known for known in self._sockets if known.fileno() >= 0), made)
-        if self.interrupted.is_set():  # while this connection was being made
+        if self.interrupted.is_set() or self._hung_up:  # while this connection was made, or one that it is to replace
             self._shut_down()
 
     def _shut_down(self) -> None:

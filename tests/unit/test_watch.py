@@ -53,6 +53,28 @@ def test_a_server_that_hangs_gives_way_to_the_next() -> None:
 
 
 @pytest.mark.usefixtures("curt")
+def test_one_that_hangs_on_a_connection_that_was_kept_is_not_asked_the_same_again() -> None:
+    asked: list[str] = []
+    over = threading.Event()
+
+    def answer(path: str) -> tuple[int, bytes]:
+        if path == "/path":
+            asked.append(path)
+        if path == "/healthz" or len(asked) > 1:
+            over.wait(60)
+        return 200, b"here"
+
+    with (
+        pages(answer) as hanging,
+        pages(lambda _: (200, b"there")) as good,
+        closing(Transport([hanging, good], retry_seconds=60)) as transport,
+    ):
+        assert [transport.get("/path", bytes) for _ in range(2)] == [b"here", b"there"]
+        assert len(asked) == 2
+        over.set()
+
+
+@pytest.mark.usefixtures("curt")
 def test_one_that_stops_in_the_middle_of_an_answer_gives_way_too_and_what_came_is_kept() -> None:
     over = threading.Event()
 
