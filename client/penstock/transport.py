@@ -147,7 +147,7 @@ class Transport:
     ) -> T:
         """Raises Fault, NotYet among them: it failed, and another may not.  Raises a PenstockError: it was refused."""
         try:
-            result = decode(self._fetch(server, target, then, _HURRY_SECONDS if hurry else _SILENCE_SECONDS))
+            result = self._ask(server, target, decode, then, _HURRY_SECONDS if hurry else _SILENCE_SECONDS)
         except NotYet as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._log.progress(progress)
@@ -155,29 +155,28 @@ class Transport:
         except (Fault, PenstockError) as failure:
             if self._connection.interrupted.is_set():
                 raise _Interrupted(f"interrupted while reading from {server}") from failure
-            fault = failure
-            if isinstance(failure, WireError):
-                self.num_damaged += 1
-                fault = Fault(str(failure))
-            if isinstance(fault, Fault) or len(self._servers) > 1:
+            if isinstance(failure, Fault) or len(self._servers) > 1:
                 self.num_retries += 1
-                after_seconds = fault.after_seconds if isinstance(fault, Fault) else 0.0
-                self._log.failed(server, fault, self._servers.failed(server, after_seconds))
-            raise fault from failure
+                after_seconds = failure.after_seconds if isinstance(failure, Fault) else 0.0
+                self._log.failed(server, failure, self._servers.failed(server, after_seconds))
+            raise
         self._servers.answered(server)
         self._log.answered(server)
         return result
 
-    def _fetch(self, server: str, target: str, then: str | None, silence_seconds: float) -> memoryview:
+    def _ask(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None, silence_seconds: float) -> T:
         try:
             with self._watch.over(server):
                 body = self._connection.fetch(server, target, then=then, silence_seconds=silence_seconds)
+            self.num_bytes += len(body)
+            return decode(body)
+        except WireError as damage:
+            self.num_damaged += 1
+            raise Fault(str(damage)) from damage
         except Stranger as stranger:
             if self._first_contact:
                 raise PenstockError(without_passwords(str(stranger))) from None
             raise
-        self.num_bytes += len(body)
-        return body
 
     def _come_home(self) -> None:
         if self._servers.return_is_due():

@@ -98,8 +98,9 @@ def test_when_time_is_up_one_error_says_for_how_long_whom_and_why() -> None:
     ],
 )
 def test_a_refusal_is_raised_at_once_with_the_servers_words(slug: str, status: int, kind: type[PenstockError]) -> None:
-    with server(problem(slug, status)) as url, pytest.raises(kind, match=f"this is {slug}"):
+    with server(problem(slug, status)) as url, pytest.raises(kind, match=f"this is {slug}") as caught:
         get(url)
+    assert caught.value.__cause__ is None  # and not itself, which whoever follows the causes would do for ever
 
 
 def test_a_stranger_on_the_port_is_named_when_a_run_begins() -> None:
