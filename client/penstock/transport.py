@@ -83,7 +83,7 @@ class Transport:
                         deadline, is_last = time.monotonic() + failure.after_seconds + self._retry_seconds, False
                     self._raise_if_all_refuse(failures)
             left = deadline - time.monotonic()
-            if is_last or left <= 0:
+            if is_last or (failures and left <= 0):
                 raise self._unavailable(failures)
             if failures:
                 self._log.nobody(failures)

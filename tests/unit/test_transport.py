@@ -192,6 +192,13 @@ def test_when_time_is_up_a_server_is_asked_that_wanted_to_be_left_alone_for_long
         assert get(url, retry_seconds=0.2) == (b"here", 1)
 
 
+def test_a_server_that_wanted_to_be_left_alone_is_asked_before_a_run_ends_even_without_any_patience() -> None:
+    busy = problem("busy", 503, "Retry-After: 1")
+    with server(busy, response(b"here")) as url, closing(Transport([url], retry_seconds=0)) as transport:
+        assert transport.get_some("/", bytes) == []
+        assert transport.get("/", bytes) == b"here"
+
+
 def test_of_a_busy_and_a_free_server_the_free_one_is_asked_for_the_rest_at_once() -> None:
     with (
         server(problem("busy", 503, "Retry-After: 3600")) as busy,
