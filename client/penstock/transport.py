@@ -117,7 +117,7 @@ class Transport:
         except _Interrupted:
             raise
         except Fault as fault:
-            with suppress(WireError):
+            with suppress(PenstockError):
                 collect(fault.received)
         except PenstockError:
             pass

@@ -23,6 +23,7 @@ from penstock import (
     SnapshotGone,
     SpecError,
     UnknownDataset,
+    VersionMismatch,
     WireError,
 )
 from penstock.transport import Transport
@@ -223,6 +224,15 @@ def test_one_attempt_brings_what_is_sound_before_a_fault() -> None:
     with server(*answers) as url, closing(Transport([url], retry_seconds=9)) as transport:
         assert [transport.get_some("/", decode) for _ in answers] == [[], [1, 2, 3], [1, 2], [1, 2], [1, 2, 3, 4], []]
         assert (transport.num_retries, transport.num_damaged) == (4, 1)
+
+
+def test_an_answer_of_another_version_that_breaks_off_ends_no_run() -> None:
+    def decode(body: memoryview) -> Iterator[int]:
+        raise VersionMismatch(f"{len(body)} bytes of another version")
+
+    cut = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n123"
+    with server(cut) as url, closing(Transport([url], retry_seconds=9)) as transport:
+        assert transport.get_some("/", decode) == []
 
 
 def test_what_httpx_cannot_decode_is_tried_again() -> None:
