@@ -24,22 +24,20 @@ class Agreement:
     def __init__(self, question: str) -> None:
         _asked[question] += 1
         self._key = f"penstock/{question}/{_asked[question]}"
-        self._is_made = False
+        self._first: str | None = None
 
     def first(self, answer: str) -> str:
         """The answer of the rank that had one first; this rank's own while torch.distributed is not initialized."""
-        store = _store()
-        if store is None:
-            return answer
-        self._is_made = True
-        try:
-            return bytes(store.compare_set(self._key, "", answer)).decode()
-        except RuntimeError:  # whoever kept it has ended, and so has the job
-            return answer
+        if self._first is None and (store := _store()) is not None:
+            try:
+                self._first = bytes(store.compare_set(self._key, "", answer)).decode()
+            except RuntimeError:  # whoever kept it has ended, and so has the job
+                self._first = answer
+        return answer if self._first is None else self._first
 
     def check(self, answer: str) -> None:
         """Raises PenstockError: torch.distributed was initialized since, and another rank had another answer."""
-        if not self._is_made and (first := self.first(answer)) != answer:
+        if (first := self.first(answer)) != answer:
             raise PenstockError(
                 f"this rank would train on snapshot {answer}, and others do on {first}: data arrived while they started, and "
                 f"torch.distributed was not initialized yet. Make the dataset later, or pass snapshot={first!r} to all ranks."

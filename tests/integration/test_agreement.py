@@ -11,9 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch.distributed
 
+import penstock.agreement
 from corpora import write_numbered
 from forks import Fork
+from penstock import PenstockError
 from penstock.agreement import Agreement
 from serving import Server
 
@@ -99,3 +102,14 @@ def test_a_process_without_a_job_agrees_with_itself() -> None:
     agreement = Agreement("stories")
     assert agreement.first("5d") == "5d"
     agreement.check("c4")
+
+
+def test_a_rank_that_is_refused_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, late = Agreement("stories"), Agreement("stories")
+    late._key = early._key  # as in another process
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    early.check("5d")
+    for _ in range(2):
+        with pytest.raises(PenstockError, match="this rank would train on snapshot c4, and others do on 5d"):
+            late.check("c4")
