@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from pathlib import Path
 from urllib.parse import parse_qsl
 
 import httpx
@@ -13,7 +14,10 @@ import penstock.source
 import penstock.transport
 from answering import pages, problem, response, server
 from penstock import DataError, PenstockError, SnapshotGone, Spec, SpecError, wire
+from penstock.audit.compare import compare
+from penstock.ledger import Book
 from penstock.source import Source
+from penstock.state import Position
 
 SPEC = Spec(snapshot="5eed")
 STEPS = range(4, 12, 2)
@@ -92,6 +96,19 @@ def test_what_one_step_of_a_run_is_refused_for_is_told_to_who_asks_for_that_step
         frames(problem("bad-row", 500), problem("bad-row", 500))
     with pytest.raises(SnapshotGone, match="this is snapshot-gone"):
         frames(problem("snapshot-gone", 409), problem("snapshot-gone", 409))
+
+
+def test_a_step_that_is_refused_says_nothing_of_those_behind_it_when_a_ledger_is_compared(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    ledger = Book(path, "docs", 0, 100).open(SPEC, Position(epoch=1), None)
+    for given in wire.decode(run(range(4, 8))):
+        ledger.record(given.address, given.digest)
+    ledger.close()
+    cut = response(run([4, 5]))[:-1]
+    refused = problem("bad-row", 500)
+    with server(cut, refused, refused, response(run([6, 7]))) as url:
+        compared = compare([path], 4, [url], None)
+    assert [(batch.step, batch.now) for batch in compared.differing] == [(5, "this is bad-row")]
 
 
 def test_an_answer_that_tells_its_digest_is_held_to_it() -> None:

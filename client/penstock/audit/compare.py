@@ -100,6 +100,8 @@ def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) ->
             try:
                 frames = source.frames(transport, begin.spec, begin.epoch, steps)
                 found = {frame.address.step: frame.digest for frame in frames}
+            except DataError as error:  # of the first step, and perhaps of no other
+                found = {steps[0]: str(error)}
             except _REFUSALS as error:
                 found = dict.fromkeys(steps, str(error))
             for step, now in found.items():
