@@ -37,8 +37,8 @@ def parse_address(text: str) -> Address:
     """
     try:
         split = urlsplit(text if "://" in text else f"http://{text}")
-        sound = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
-    except ValueError:  # such as a port that is no number
+        sound = split.scheme in ("http", "https") and bool((split.hostname or "").encode("idna")) and split.port != 0
+    except ValueError:  # such as a port that is no number, or a host with empty labels, as in a..b
         sound = False
     if not sound:
         raise SpecError(f"{text!r} is no address. One looks like http://localhost:8000/stories", ("address",))
