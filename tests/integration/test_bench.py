@@ -74,7 +74,8 @@ def test_the_figures_as_json_fit_each_other(server: Server) -> None:
 
 
 def test_a_person_reads_rates_waits_and_a_sentence(server: Server) -> None:
-    arguments = ("bench", f"{server.url}/numbers", "--seconds", "0.6", "--no-tensors")
+    url = server.url.replace("://", "://me:secret@")
+    arguments = ("bench", f"{url}/numbers", "--seconds", "0.6", "--no-tensors")
     done = penstock(*arguments, "--training-rate", "1k")
     assert (done.returncode, done.stderr) == (0, "")
     for shown in (

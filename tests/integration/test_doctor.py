@@ -48,8 +48,9 @@ def test_a_refused_dataset_fails_with_its_reason(server: Server) -> None:
 
 
 def test_a_server_that_is_away_fails_and_an_address_that_is_none_is_refused(server: Server) -> None:
-    away = penstock("doctor", "http://127.0.0.1:9", no_proxy="127.0.0.1")
+    away = penstock("doctor", "http://me:secret@127.0.0.1:9", no_proxy="127.0.0.1")
     assert (away.returncode, levels(away.stdout)["server"], away.stderr) == (1, "fail", "")
+    assert "secret" not in away.stdout
     unknown = penstock("doctor", f"{server.url}/numbrs", no_proxy="127.0.0.1")
     assert (unknown.returncode, levels(unknown.stdout)["data"]) == (1, "fail")
     assert "Did you mean 'numbers'?" in unknown.stdout

@@ -11,13 +11,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.commands.address import Address, parse_address
+from penstock.commands.address import parse_address
 from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.measure import Figures, measure
 from penstock.commands.remote import connected, dataset_of, describe_dataset
 from penstock.commands.supply import Supply, frames, tensors
 from penstock.commands.terminal import BOLD, DIM, YELLOW, Terminal, printable
 from penstock.transport import Transport
+from penstock.wording import without_passwords
 
 _FEW_EPOCHS = 3
 
@@ -31,7 +32,7 @@ class Result:
     newly_cached_bytes   what the server decoded meanwhile; None where it does not tell
     """
 
-    address: Address
+    server: str
     dataset: str
     supply: Supply
     first_batch_seconds: float
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             paced = measure(supply, arguments.seconds, ticker.tick, tokens_per_second=rate) if rate else None
         cached = _cached_bytes(transport, dataset)
     result = Result(
-        address=address,
+        server=without_passwords(address.server),
         dataset=dataset,
         supply=supply,
         first_batch_seconds=first_batch_seconds,
@@ -104,7 +105,7 @@ def _cached_bytes(transport: Transport, dataset: str) -> int | None:
 def _as_text(result: Result, terminal: Terminal) -> Iterator[str]:
     spec, free = result.supply.spec, result.free
     shape = f"batches of {spec.batch_size} x {spec.seq_len:,}, packing {spec.packing}, snapshot {spec.snapshot}"
-    yield f"{terminal.paint(printable(result.dataset), BOLD)} from {printable(result.address.server)}"
+    yield f"{terminal.paint(printable(result.dataset), BOLD)} from {printable(result.server)}"
     yield from terminal.paragraph(f"{shape}; {result.supply.memory}", DIM)
     yield ""
     padding = 1 - free.num_tokens / max(free.num_positions, 1)
@@ -159,7 +160,7 @@ def _verdict(result: Result) -> str:
 
 def _as_json(result: Result) -> dict[str, Any]:
     return {
-        "server": result.address.server,
+        "server": result.server,
         "dataset": result.dataset,
         "memory": result.supply.memory,
         "spec": result.supply.spec.to_dict(),

@@ -65,7 +65,7 @@ def checks(server: str, dataset: str | None) -> Iterator[Check]:
 def _lines(check: Check, terminal: Terminal) -> list[str]:
     left = f"  {terminal.paint(check.level.ljust(4), _STYLES[check.level])}  {check.name.ljust(_NAME_WIDTH)}  "
     margin = " " * (2 + 4 + 2 + _NAME_WIDTH + 2)
-    text = terminal.paragraph(check.text, margin=len(margin))
+    text = terminal.paragraph(without_passwords(check.text), margin=len(margin))
     fix = terminal.paragraph(f"-> {check.fix}", BOLD, len(margin)) if check.fix else []
     return [(margin if number else left) + line for number, line in enumerate([*text, *fix])]
 
