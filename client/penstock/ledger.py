@@ -236,7 +236,7 @@ class Ledger:
                 del self._pending[: os.write(self._fd, self._pending)]
         except (LedgerError, OSError) as error:
             failure = cannot_be_written(self._path, error) if isinstance(error, OSError) else str(error)
-            if not self._failure and (self._pid, self._path) in _latest:
+            if not self._failure and (self._begin.iteration or (self._pid, self._path) in _latest):
                 log.error("penstock: %s. Training goes on; the audit will miss what is not written.", failure)
             self._failure = failure
         else:

@@ -441,6 +441,18 @@ def test_a_ledger_that_goes_away_between_epochs_stops_nothing(tmp_path: Path, ca
     assert [step for step, _ in entries(read_ledger(folder / "run.ledger"))] == [0, 1]
 
 
+def test_a_worker_after_the_first_iteration_tells_at_once_that_its_ledger_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = book(tmp_path / "run.ledger")
+    data.open(SPEC, Position(), None).close()
+    (tmp_path / "run.ledger.worker0").mkdir()
+    ledger = data.open(SPEC, Position(epoch=1), Worker(0, 2, 7))
+    record(ledger, 0, epoch=1)
+    assert caplog.text.count("run.ledger.worker0 cannot be written: Is a directory. Training goes on") == 1
+    ledger.close()
+
+
 def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_module, "_SYNC_SECONDS", 0.01)
     synced, real = threading.Event(), os.fsync
