@@ -117,7 +117,8 @@ class Source:
                 if frame is None:
                     raise WireError(f"the batch of step {step} was asked for, but the answer ends before it")
                 if frame.address != (*own, step):
-                    raise WireError(f"the batch of step {step} was asked for, but another came{_why(frame, spec)}")
+                    why = "" if frame.address.spec == spec.digest else f", of other parameters. {_CACHE}"
+                    raise WireError(f"the batch of step {step} was asked for, but another came{why}")
                 yield frame
             if next(frames, None):
                 raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
@@ -141,11 +142,6 @@ def _query_of(spec: Spec) -> str:
             ("skip", "mix"),
         )
     return query
-
-
-def _why(came: wire.Frame, spec: Spec) -> str:
-    """What may be the matter where a batch came that was not asked for."""
-    return f", of other parameters. {_CACHE}" if came.address.spec != spec.digest else ""
 
 
 def _decode_object(body: memoryview) -> dict[str, Any]:

@@ -41,18 +41,12 @@ def clip(found: IntArray, start: int, stop: int) -> IntArray:
     return inside
 
 
-def depth(found: IntArray) -> tuple[IntArray, IntArray]:
-    """How many intervals there are over each stretch between their borders: sorted borders [n], counts [n], the last one 0."""
-    borders, where = np.unique(found.reshape(-1), return_inverse=True)
-    changes = np.zeros(len(borders), np.int64)
-    np.add.at(changes, where.reshape(-1), np.tile(np.array([1, -1]), len(found)))
-    return borders, np.cumsum(changes)
-
-
 def covered(found: IntArray, times: int = 1) -> IntArray:
     """Where at least so many of the intervals overlap: sorted, disjoint, and as few as possible."""
-    borders, counts = depth(found)
-    changes = np.diff((counts >= times).astype(np.int8), prepend=0)
+    borders, where = np.unique(found.reshape(-1), return_inverse=True)
+    begun = np.zeros(len(borders), np.int64)  # intervals that begin at a border, less those that end there
+    np.add.at(begun, where.reshape(-1), np.tile(np.array([1, -1]), len(found)))
+    changes = np.diff((np.cumsum(begun) >= times).astype(np.int8), prepend=0)
     return np.stack([borders[changes == 1], borders[changes == -1]], axis=1)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from penstock.errors import VersionMismatch, WireError
 from penstock.wire.digests import digest
 from penstock.wire.head import BIN32, HEADER_DIGEST, VERSION, Address, Header, Heads
-from penstock.wire.layout import MISFIT, TEXTS, Layout, layout_of, unpack_texts
+from penstock.wire.layout import MISFIT, TEXTS, layout_of, unpack_texts
 
 Array = npt.NDArray[Any]
 
@@ -92,7 +92,8 @@ class _Alike:
         self._view, self._at, self._header = view, at, header
         most = (len(view) - start) // self.frame_nbytes
         if not most:
-            raise _cut(header.address, len(view) - at, header.layout)
+            step, came, nbytes = header.address.step, len(view) - at, header.layout.nbytes
+            raise WireError(f"the body ends inside the batch of step {step}: {came} of {nbytes} bytes came")
         self.steps, self._digests = [header.address.step], [header.digest]
         # Where the next has another layout, to compare it would only take time: its payload mostly has another length, too.
         if most > 1 and view[at - BIN32.size : at] == view[at - BIN32.size + self.frame_nbytes : at + self.frame_nbytes]:
@@ -117,10 +118,6 @@ class _Alike:
             address = Address(dataset, snapshot, spec, epoch, rank, step)
             yield Frame(address, actual, layout.nbytes, texts, substituted, self._arrays, number)
             start, substituted = start + self.frame_nbytes, 0
-
-
-def _cut(address: Address, nbytes: int, layout: Layout) -> WireError:
-    return WireError(f"the body ends inside the batch of step {address.step}: {nbytes} of {layout.nbytes} bytes came")
 
 
 def _read_header(view: memoryview, start: int) -> tuple[Header, int]:
