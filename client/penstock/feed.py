@@ -1,4 +1,4 @@
-"""A feed: the batches of some steps, fetched ahead of the loop. Each knows the frame that it was made of."""
+"""A feed: the batches of some steps, fetched ahead of the loop, each with the address and digest of its frame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.spec import Spec
 from penstock.stats import Stats
 from penstock.tensors import CPU, expand
 
-_MOST_ITEMS = 64  # that are handed over at a time
+_MOST_ITEMS = 64  # of a group that is handed over at once
 
 
 class Feed:
@@ -116,8 +116,8 @@ class Feed:
     def close(self) -> None:
         """Stops the fetching and drops what is buffered. Idempotent.
 
-        Python may collect an iterator that was dropped in whichever thread runs just then. One of this package cannot wait for
-        its own end, and may hold what closing needs: there another thread is given the work, and nobody waits.
+        Python may collect a dropped iterator in any thread. One of this package's own cannot wait for its own end, and may hold
+        a lock that closing needs: there a new thread does the closing, and nobody waits for it.
         """
         if threading.current_thread().name.startswith(OWN_THREADS):
             threading.Thread(target=self._close, name=f"{OWN_THREADS}close", daemon=True).start()

@@ -1,4 +1,4 @@
-"""An item: a batch on its way to the loop, with what is to be known of the frame that it was made of."""
+"""An item: a batch on its way to the loop, with the address, digest and size of the frame that it was made of."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class Item(NamedTuple):
     @property
     def nbytes(self) -> int:
         """About the host memory that it takes while it waits, and as much as travelled for it at least."""
-        # Or else little of each batch would be a whole epoch ahead.
+        # Else, where few columns are kept of each batch, a whole epoch would be fetched ahead.
         return max(nbytes(self.batch), self.frame_nbytes) + OBJECT_BYTES

@@ -10,7 +10,7 @@ from penstock.tensors import Batch
 
 
 class Iteration(Iterator[Batch]):
-    """The batches that a generator gives. Behind an error that would say StopIteration, which passes for the epoch's end."""
+    """The batches of a generator. After an error a generator only ends, which would pass for the epoch's end; this raises."""
 
     def __init__(self, batches: Generator[Batch, None, None]) -> None:
         self._batches = batches

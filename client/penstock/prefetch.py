@@ -1,4 +1,4 @@
-"""Prefetch: a thread works ahead of who consumes what it makes, within a budget of bytes."""
+"""Prefetch: a thread makes items ahead of the loop that takes them, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from penstock.errors import PenstockError
 T = TypeVar("T")
 
 OWN_THREADS = "penstock-"  # how the names of this package's threads begin
-OBJECT_BYTES = 2048  # of Python's objects for one batch that waits, about
+OBJECT_BYTES = 2048  # about what Python's objects for one batch that waits take
 _CLOSE_SECONDS = 5.0
-_ORPHAN_SECONDS = 2.0  # after which a worker that waits looks whether it is one
+_ORPHAN_SECONDS = 2.0  # after which a loader worker that waits looks whether its loader is gone
 
 
 class Prefetch(Generic[T]):
     """Iterates over the items of `groups`, in their order. A thread makes the groups, and hands each over as a whole.
 
     `nbytes(item)` is the size of one. At most `budget_bytes` are buffered, beside one group and what is left of the one before
-    it. `groups` is closed by its thread. `interrupt()` makes the `next` of `groups` fail that the thread is in.
+    it. `groups` is closed by its thread. `close` calls `interrupt()`, which makes a `next` of `groups` that is under way fail.
 
     It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
-    then. There it raises PenstockError, and closing it does nothing. Once it is closed, it raises PenstockError, too.
+    then. There `next` raises PenstockError, and closing does nothing. Once it is closed, `next` raises PenstockError, too.
 
-    So it does in a worker whose loader was killed: else that would wait for a server, with its files locked, and for nobody.
+    So it does in a loader worker whose loader was killed: else the worker would wait for a server, and keep its files locked.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Prefetch(Generic[T]):
         interrupt: Callable[[], None],
         name: str,
     ) -> None:
-        self._source, self._nbytes, self._interrupt = groups, nbytes, interrupt
+        self._generator, self._nbytes, self._interrupt = groups, nbytes, interrupt
         self._budget_bytes = budget_bytes
         self._made_bytes = self._taken_bytes = 0  # each is counted by one thread alone
         self._hand: deque[T] = deque()  # what the consumer has of a group
@@ -121,8 +121,8 @@ class Prefetch(Generic[T]):
                 self._changed.notify_all()
 
     def _work_ahead(self) -> None:
-        with closing(self._source):  # or what it holds would stay until all of this is collected
-            for group in self._source:
+        with closing(self._generator):  # or what it holds would stay until all of this is collected
+            for group in self._generator:
                 with self._changed:
                     if self._closed:
                         return

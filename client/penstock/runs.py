@@ -1,4 +1,4 @@
-"""Runs: batches are asked for several at a time, and ahead of who takes them."""
+"""Runs: steps whose batches are fetched with one request, by a thread that works ahead of the loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.spec import Spec
 from penstock.transport import Transport
 from penstock.wire import Frame
 
-PREFETCH_BYTES = 64 << 20  # for who says nothing else
+PREFETCH_BYTES = 64 << 20  # the default of prefetch_bytes
 RUN_BYTES = 8 << 20  # a response of a few MiB: the cost of a request vanishes in it
-_LEAST_RUNS = 4  # that fit into a budget: one is taken apart, one is read, one is asked for, one is there
+_LEAST_RUNS = 4  # that fit into a budget: one that the loop takes from, one that waits, one that is read, one that is asked for
 
 
 def fetch_ahead(
@@ -20,14 +20,14 @@ def fetch_ahead(
 ) -> Prefetch[Frame]:
     """The frames of `steps`, in order, fetched by a thread within a budget of bytes. Raises what Source.frames raises.
 
-    To close it interrupts the transport, which is the caller's to close.
+    Closing it interrupts the transport; to close that is left to the caller.
     """
     run_bytes = min(RUN_BYTES, budget_bytes // _LEAST_RUNS)
     ahead: Prefetch[Frame] | None = None
 
     def fetch(steps: range, then: range) -> Sequence[Frame]:
-        # Who has little in hand asks for two runs at a time, so that the server makes one while the other is read. Who has
-        # enough would leave the second to a server that holds it until somebody reads.
+        # While little is buffered, the next run is asked for, too, so that the server makes it while this one is read. With
+        # enough in the buffer nobody would read it for a while, and the server would have to hold it.
         is_short = ahead is None or ahead.buffered_bytes < (_LEAST_RUNS - 2) * run_bytes
         return source.frames(transport, spec, epoch, steps, then if is_short else range(0))
 
@@ -46,8 +46,8 @@ def fetch_runs(
 ) -> Generator[Sequence[Frame], None, None]:
     """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes` of memory.
 
-    `fetch(steps, then)` gives a frame for each of at least the first of the steps; where it gives all, `then` is what it is
-    asked for next. Raises what it raises.
+    `fetch(steps, then)` gives the frames of `steps`, or only the first few of them, but at least one. Where it gives all, it
+    is asked for `then` next. Raises what it raises.
     """
     start = 0
     run = following = 1  # the first batch comes alone, so that the loop starts at once
@@ -57,7 +57,7 @@ def fetch_runs(
         yield frames
         start += len(frames)
         largest = max(1, target_bytes * len(frames) // sum(map(_nbytes, frames)))
-        if start < behind:  # something broke: it begins small again
+        if start < behind:  # the run broke off: begin with a small one again
             run = following = min(len(frames), largest)
         else:
             run, following = following, min(2 * following, largest)

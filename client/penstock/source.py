@@ -68,7 +68,7 @@ class Source:
             return transport.get(f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}", partial(_decode_resolved, spec))
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
-        """The batches of at least the first of the steps, in order; the spec is one that the server resolved.
+        """The frames of `steps`, in order, or only the first few of them, but at least one; of a spec that a server resolved.
 
         `then` are the steps that will be asked for next, if all of these come.
 
@@ -80,8 +80,8 @@ class Source:
             frames = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
             if frames:
                 return frames
-        # What stops a run may lie in one of its last steps, and once the first bytes are sent, the reason is only told to
-        # who asks for that step alone. Step by step all that is before it is delivered, and its reason is heard.
+        # What fails may be one of the last steps only, and a response whose first bytes are sent cannot tell a reason any
+        # more. Step by step, those before it are delivered, and the one that fails tells why.
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(decode(body)))
 
