@@ -18,7 +18,7 @@ _CUT_SHARE = 0.1  # of their tokens; who cuts fewer means to
 
 
 class Advice:
-    """Of one iteration, each warning once. `source` is asked how long some of its rows are; None: it is not."""
+    """Warns the loop of one iteration, of each thing once. `source` is asked how long some rows are; None: nobody is."""
 
     def __init__(self, source: Source | None, spec: Spec, epoch: int) -> None:
         self._source, self._spec, self._epoch = source, spec, epoch

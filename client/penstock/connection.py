@@ -24,7 +24,7 @@ from penstock.receive import Body, Buffers, Origin, Receiver, Request, tls_conte
 from penstock.wire import content_digest
 from penstock.wording import without_passwords
 
-_spare: deque[Buffers] = deque(maxlen=1)  # of this process, from one connection to the next
+_spare: deque[Buffers] = deque(maxlen=1)  # what the last connection of this process received into, for the next one
 _HEADERS = {
     "Accept": "*/*",
     "Accept-Encoding": "identity",  # token ids do not shrink enough to pay for the CPU of a compressed transfer
@@ -176,7 +176,7 @@ def by_proxy(server: str) -> str:
 
 
 def _has_proxies() -> bool:
-    return bool(getproxies().keys() - {"no"})  # that is what needs none
+    return bool(getproxies().keys() - {"no"})  # NO_PROXY names no proxy, but what needs none
 
 
 def _client(headers: dict[str, str], transport: httpx.BaseTransport | None) -> httpx.Client:

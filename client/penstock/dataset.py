@@ -135,14 +135,14 @@ class RemoteDataset(IterableDataset[Batch]):
         self.vocab_size = resolved.vocab_size
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
-        self._has_asked = False  # how long its rows are: once is enough
+        self._has_asked = False  # the server how long rows are: once is enough
         self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
         self._feeds: list[Feed] = []
         self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
 
     @property
     def dataset(self) -> str:
-        """Its name on the server."""
+        """The name of the data on the server."""
         return self._source.dataset
 
     @property
@@ -194,33 +194,33 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._agreement and not worker:
             self._agreement.check(self.snapshot)
         destination = find_destination(self._device, worker)
-        this = self._progress.begin(worker)
-        at = this.stretch.position
+        round_ = self._progress.begin(worker)
+        at = round_.stretch.position
         spec = replace(self.spec, offset=at.offset)
-        if this.is_repetition and self._replay is None:
+        if round_.is_repetition and self._replay is None:
             warn_of_repetition(spec, at.epoch)
         number = 0
         try:
             ledger = self._book and self._book.open(spec, at, worker)
-            with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, this.steps, destination) as feed:
+            with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
                 advice = Advice(self._source if asks else None, spec, at.epoch)
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
-                        self._progress.take(this)
-                    advice.look_at(item.batch, number, has_place=self._progress.counts(this))
+                        self._progress.take(round_)
+                    advice.look_at(item.batch, number, has_place=self._progress.counts(round_))
                     if self._replay is None:
-                        self._progress.count(this, number)
+                        self._progress.count(round_, number)
                     if ledger:
                         ledger.record(item.address, item.digest)
                     yield item.batch
-                self._progress.finish(this)
+                self._progress.finish(round_)
                 if ledger:
                     ledger.finish()
         except BaseException:
             if not number:
-                self._progress.give_back(this)
+                self._progress.give_back(round_)
             raise
 
     @contextmanager

@@ -12,9 +12,9 @@ from penstock.state import Position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """One iteration of this process: the steps that are its, of a stretch. `number` and `num_sets` tell it from others.
+    """One iteration of this process: the steps of a stretch that it gives. `number` and `num_sets` tell it from others.
 
-    is_repetition  the one before it went over the same epoch, beyond a first batch to look at, and nothing was set since
+    is_repetition  the iteration before it gave more of the same epoch than a first batch to look at, and nothing was set since
     """
 
     worker: Worker | None
@@ -88,7 +88,7 @@ class Progress:
         self._set(self._whole(epoch), by_state=False)
 
     def go_to(self, stretch: Stretch, worker: Worker | None) -> None:
-        """The next iteration runs over this; where a worker says so, its own does, and the others' have the epoch of it."""
+        """The next iteration runs over this. Of a loader worker only its own does; the others' take the epoch from it."""
         if worker is None:
             self._set(stretch, by_state=True)
             return

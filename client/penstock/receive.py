@@ -20,7 +20,7 @@ import httpx
 from penstock.errors import SpecError
 
 _LARGEST_BUFFER = 16 << 20
-_SPARE_BYTES = 32 << 20  # for who comes next: a loop that waits for data goes through three runs in turn
+_SPARE_BYTES = 32 << 20  # kept for the next connection: a loop that waits for data goes through three runs in turn
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 _LARGEST_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
@@ -114,7 +114,7 @@ class Buffers:
         return memoryview(made)
 
     def trim(self) -> None:
-        """Lets go of what the next one would rarely need."""
+        """Drops the buffers that the next connection would rarely need."""
         total = 0
         kept = []
         for buffer in self._buffers:
@@ -201,7 +201,7 @@ class Receiver:
         return self._ask(request, False)
 
     def _turn(self, request: Request) -> bool:
-        """Whether this was asked ahead: it is the turn of that connection then."""
+        """Whether this was asked ahead: then that connection comes first. What else was asked ahead is given up."""
         asked, self._asked = self._asked, None
         is_asked = asked == (request.origin, request.target)
         if is_asked:

@@ -38,8 +38,8 @@ class SharedStart:
     """The stretch of the next iteration. The first round that gives a batch takes it; later ones begin their epoch anew.
 
     A round is one pass of the loop, whether this process iterates or a DataLoader's workers do, each in a process of its own.
-    One that fails before its first batch takes nothing. Any other process that comes by it, such as one that evaluates, has a
-    start of its own from there on.
+    One that fails before its first batch takes nothing. A process that inherits this and is no loader worker, such as a fork
+    that evaluates, goes on with a copy of its own.
     """
 
     def __init__(self, stretch: Stretch) -> None:
@@ -56,10 +56,10 @@ class SharedStart:
         return self._memory
 
     def _share(self) -> None:
-        if self._memory.is_inference():  # who makes or copies it evaluates just then; others could not write to it
+        if self._memory.is_inference():  # outside of inference mode nobody could write to it
             with torch.inference_mode(False):
                 self._memory = self._memory.clone()
-        with suppress(RuntimeError):  # none is to be had: who has no loader workers needs none
+        with suppress(RuntimeError):  # no memory can be shared: without loader workers that does not matter
             self._memory.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -100,7 +100,7 @@ class SharedStart:
         self._cells[_CLAIM] = 0
 
     def move(self, stretch: Stretch) -> None:
-        """A state that a worker loaded puts the start elsewhere, without a word on who takes it."""
+        """A state that a worker loaded puts the start elsewhere; whether it is taken stays as it is."""
         self._put(stretch, True)
 
     def _put(self, stretch: Stretch, by_state: bool) -> None:
@@ -125,8 +125,9 @@ class SharedStart:
             return False
         if worker and worker.first < _MOST_WORKERS:
             begun_for = self._cells[_WORKERS + worker.first]
-            if self.is_taken and begun_for == self.num_sets:  # in a round of the same seed: who seeds torch anew for each
-                self._cells[_CLAIM] = _NOBODYS  # has all alike
+            # An earlier round of the same name took it: the loop gives torch the same seed before each.
+            if self.is_taken and begun_for == self.num_sets:
+                self._cells[_CLAIM] = _NOBODYS
                 return False
             begun_for.fill_(self.num_sets)
         return True

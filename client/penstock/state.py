@@ -15,7 +15,7 @@ from penstock.whole import plain
 _VERSION = 1
 # What decides which sample stands where in an epoch.
 _ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
-# What does so where rows are joined, cut or sorted only; None elsewhere.
+# What decides it only where rows are joined, cut or sorted; None elsewhere.
 _CUT = ("seq_len", "task")
 _COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}  # the least that each may be
 
@@ -115,6 +115,6 @@ def _differing(state: Mapping[str, Any], dataset: str, spec: Spec) -> list[str]:
     """What decides the order and is not as it was then, each as a text."""
     here = {"dataset": dataset, **_order(spec)}
     pairs = [(name, state.get(name), value) for name, value in here.items()]
-    # A length that matters on one side only is so by what else differs.
+    # One of _CUT that is None on one side differs because something else does, which is told.
     told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _CUT and None in (then, now))]
     return [f"{name}: {then!r} then, {now!r} now" for name, then, now in told]

@@ -29,7 +29,7 @@ class _All(Container[str]):
         return True
 
 
-ALL: Container[str] = _All()  # the tensors of a batch
+ALL: Container[str] = _All()  # tensors of a batch, whatever their names are
 
 
 def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
@@ -136,7 +136,7 @@ class Lines(Generic[Array]):
 
 
 def lines_of(arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> Iterator[Lines[Array]]:
-    """The sequences of a batch, side by side; `numbers_of(ids)` are its columns' numbers, int32 [width]."""
+    """The sequences of each side of a batch; `numbers_of(ids)` are the numbers of its columns, int32 [width]."""
     return (Lines(side, arrays, numbers_of) for side in _sides(tuple(arrays)))
 
 

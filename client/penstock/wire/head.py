@@ -56,7 +56,7 @@ class Header(NamedTuple):
 class Heads:
     """The heads of the frames of one epoch of a rank that have one layout: all of them but their payloads' bytes.
 
-    Of the address each step makes one; the step that is in it does not matter.
+    `head` puts each frame's step into the address; the step that the address comes with does not matter.
     """
 
     def __init__(self, address: Address, layout: Layout) -> None:
