@@ -86,6 +86,18 @@ def test_a_split_is_told_of_text_that_is_no_utf8(data: Path) -> None:
     assert not block.bad
 
 
+@pytest.mark.parametrize(("condition", "kept"), [("n <> 2", ["fox", "dog"]), ("lang = 'de'", ["the"]), ("n > 9", [])])
+def test_rows_whose_text_is_stored_as_views_are_filtered_and_split(data: Path, condition: str, kept: list[str]) -> None:
+    rows = {"text": ["fox", "the", "dog"], "lang": ["en", "de", "en"]}
+    views = {name: pa.array(texts, pa.string_view()) for name, texts in rows.items()} | {"n": pa.array([1, 2, 3])}
+    write(data, f"split_by = 'text'\nfilter = \"{condition}\"", views)
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    tokenizer = load_tokenizer(data / "../tokenizer.json")
+    assert [tokenizer.decode(ids) for ids in rows_of(block)] == [text + EOS for text in kept]
+    assert blocks.count_rows(0).sum() == len(kept)
+
+
 def test_a_template_without_a_column_is_refused(data: Path) -> None:
     write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
     with pytest.raises(DatasetRefused, match="reads no column"):

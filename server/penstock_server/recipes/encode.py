@@ -16,7 +16,7 @@ import xxhash
 from penstock_server.geometry.order import permute
 from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Lists, Reasons, checked_ids, raw_texts, travelling
+from penstock_server.recipes.rows import Lists, Reasons, checked_ids, raw_texts, take_rows, travelling
 from penstock_server.recipes.texts import chats, messages, preference, tokenized, with_turns
 
 REASON = "bad"  # why a row cannot be used, null where it can
@@ -48,7 +48,7 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
     """
     kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
     if recipe.filter:
-        rows = rows.take(pa.array(kept))
+        rows = take_rows(rows, kept)
     hashes = split_hashes(rows, recipe, place, kept)
     if recipe.transform:
         rows = recipe.transform(rows)

@@ -53,6 +53,15 @@ def travelling(array: pa.Array, name: str, reasons: Reasons) -> pa.Array:
     return _texts(raw, name, reasons)
 
 
+def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    """The rows of these numbers, which ascend."""
+    try:
+        return rows.take(pa.array(numbers))
+    except pa.ArrowNotImplementedError:  # of views, which pyarrow only slices and joins; Polars writes all text as views
+        runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+        return pa.concat_batches([rows.slice(int(run[0]), len(run)) for run in runs if len(run)] or [rows.slice(0, 0)])
+
+
 def raw_texts(array: pa.Array) -> pa.Array:
     """A column of text or bytes as large_binary: not every text is UTF-8."""
     flat = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import split_hashes
+from penstock_server.recipes.rows import take_rows
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.shard import date_of, shard_changed
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
@@ -78,7 +79,7 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
         with reading(snapshot, first):
             for at, rows in rows_of_group(snapshot, first, columns):
                 kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
-                yield at, split_hashes(rows.take(pa.array(kept)), recipe, at.place, kept)
+                yield at, split_hashes(take_rows(rows, kept), recipe, at.place, kept)
 
 
 @contextmanager
