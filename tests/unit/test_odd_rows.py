@@ -98,6 +98,16 @@ def test_rows_whose_text_is_stored_as_views_are_filtered_and_split(data: Path, c
     assert blocks.count_rows(0).sum() == len(kept)
 
 
+def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
+    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["fox", "the", "dog"]))
+    pq.write_table(pa.table({"text": texts}), data / "part-0.parquet", store_schema=False)
+    (data / "penstock.toml").write_text('filter = "text <> \'the\'"\ncolumns = ["text"]')
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    assert block.columns["text"].to_pylist() == ["fox", "dog"]
+    assert blocks.count_rows(0).sum() == 2
+
+
 def test_a_template_without_a_column_is_refused(data: Path) -> None:
     write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
     with pytest.raises(DatasetRefused, match="reads no column"):

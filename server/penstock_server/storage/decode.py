@@ -43,8 +43,8 @@ def rows_of_group(
             f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
             f"file back, or begin a new run once the server has taken the new one in."
         )
-    # Page by page: a row group of gigabytes must not be in memory as a whole.
-    with pq.ParquetFile(shard.path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+    # Page by page: a row group of gigabytes must not be in memory as a whole. JSON is text, as read_shard has it.
+    with pq.ParquetFile(shard.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False) as file:
         batches = file.iter_batches(address.rows_per_block, [address.row_group], columns, use_threads=False)
         for index in snapshot.blocks_of_group(address.group):
             at = snapshot.block(index)
