@@ -13,6 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from corpora import EOS, write_tokenizer
+from penstock.spec import Spec
+from penstock_server.batches.tensor import tensors_of
 from penstock_server.counts.index import Index
 from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes import encode as encode_module
@@ -106,6 +108,15 @@ def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
     [block] = blocks.get([0])
     assert block.columns["text"].to_pylist() == ["fox", "dog"]
     assert blocks.count_rows(0).sum() == 2
+
+
+@pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_bytes_of_every_type_travel(data: Path, type_: pa.DataType) -> None:
+    write(data, 'columns = ["raw"]', {"tokens": pa.array([[1], [2]], IDS), "raw": pa.array([b"\xff", None], type_)})
+    snapshot = open_snapshot(data, None)
+    assert [tensor.dtype for tensor in tensors_of([snapshot], Spec()) if tensor.name == "raw"] == ["binary"]
+    [block] = open_blocks(data).get([0])
+    assert block.columns["raw"].to_pylist() == [b"\xff", b""]
 
 
 def test_a_template_without_a_column_is_refused(data: Path) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from penstock.spec import Spec
 from penstock_server.problems import BadParameter
-from penstock_server.recipes.column_types import is_text, numpy_type
+from penstock_server.recipes.column_types import is_bytes, is_text, numpy_type
 from penstock_server.snapshots.snapshot import Snapshot
 
 Width = TypeVar("Width", int, int | None)
@@ -111,7 +111,7 @@ def _column(name: str, type_: pa.DataType) -> Tensor:
         return Tensor(name=name, kind="column", dtype="utf8")
     if pa.types.is_dictionary(type_):
         return _column(name, type_.value_type)
-    if pa.types.is_binary(type_) or pa.types.is_large_binary(type_):
+    if is_bytes(type_):
         return Tensor(name=name, kind="column", dtype="binary")
     item = (type_.list_size,) if pa.types.is_fixed_size_list(type_) else ()
     number = type_.value_type if item else type_

@@ -16,9 +16,14 @@ def is_text(type_: pa.DataType) -> bool:
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
 
 
+def is_bytes(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds bytes, of any number."""
+    return bool(pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_binary_view(type_))
+
+
 def is_raw(type_: pa.DataType) -> bool:
     """Whether a column of this type holds text or bytes."""
-    return is_text(type_) or bool(pa.types.is_binary(type_) or pa.types.is_large_binary(type_))
+    return is_text(type_) or is_bytes(type_)
 
 
 def is_tokens(type_: pa.DataType) -> bool:

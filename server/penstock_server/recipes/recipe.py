@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from penstock.batch import TENSOR_NAMES
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
+from penstock_server.recipes.column_types import is_messages, is_raw, is_text, is_tokens
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.tokenizer import TokenizerFile
@@ -205,8 +205,7 @@ def travelling_column(name: str, schema: pa.Schema) -> Column:
         raise FieldError(f"column {name!r} cannot travel: a batch has a tensor of that name. Rename the column")
     item = type_.value_type if pa.types.is_fixed_size_list(type_) or pa.types.is_dictionary(type_) else type_
     number = pa.types.is_integer(item) or pa.types.is_floating(item) or pa.types.is_boolean(item)
-    text = is_text(item) or pa.types.is_binary(item) or pa.types.is_large_binary(item)
-    if not (number or (text and not pa.types.is_fixed_size_list(type_))):
+    if not (number or (is_raw(item) and not pa.types.is_fixed_size_list(type_))):
         raise FieldError(
             f"column {name!r} is {type_} and cannot travel; numbers, lists of a fixed number of them, text and bytes can"
         )

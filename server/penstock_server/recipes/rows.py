@@ -10,6 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock_server.recipes.column_types import is_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Lists:
@@ -48,9 +50,7 @@ def travelling(array: pa.Array, name: str, reasons: Reasons) -> pa.Array:
             reasons.add(row, f"{name} is null")
         return pc.fill_null(array, False if pa.types.is_boolean(array.type) else 0)
     raw = pc.fill_null(raw_texts(array), b"")
-    if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
-        return raw
-    return _texts(raw, name, reasons)
+    return raw if is_bytes(array.type) else _texts(raw, name, reasons)
 
 
 def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.RecordBatch:
