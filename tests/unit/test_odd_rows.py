@@ -119,6 +119,13 @@ def test_bytes_of_every_type_travel(data: Path, type_: pa.DataType) -> None:
     assert block.columns["raw"].to_pylist() == [b"\xff", b""]
 
 
+def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None:
+    write(data, 'text = "{raw}!"', {"raw": pa.array([b"fox", b"\xff"], pa.binary())})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "{raw}! is not valid UTF-8 at byte 0"}
+    assert rows_of(block)[0] == [*load_tokenizer(data / "../tokenizer.json").encode(["fox!"], "raw")[0], 0]
+
+
 def test_a_template_without_a_column_is_refused(data: Path) -> None:
     write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
     with pytest.raises(DatasetRefused, match="reads no column"):
