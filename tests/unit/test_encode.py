@@ -101,6 +101,12 @@ def test_bad_token_lists_are_null_with_the_reason() -> None:
     assert batch["tokens"].to_pylist() == [[1], None, None, None, None, None, [399], None]
 
 
+def test_an_id_past_63_bits_is_told_as_it_is_stored() -> None:
+    rows = pa.table({"ids": pa.array([[2**63 + 1]], pa.list_(pa.uint64()))})
+    batch = encode(rows, recipe("tokens", "ids"), "uint16", 400)
+    assert batch["bad"].to_pylist() == ["has token id 9223372036854775809, outside 0 to 399"]
+
+
 def test_the_first_id_that_is_none_is_seen_where_no_other_is_wrong() -> None:
     batch = encode(pa.table({"ids": [[0, 399], [400]]}), recipe("tokens", "ids"), "uint16", 400)
     assert batch["bad"].to_pylist() == [None, "has token id 400, outside 0 to 399"]

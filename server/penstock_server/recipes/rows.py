@@ -117,15 +117,15 @@ def _all_within(items: pa.Array, bound: int) -> bool:
 
 def _marked(items: pa.Array, lengths: npt.NDArray[np.int64], bound: int, reasons: Reasons) -> npt.NDArray[np.integer[Any]]:
     """The items with 0 for null, after the rows are noted that hold what is no token."""
-    items = pc.cast(items, pa.int64(), safe=False)  # an id past 2^63 turns negative, so it stays outside
-    outside = pc.fill_null(pc.or_(pc.less(items, 0), pc.greater_equal(items, bound)), True)
+    ids = pc.cast(items, pa.int64(), safe=False)  # an id past 2^63 turns negative, so it stays outside
+    outside = pc.fill_null(pc.or_(pc.less(ids, 0), pc.greater_equal(ids, bound)), True)
     starts = np.cumsum(lengths) - lengths
     for at in np.flatnonzero(outside.to_numpy(zero_copy_only=False)).tolist():
         row = int(np.searchsorted(starts, at, side="right")) - 1
         item = items[at].as_py()
         what = "a null token" if item is None else f"token id {item}, outside 0 to {bound - 1}"
         reasons.add(row, f"has {what}")
-    values: npt.NDArray[np.integer[Any]] = pc.fill_null(items, 0).to_numpy(zero_copy_only=False)
+    values: npt.NDArray[np.integer[Any]] = pc.fill_null(ids, 0).to_numpy(zero_copy_only=False)
     return values
 
 
