@@ -223,6 +223,14 @@ def test_a_calculation_past_64_bits_is_an_error_and_not_another_number() -> None
         parse_filter("big * 2 < 0", SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], SCHEMA))
 
 
+def test_a_row_group_with_one_uuid_may_match_a_filter_that_asks_for_null(tmp_path: Path) -> None:
+    ids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16, None], pa.binary(16)))
+    pq.write_table(table := pa.table({"id": ids}), path := tmp_path / "uuids.parquet", row_group_size=1)
+    found = parse_filter("id is not null", table.schema)
+    assert found.keep(table.to_batches()[0]).tolist() == [True, False]
+    assert 0 in found.groups_that_may_match(path)
+
+
 def test_rows_and_shards_of_another_schema_are_refused(tmp_path: Path) -> None:
     other = pa.table({"n": ["x"]})
     pq.write_table(other, path := tmp_path / "other.parquet")

@@ -178,7 +178,9 @@ def among(term: Term, items: Sequence[Term]) -> Term:
 
 def is_null(term: Term) -> Term:
     """Whether there is nothing: true or false, never null."""
-    stored = term.stored is not None and not pa.types.is_nested(term.type)
+    # Arrow does not compare what statistics tell of extension types, such as UUIDs.
+    is_plain = not pa.types.is_nested(term.type) and not isinstance(term.type, pa.BaseExtensionType)
+    stored = term.stored is not None and is_plain
     nan = term.type == pa.float64()
     return condition(
         pc.is_null(term.value),
