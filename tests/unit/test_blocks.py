@@ -16,6 +16,9 @@ import pytest
 
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server import sealed
+from penstock_server.counts.index import Index
+from penstock_server.datasets.held import Served
+from penstock_server.datasets.lookup import show_quarantine
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
@@ -420,6 +423,23 @@ def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_ser
             time.sleep(0.01)
     assert blocks.get([2])[0].num_rows == 32
     assert caplog.text.count("row group 0 of part-000.parquet cannot be read") == 1
+
+
+def test_a_list_of_bad_rows_reads_each_block_once(tmp_path: Path, cache_dir: Path, count_reads: list[str]) -> None:
+    data = write_shards(tmp_path / "bad", "input_ids", [[[1], None, None, [2]]], type_=pa.list_(pa.int32()), row_group_size=2)
+    snapshot = open_snapshot(data, None)
+
+    def started() -> Served:
+        blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
+        return Served("bad", snapshot, blocks, Index("bad", snapshot, blocks))
+
+    started().index.lengths.make(lambda _: None)
+    count_reads.clear()
+    served = started()
+    listed = [show_quarantine(served, 0, 10) for _ in range(2)]
+    assert listed[0] == listed[1]
+    assert [row["row"] for row in listed[0]["rows"]] == [1, 2]
+    assert len(count_reads) == 2
 
 
 def test_who_leaves_at_the_moment_of_the_answer_breaks_nobody_elses(

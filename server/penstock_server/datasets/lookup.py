@@ -75,11 +75,11 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
     Once the tokens of all rows are counted, every bad row is known.
     """
     served.index.lengths.read()  # as `penstock prepare` may have counted
-    if served.index.lengths.is_ready:
-        bad = np.flatnonzero(served.index.lengths.get().per_block("all")[2]).tolist()
-        for index in bad:  # a restart forgets reasons, but not where to find them
-            served.blocks.get([index])
     quarantine = served.blocks.quarantine
+    if served.index.lengths.is_ready:
+        for index in np.flatnonzero(served.index.lengths.get().per_block("all")[2]).tolist():
+            if not quarantine.has_met(index):  # a restart forgets reasons, but not where to find them
+                served.blocks.get([index])
     return {
         "num_bad_rows": quarantine.num_bad_rows,
         "complete": served.index.lengths.is_ready,

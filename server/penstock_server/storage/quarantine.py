@@ -48,7 +48,7 @@ class Quarantine:
         self._lock = threading.Lock()
         # Every request asks: to add up ten thousand footers would take longer than a batch.
         self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
-        self.num_counted = 0  # by who has counted the tokens of all rows
+        self.num_counted = 0  # bad rows of the whole dataset, set once the tokens of all rows are counted
         self._num_met = 0
         self._rows: dict[int, list[Quarantined]] = {}  # of each block that has some
         self._num_listed = 0
@@ -72,7 +72,7 @@ class Quarantine:
 
     def look_in(self, index: int, block: Block) -> None:
         """Notes what is bad in a block."""
-        if block.bad and index not in self._rows:
+        if block.bad and not self.has_met(index):
             at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
             numbers = block.rows.tolist()
             place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())]
@@ -87,10 +87,14 @@ class Quarantine:
                 for row, reason in place
             ]
             with self._lock:
-                if index not in self._rows:
+                if not self.has_met(index):
                     self._num_met += len(rows)
                     self._rows[index] = rows[: max(0, _LISTED_ROWS - self._num_listed)]
                     self._num_listed += len(self._rows[index])
+
+    def has_met(self, index: int) -> bool:
+        """Whether the bad rows of a block have been noted."""
+        return index in self._rows
 
     @property
     def num_bad_rows(self) -> int:
