@@ -106,7 +106,8 @@ def test_rows_come_back_in_order_from_batches_and_slices_of_any_size(
     folder = tmp_path_factory.mktemp("columnar")
     tokens = [None if length is None else list(range(number, number + length)) for number, length in enumerate(lengths)]
     texts = [None if length is None else "é" * length for length in lengths]
-    table = pa.table({"tokens": pa.array(tokens, pa.list_(pa.int64())), "text": texts, "n": range(len(lengths))}).slice(start)
+    columns = {"tokens": pa.array(tokens, pa.list_(pa.int64())), "text": texts, "view": pa.array(texts, pa.string_view())}
+    table = pa.table({**columns, "n": range(len(lengths))}).slice(start)
     if not table.num_rows:
         return
     with pytest.MonkeyPatch.context() as patch:

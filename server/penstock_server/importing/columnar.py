@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from penstock_server.importing.columns import may_be_wide, normal_schema, wide_columns
 from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
 from penstock_server.importing.stream import unreadable
+from penstock_server.recipes.rows import take_rows
 
 _FILE_MAGIC = b"ARROW1"
 _MOST_ROWS = 65_536  # of a table, however small its rows
@@ -100,7 +101,7 @@ def _portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
         if batch.nbytes < _CASTABLE_BYTES:
             portion = batch.slice(start, rows)
         else:  # a slice keeps the offsets of the whole, and casts refuse such as are too large
-            portion = batch.take(pa.array(np.arange(start, min(start + rows, batch.num_rows))))
+            portion = take_rows(batch, np.arange(start, min(start + rows, batch.num_rows)))
         table = pa.Table.from_batches([portion])
         table.validate(full=True)
         yield table
