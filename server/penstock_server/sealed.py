@@ -2,7 +2,7 @@
 
 A file is written under a temporary name and renamed, and ends with the xxh3-64 of its name and the bytes before it. That is
 checked before any of them is parsed: a flipped bit in a length would have a parser read elsewhere, and a file under the name of
-another would be taken for that. Who maps a file again may remember that.
+another would be taken for that. `Sound` remembers which files were checked, for a process that maps one again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None
 
 
 def write_sealed(path: Path, pieces: Iterable[bytes], otherwise: str) -> None:
-    """Writes a file, one piece behind the other. If that fails, nothing is left of it, and `otherwise` is logged, what follows.
+    """Writes a file, one piece behind the other. If that fails, nothing is left of it; `otherwise`, what follows, is logged.
 
     Raises what `pieces` raises, but for an OSError.
     """

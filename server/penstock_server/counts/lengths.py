@@ -42,7 +42,7 @@ class _ShardLengths:
     words: npt.NDArray[np.uint32]
 
 
-# Of what is read already, by who uses the folder and by file: snapshots of a dataset that grows have most shards in common.
+# What is read already, by cache folder and file, while anybody uses it: snapshots of a dataset that grows share most shards.
 _read: WeakValueDictionary[tuple[CacheFolder, Path], _ShardLengths] = WeakValueDictionary()
 
 

@@ -15,7 +15,7 @@ _NAME = ".counting"
 
 @contextmanager
 def turn(path: Path) -> Iterator[None]:
-    """Waits until no other process is making this file, then lasts while this one does.
+    """Around what makes this file: waits until no other process makes it, and then has the others wait.
 
     On a disk that has no locks nobody waits, and the same is counted twice. Threads of one process do not wait for each other.
     """

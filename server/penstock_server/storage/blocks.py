@@ -35,9 +35,9 @@ log = logging.getLogger("penstock.blocks")
 
 EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
-LOADED_TOGETHER = 8  # blocks at a time, by who goes through all of them
+LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
-_LOOKED_AT = 4  # blocks, for what all take in the cache
+_LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
 _FORMAT = 5  # of the stored blocks: a change here rebuilds them
 
 

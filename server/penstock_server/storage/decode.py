@@ -84,7 +84,7 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
 
 @contextmanager
 def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
-    """Gives what goes wrong while a row group is read its name.
+    """Names the row group in whatever goes wrong while it is read.
 
     Raises ShardUnreadable: it cannot be decoded.  Raises ShardUnavailable: the storage fails.
     """

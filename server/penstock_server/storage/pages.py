@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 
 _LIBC = ctypes.CDLL(None)  # Python can advise on maps of its own alone, and those keep a descriptor each
-_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+_THIS_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # on macOS of the whole process
 PAGE_BYTES = mmap.PAGESIZE
 _MANY_WAITS = 16
 _ADVISED_COPIES = 64
@@ -27,26 +27,26 @@ def expect_few(content: pa.Buffer) -> None:
 
 
 class Waits:
-    """Whether who copies from maps has to wait for a disk; then it is worthwhile to say beforehand what will be copied.
+    """Tells the kernel beforehand what will be copied from maps, once a copy had to wait for a disk.
 
-    The disk reads all of it at a time then, and not page by page. That takes longer than the copy where nothing is to be read.
+    The kernel then reads all of it at a time, and not page by page. To tell it takes longer than a copy that waits for nothing.
     """
 
     def __init__(self) -> None:
-        self._num_advised = 0  # copies that are still to be told of
+        self._num_to_advise = 0  # copies that the kernel is still to be told of
 
     @contextmanager
     def copying(self, spans: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """What is done within reads these (address, nbytes)."""
-        if self._num_advised:
-            self._num_advised -= 1
+        """Around a copy that reads these spans, (address, nbytes) each."""
+        if self._num_to_advise:
+            self._num_to_advise -= 1
             for address, nbytes in spans:
                 within = address % PAGE_BYTES
                 _advise(address - within, within + nbytes, mmap.MADV_WILLNEED)
         before = _num_waits()
         yield
         if _num_waits() - before >= _MANY_WAITS:
-            self._num_advised = _ADVISED_COPIES
+            self._num_to_advise = _ADVISED_COPIES
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
@@ -55,4 +55,4 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 
 def _num_waits() -> int:
     """How often this thread has waited for a page to be read."""
-    return resource.getrusage(_WHO).ru_majflt
+    return resource.getrusage(_THIS_THREAD).ru_majflt

@@ -1,4 +1,4 @@
-"""Splits: the rows of blocks that are of one split. What they take is memory, while a block is mapped; so it has a budget."""
+"""Splits: of a block the rows that are of one split. A block lies in a map, but its splits in memory, so they have a budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Key = tuple[int, str, float]
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    block: weakref.ref[Block]  # and with it goes this, or a file that was evicted would stay mapped
+    block: weakref.ref[Block]  # weak, or it would keep a file mapped that was evicted; the split is dropped with its block
     split: Block
     nbytes: int
 

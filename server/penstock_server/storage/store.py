@@ -78,8 +78,8 @@ class BlockStore:
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._checked_at = time.monotonic()
         self._tells_at = 0.0
-        self._wanted: dict[str, _Wanted] = {}  # of each row group of which something is
-        self._loads: dict[Future[Block], _Load] = {}  # of each of those
+        self._wanted: dict[str, _Wanted] = {}  # by the key of the first block, of each row group of which something is wanted
+        self._loads: dict[Future[Block], _Load] = {}  # of each future that is not answered yet
 
     def request(self, group: Sequence[str], number: int, decode: Decoder) -> Asked:
         """The block `number` of a row group whose blocks have these keys, or a future of it.
@@ -163,7 +163,7 @@ class BlockStore:
         """
         while asked := self._still_wanted(group, wanted):
             with self._answering(wanted, asked):
-                # Who asked while the last of this group was being stored may have missed it.
+                # What was stored between a request's look for it and now is not to be made again.
                 if missing := self._missing(group, wanted, asked):
                     self._decode_once(group, wanted, missing, decode)
 
@@ -172,7 +172,7 @@ class BlockStore:
 
     @contextmanager
     def _answering(self, wanted: _Wanted, asked: list[int]) -> Iterator[None]:
-        """What is raised meanwhile is the answer to all that was asked for and has none yet."""
+        """Answers the blocks asked for that have no answer yet with the error that is raised meanwhile."""
         try:
             yield
         except BaseException as error:
@@ -181,7 +181,7 @@ class BlockStore:
                     future.set_exception(error)
 
     def _missing(self, group: Sequence[str], wanted: _Wanted, asked: list[int]) -> list[int]:
-        """Hands out what is stored of what was asked for and is still wanted; the rest of that."""
+        """Hands out those of the blocks asked for that are stored; the numbers of the others that are still wanted."""
         missing = []
         for number in asked:
             if number not in wanted.futures:
