@@ -38,7 +38,7 @@ class Alike(NamedTuple):
         return self.start + len(self.steps) * self.frame_nbytes
 
     def place(self, number: int) -> Place:
-        """The tensor of that number in the layout, in all of them."""
+        """Where the tensor of that number in the layout lies, in all of them."""
         tensor = self.layout.tensors[number]
         return Place(self.start + self.head_nbytes + tensor.offset, self.frame_nbytes, len(self.steps), tensor)
 
@@ -83,7 +83,7 @@ class Place(NamedTuple):
         return self.num_frames * self.tensor.shape[0]
 
     def array(self, body: memoryview) -> Array:
-        """It in all of them, shape [num_frames, batch_size, ...], or [num_frames, nbytes] of texts."""
+        """The tensor in all of these frames, shape [num_frames, batch_size, ...], or [num_frames, nbytes] of texts."""
         return wire.strided(self.tensor, body, self.begin, self.stride, self.num_frames)
 
 
@@ -99,11 +99,11 @@ class Places:
         return sum(place.num_frames for place in self._places)
 
     def frames(self, body: memoryview) -> Iterator[Array]:
-        """What it is in each frame."""
+        """The tensor in each frame, shape [batch_size, ...], or [nbytes] of texts."""
         return chain.from_iterable(place.array(body) for place in self._places)
 
     def parts(self, body: memoryview, values: Array) -> Iterator[tuple[Array, Array]]:
-        """The arrays that it consists of, and to each its own of the values, one a line; not of texts."""
+        """Each Place.array, and those of the values, one a line of all frames, that belong into it; not for texts."""
         first = 0
         for place in self._places:
             last = first + place.num_lines
@@ -116,7 +116,7 @@ class Places:
         return widths if len(widths) == 1 else np.repeat(widths, [place.num_lines for place in self._places])
 
     def begins(self, lines: IntArray, offsets: IntArray) -> IntArray:
-        """The bytes of the body at which elements of such lines begin: `offsets[i]` of line `lines[i]` of all."""
+        """The bytes of the body at which elements offsets[i] of lines lines[i] begin; lines are counted over all frames."""
         [place, *others] = self._places
         size, itemsize = place.tensor.shape[0], np.dtype(place.tensor.dtype).itemsize
         widths = self.widths()

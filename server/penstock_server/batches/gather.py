@@ -122,6 +122,6 @@ def _with_stand_ins(need: Need, blocks: dict[int, Block]) -> Spans:
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):
         if blocks[index].bad:
-            at, blocks[at], rows[mine] = usable_rows(need.member, index, blocks[index], need.spans.rows[mine])
-            indices[mine] = at
+            other, block, good = usable_rows(need.member, index, blocks[index], need.spans.rows[mine])
+            blocks[other], indices[mine], rows[mine] = block, other, good
     return need.spans._replace(blocks=indices, rows=rows)

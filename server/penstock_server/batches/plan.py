@@ -96,7 +96,7 @@ class Plan:
         return Layout.of([(t.name, t.dtype, t.shape(size, t.longest)) for t in self.tensors])
 
     def is_named_by(self, asked: Spec) -> bool:
-        """Whether what was asked for leaves nothing to the folders as they are: neither the snapshot nor a declared mix."""
+        """Whether the spec asked for names the snapshot, and the mix if there is one: then it never means other data."""
         return asked.snapshot is not None and (asked.mix is not None or self.spec.mix is None)
 
     @property

@@ -100,11 +100,11 @@ class Sequences:
         self._found = dict[tuple[str, str | None, int], Runs]()
 
     def tokens(self, feature: str) -> list[ListColumn]:
-        """The tokens of a feature in each block, which runs are of."""
+        """The tokens of a feature in each loaded block, by the numbers that Runs has."""
         return [own.block.features[feature].tokens for own in self.loaded]
 
     def runs(self, tensor: Tensor) -> Runs:
-        """What the lines of a tensor of tokens are made of, or those of one that tells of tokens."""
+        """What the lines of a tensor of tokens are made of; of a mask or a count, what the tokens are that it is about."""
         # Parts are cut to length already, but one turn of them has a length of its own.
         key = tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0
         # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.

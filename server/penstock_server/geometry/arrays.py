@@ -38,7 +38,7 @@ def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
 
 
 def begins_run(values: IntArray) -> npt.NDArray[np.bool_]:
-    """Whether each of a row of values is another than the one before it."""
+    """Whether each value differs from the one before it; the first does."""
     is_new = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=is_new[1:])
     return is_new

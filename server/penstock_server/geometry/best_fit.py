@@ -23,9 +23,9 @@ POOL_ROWS = 1 << 16  # blocks are packed together until they have so many rows: 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """The bins of a pool: bin b holds documents [starts[b], starts[b + 1]) of the lists, the longest first.
+    """The bins of a pool: bin b holds parts [starts[b], starts[b + 1]), the longest first.
 
-    Document i is tokens [firsts[i], lasts[i]) of document `rows[i]` of the pool.
+    Part i is tokens [firsts[i], lasts[i]) of document rows[i] of the pool: all of it, unless it is longer than seq_len.
     """
 
     starts: IntArray
@@ -126,10 +126,10 @@ class PackedPools:
         return cls(sizes, np.concatenate([np.zeros(0, np.uint32), *(words for *_, words in found)]))
 
     def documents(self, pools: IntArray, numbers: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """What is in bins numbers[i] of pools[i], both of shape [num_bins].
+        """What is in bin numbers[i] of pool pools[i], both of shape [num_bins].
 
-        How many documents each has, [num_bins]; and of these, bin by bin, their numbers in the pool and the first token of each
-        that is in the bin, [num_documents].
+        How many parts each has, [num_bins]; and of these, bin by bin, the document's number in the pool and the token of it
+        that the part begins with, [num_parts].
         """
         at = self._starts[pools]
         starts, ends = self._words[at + numbers].astype(np.int64), self._words[at + numbers + 1]

@@ -21,8 +21,8 @@ LARGEST_WINDOW = 1 << 23  # sequences that are sorted at a time
 class LengthOrder:
     """Each window of an order, sorted by length and cut into runs of `run` sequences, the runs permuted.
 
-    So batches are of similar length and yet mixed: which sequences make a run, among equals, is the underlying order's word,
-    and where a run stands is the permutation's. `lengths(pools, indices)` are tokens of sequences; `run_key` is the epoch's.
+    So batches are of similar length and yet mixed: sequences of one length stay in the underlying order, and runs are permuted
+    by `run_key`, which is the epoch's, and the window's number. `lengths(pools, indices)` are the tokens of sequences.
     """
 
     def __init__(self, order: EpochOrder, lengths: Callable[[IntArray, IntArray], IntArray], run: int, run_key: int) -> None:
