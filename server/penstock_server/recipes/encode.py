@@ -79,8 +79,7 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
     """
     if recipe.split_by is None:
         key = xxhash.xxh3_64_intdigest(place.shard.encode())
-        hashes = permute((place.first_row + kept) % _HASHES, _HASHES, key) if len(kept) else kept
-        return hashes.astype(np.uint32)
+        return permute((place.first_row + kept) % _HASHES, _HASHES, key).astype(np.uint32)
     found = recipe.split_by.array(rows)
     # Text as its bytes: those that are no UTF-8 have a split, too.
     values = (raw_texts(found) if is_text(found.type) else found).to_pylist()

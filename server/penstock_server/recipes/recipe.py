@@ -51,8 +51,8 @@ class Recipe:
     eos_id        closes a text or a response, likewise
     chat          renders messages
     columns       what travels beside the tokens
-    unused        columns of pre-tokenized rows that say which ids are learned or padding: here all are learned, and none is
-    unsaid_bos    what the tokenizer would open a text with, where nothing is said of it
+    unused        columns that say which ids of pre-tokenized rows are learned, or are padding: here every id is learned
+    unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     filter        which rows are served; None for all
     validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
     max_bad_share more bad rows than this share of all are not substituted: the dataset is refused

@@ -149,8 +149,9 @@ class _Reader:
         return load_tokenizer(path) if path else None
 
     def _tokenizer_path(self, kind: Kind) -> Path | None:
-        named = self._given.get("tokenizer")
-        return self._folder / named if named else None if kind == "tokens" else self._default_tokenizer
+        if "tokenizer" in self._given:
+            return Path(self._folder, self._given["tokenizer"])
+        return None if kind == "tokens" else self._default_tokenizer
 
     def _chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> ChatTemplate | None:
         if kind != "messages" and not (kind == "preference" and is_messages(dict(fields)["chosen"].type(self._schema))):

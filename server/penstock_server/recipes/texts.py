@@ -19,7 +19,7 @@ _Chat = list[Any] | None
 
 
 def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons) -> Lists:
-    """One of a preference pair, behind the prompt that both have; without one, behind the messages that both begin with."""
+    """One side of a preference pair, behind the prompt of both; without a prompt, behind the messages that both begin with."""
     fields = dict(recipe.fields)
     if recipe.chat:
         answers, prompts = _parted({role: messages(rows, role, recipe, reasons) for role in fields}, side)

@@ -67,7 +67,7 @@ class TokenizerFile:
 
     @property
     def opening(self) -> str | None:
-        """The token that it puts before a text if asked for its special tokens, as it is not here; None for none."""
+        """The token that the tokenizer, asked to add its special tokens, puts before a text; None for none."""
         try:
             with_special, plain = (self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False))
         except Exception:  # of the library: it has no token for that text
