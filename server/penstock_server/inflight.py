@@ -57,7 +57,7 @@ class Hold:
                 self._is_taken = True
 
     def measured(self, chunk_bytes: int) -> None:
-        """A chunk has so many bytes. The first one's count from then on, and those of a larger one, also beyond the budget."""
+        """Counts these bytes for each chunk: the first one's for those foreseen, a larger one's even beyond the budget."""
         with self._in_flight.lock:
             more = self._num_chunks * chunk_bytes - self.nbytes
             if more > 0 or not self._is_measured:

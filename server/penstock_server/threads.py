@@ -24,7 +24,7 @@ _two_for_people = ThreadPoolExecutor(2, thread_name_prefix="penstock-json")
 
 
 async def in_two_threads(make: Callable[[], _T], threads: ThreadPoolExecutor = _two) -> _T:
-    """What `make` gives, which waits for nothing. Who is cancelled stays until it is done, if it has begun."""
+    """What `make` gives, which waits for nothing. A call that is cancelled lasts until a `make` that has begun is done."""
     made = threads.submit(make)
     try:
         return await asyncio.wrap_future(made)

@@ -13,7 +13,7 @@ _SMALL_WINDOW = 1000  # sequences; fewer mix too little to be recommended
 
 
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
-    """That a cache of this budget has no room for what they need at a time, what of them is not used, or refused."""
+    """What to know of datasets: a cache too small for a block, columns without use, a BOS left out, too many bad rows."""
     found = [_of_tight_cache(budget_bytes, datasets)]
     found += [told(served) for served in datasets for told in (_of_unused_columns, _of_unsaid_bos)]
     found += [served.blocks.quarantine.refusal for served in datasets]
@@ -21,7 +21,7 @@ def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[
 
 
 def advice_on_run(plan: Plan) -> Iterator[str]:
-    """That the cache has no room for its windows, or that rows are sorted by their length for nothing."""
+    """What to know of a run: a cache too small for its windows, rows that are sorted by their length for nothing."""
     yield from filter(None, (_of_large_windows(plan), _of_needless_sorting(plan.spec)))
 
 

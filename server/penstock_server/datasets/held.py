@@ -43,7 +43,7 @@ class Served:
 class Held:
     """What is held of a dataset; never changed once made, but followed by another.
 
-    latest   what is served to who names no snapshot; None where the folder could not be opened
+    latest   what a request is served that names no snapshot; None where the folder could not be opened
     error    why the folder could not be opened when it was last looked at; what is held is of before then
     shards   the shards of the folder, by name, and `recipe` its recipe: older snapshots must agree with them
     records  the snapshots that are known, by fingerprint, newest first
@@ -59,7 +59,7 @@ class Held:
     records: Mapping[str, Record] = field(default_factory=dict)
     gone: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, Served] = field(default_factory=dict)
-    _again: dict[str, Served] = field(default_factory=dict)  # those that were asked for
+    _again: dict[str, Served] = field(default_factory=dict)  # older ones that were asked for since
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @property

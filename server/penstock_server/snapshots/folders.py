@@ -106,7 +106,7 @@ def survey(data_dir: Path) -> Survey:
                 continue
             found.refused[name] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
             continue
-        for child in (folder / name for name in reversed(listing.folders)):
+        for child in (folder / below for below in reversed(listing.folders)):
             is_link = child.is_symlink()
             if not (is_by_link and is_link):
                 pending.append((child, is_by_link or is_link, above | {identity}))
