@@ -169,6 +169,14 @@ def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> Non
     assert block.bad == {1: "chosen is not valid UTF-8", 2: "prompt is null"}
 
 
+def test_a_chat_with_a_message_that_is_null_is_bad(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    asked, said = {"role": "user", "content": "fox", "name": "Al"}, {"role": "assistant", "content": "dog"}
+    write(data, "", {"messages": [[asked, said], [asked, None, said]]})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "messages has a message that is null"}
+
+
 def test_a_chat_in_which_nothing_is_learned_is_bad(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     said = [

@@ -118,5 +118,4 @@ def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
 
 
 def _as_text(values: pa.Array) -> pa.Array:
-    flat = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
-    return pc.cast(flat, pa.large_string(), safe=False)  # bytes that are no UTF-8 make a bad row, and not a bad block
+    return pc.cast(values, pa.large_string(), safe=False)  # bytes that are no UTF-8 make a bad row, and not a bad block

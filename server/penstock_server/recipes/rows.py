@@ -64,8 +64,7 @@ def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.Record
 
 def raw_texts(array: pa.Array) -> pa.Array:
     """A column of text or bytes as large_binary: not every text is UTF-8."""
-    flat = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-    return pc.cast(flat, pa.large_binary())
+    return pc.cast(array, pa.large_binary())
 
 
 def _vectors(array: pa.Array, name: str, reasons: Reasons) -> pa.Array:

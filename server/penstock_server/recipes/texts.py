@@ -97,23 +97,17 @@ def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tupl
     assert recipe.chat
     if chat is None:
         raise ChatError("is null")
-    before, messages = [*map(_message, prompt)], [*map(_message, chat)]
-    rendered = recipe.chat.render(before + messages)
+    if None in [*prompt, *chat]:
+        raise ChatError("has a message that is null")
+    rendered = recipe.chat.render([*prompt, *chat])
     # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
-    answered = any(message.get("role") == "assistant" for message in before)
-    spans = rendered.spans[len(recipe.chat.render(before).spans) if answered else 0 :]
-    said = [message for message in messages if message.get("role") == "assistant"]
+    answered = any(message["role"] == "assistant" for message in prompt)
+    spans = rendered.spans[len(recipe.chat.render(prompt).spans) if answered else 0 :]
+    said = [message for message in chat if message["role"] == "assistant"]
     if not spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
-        roles = dict.fromkeys(str(message["role"]) for message in messages)
+        roles = dict.fromkeys(message["role"] for message in chat)
         raise ChatError(f"has a chat in which the assistant says nothing, so nothing is learned; its roles: {', '.join(roles)}")
     return rendered.text, spans
-
-
-def _message(message: Any) -> dict[str, Any]:
-    # Arrow gives every field that any message has; a template asks whether a message has it at all.
-    if not isinstance(message, dict):
-        raise ChatError("has a message that is null")
-    return {name: value for name, value in message.items() if value is not None}
 
 
 def tokenized(
