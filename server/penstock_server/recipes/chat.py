@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
@@ -53,37 +53,28 @@ class Rendered:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
     """A tokenizer's chat template: a Jinja text, and the special tokens that it may write, by name, as `eos_token`.
 
     Raises TemplateError: the text is no template, or needs what is not there.
     """
 
-    text: str
-    special_tokens: Mapping[str, str] = field(hash=False)
-    _template: jinja2.Template = field(init=False, repr=False, compare=False)
-    _is_marked: bool = field(init=False, repr=False, compare=False)
-    _prompt: str = field(init=False, repr=False, compare=False)
-    _tail: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, *, text: str, special_tokens: Mapping[str, str]) -> None:
+        self._text, self._special_tokens = text, special_tokens
         try:
-            tree = _SANDBOX.parse(self.text)
-            template = _SANDBOX.from_string(self.text)
+            tree = _SANDBOX.parse(text)
+            self._template = _SANDBOX.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is wrong in line {error.lineno}: {error.message}.") from error
         except (SyntaxError, RecursionError) as error:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
-        object.__setattr__(self, "_template", template)
-        object.__setattr__(self, "_is_marked", any(name.name == BEGIN for name in tree.find_all(nodes.Name)))
-        for name, text in zip(("_prompt", "_tail"), self._try_out(), strict=True):
-            object.__setattr__(self, name, text)
+        self._is_marked = any(name.name == BEGIN for name in tree.find_all(nodes.Name))
+        self._prompt, self._tail = self._try_out()
 
     @property
     def digest(self) -> str:
         """A hash of all that a rendering depends on beside the messages."""
-        content = json.dumps(["penstock chat v2", self.text, sorted(self.special_tokens.items())])
+        content = json.dumps(["penstock chat v2", self._text, sorted(self._special_tokens.items())])
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message]) -> Rendered:
@@ -143,7 +134,7 @@ class ChatTemplate:
 
     def _write(self, chat: Sequence[Message], *, prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
         variables = {
-            **self.special_tokens,
+            **self._special_tokens,
             "messages": chat,
             "tools": None,
             "documents": None,
