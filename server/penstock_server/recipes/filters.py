@@ -99,7 +99,7 @@ def not_empty(column: str) -> str:
 
 
 def _named(column: str) -> str:
-    return column if _is_plain(column) else _quoted(column)
+    return column if _is_plain(column) else '"' + column.replace('"', '""') + '"'
 
 
 def _is_plain(name: str) -> bool:
@@ -107,7 +107,3 @@ def _is_plain(name: str) -> bool:
         return parse_filter(f"{name} is not null", pa.schema([(name, pa.string())])).columns == (name,)
     except FilterError:
         return False
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

@@ -24,7 +24,7 @@ from penstock_server.snapshots.shard import Date, Shard, read_schema, read_shard
 
 _FORMAT = 1  # of the note: to be raised when a field of Shard comes to mean something else
 _THREADS = 16  # waiting for disks, not for cores
-# All fields travel, whatever they are, and a note with other fields or other types of them is dropped.
+# All fields travel, in their order, and a note with other fields or other types of them is dropped.
 _FIELDS = tuple(f for f in fields(Shard) if f.name != "path")
 _VERSION = (_FORMAT, tuple((f.name, str(f.type)) for f in _FIELDS))
 
@@ -93,10 +93,7 @@ def _load(folder: Path, note: Path) -> _Known:
     kept = read_note(note)
     if kept is None or kept["version"] != _VERSION:
         return _Known()
-    names = [f.name for f in _FIELDS]
-    shards = {
-        name: Shard(path=folder / name, **dict(zip(names, values, strict=True))) for name, values in kept["shards"].items()
-    }
+    shards = {name: Shard(folder / name, *values) for name, values in kept["shards"].items()}
     schema = None
     if kept["schema"]:
         name, date, serialized = kept["schema"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,11 +195,11 @@ class Block:
     @property
     def row_lengths(self) -> IntArray:
         """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""
-        return _longest([feature.tokens.lengths for feature in self.features.values()])
+        return reduce(np.maximum, (feature.tokens.lengths for feature in self.features.values()))
 
     def row_lengths_of(self, rows: IntArray) -> IntArray:
         """The same of some rows."""
-        return _longest([feature.tokens.lengths_of(rows) for feature in self.features.values()])
+        return reduce(np.maximum, (feature.tokens.lengths_of(rows) for feature in self.features.values()))
 
     @cached_property
     def stream(self) -> IntArray:
@@ -245,11 +245,6 @@ def _view(numbers: pa.Array) -> npt.NDArray[Any]:
     """Numbers without nulls where they lie. Arrow's own view would keep its arrays alive, for half of what a block takes."""
     dtype = numpy_type(numbers.type)
     return np.frombuffer(numbers.buffers()[1], dtype, len(numbers), numbers.offset * dtype.itemsize)
-
-
-def _longest(lengths: list[IntArray]) -> IntArray:
-    first, *others = lengths
-    return np.max([first, *others], axis=0) if others else first
 
 
 def _numbers(column: pa.Array) -> npt.NDArray[Any]:
