@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until `should_exit`."""
+        """Serves until `should_exit`."""
         cutting = asyncio.create_task(cut_stalled(self.server_state.connections, self._stalled_seconds))
         try:
             await super().serve(sockets)

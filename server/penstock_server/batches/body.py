@@ -29,12 +29,12 @@ class Alike(NamedTuple):
 
     @property
     def frame_nbytes(self) -> int:
-        """The bytes of each."""
+        """The bytes of each frame."""
         return self.head_nbytes + self.layout.nbytes
 
     @property
     def stop(self) -> int:
-        """The byte behind the last."""
+        """The byte behind the last frame."""
         return self.start + len(self.steps) * self.frame_nbytes
 
     def place(self, number: int) -> Place:
@@ -43,7 +43,7 @@ class Alike(NamedTuple):
         return Place(self.start + self.head_nbytes + tensor.offset, self.frame_nbytes, len(self.steps), tensor)
 
     def cut(self, body: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-        """Head and payload of each."""
+        """Head and payload of each frame."""
         for start in range(self.start, self.stop, self.frame_nbytes):
             yield body[start : start + self.head_nbytes], body[start + self.head_nbytes : start + self.frame_nbytes]
 

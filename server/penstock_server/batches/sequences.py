@@ -87,7 +87,7 @@ class Documents(NamedTuple):
     lasts: IntArray
 
     def offsets(self) -> IntArray:
-        """Where each begins in its sequence."""
+        """Where each document begins in its sequence."""
         return _offsets(self.sequences, self.lasts - self.firsts)
 
 
@@ -128,7 +128,7 @@ class Sequences:
         return Documents(self._parts.sequences[at], blocks, rows, firsts, lasts)
 
     def documents_of(self, sequence: int) -> Documents:
-        """Those of one sequence."""
+        """The documents of one sequence."""
         first, last = np.searchsorted(self.documents.sequences, [sequence, sequence + 1]).tolist()
         return Documents(*(column[first:last] for column in self.documents))
 
@@ -157,12 +157,12 @@ class Sequences:
         return self.loaded[int(self._parts.blocks[at])].block, int(self._parts.rows[at])
 
     def rows(self) -> Iterator[tuple[Block, IntArray, IntArray]]:
-        """Of sequences of one row each: the blocks, and of each the sequences that are made of it, and their rows in it."""
+        """Where each sequence is one row: the blocks, each with the sequences that are made of it and their rows in it."""
         for number, mine in self._by_block:
             yield self.loaded[number].block, self._parts.sequences[mine], self._parts.rows[mine]
 
     def _runs_of(self, tensor: Tensor, sequence: int) -> slice:
-        """Those of one line."""
+        """Where the runs of one line stand among those of the tensor."""
         return slice(*np.searchsorted(self.runs(tensor).lines, [sequence, sequence + 1]).tolist())
 
     @cached_property

@@ -58,7 +58,7 @@ class Change:
         )
 
     def __str__(self) -> str:
-        """For the log."""
+        """The change as the log tells it."""
         if self.previous is None:
             return f"is new: {counted(self.added, 'shard')}; snapshot {self.snapshot}"
         if not self.changed and self.recipe:

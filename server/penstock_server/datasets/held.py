@@ -64,7 +64,7 @@ class Held:
 
     @property
     def snapshots(self) -> list[Record]:
-        """Those that are served, newest first."""
+        """The snapshots that are served, newest first."""
         return [record for record in self.records.values() if record.fingerprint not in self.gone]
 
     def find(self, fingerprint: str | None, serve: Callable[[Snapshot], Served]) -> Served:

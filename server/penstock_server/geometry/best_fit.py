@@ -35,7 +35,7 @@ class Bins:
 
     @property
     def num_bins(self) -> int:
-        """How many there are."""
+        """How many bins there are."""
         return len(self.starts) - 1
 
     @property

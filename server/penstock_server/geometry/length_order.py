@@ -33,7 +33,7 @@ class LengthOrder:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that it takes once it remembers as many windows as it can."""
+        """The bytes of memory that it takes once it remembers as many windows as it can."""
         places = min(_REMEMBERED_WINDOWS * self._order.largest_window, self.num_sequences)
         return self._order.nbytes + 2 * np.dtype(np.int32).itemsize * places
 

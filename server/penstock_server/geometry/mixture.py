@@ -87,7 +87,7 @@ class Mixture:
             self._before.append(self._before[-1] + np.array(of_phase))
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """Of each sample its dataset and its number in that dataset's stream, both of the shape of `samples`."""
+        """The dataset of each sample and its number in that dataset's stream, both of the shape of `samples`."""
         datasets, numbers = np.empty_like(samples), np.empty_like(samples)
         phases = find(self._starts, samples)
         for phase in np.unique(phases).tolist():

@@ -193,7 +193,7 @@ class EpochOrder:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that it takes."""
+        """The bytes of memory that it takes."""
         return self._pools.nbytes + self._pool_starts.nbytes + self._window_starts.nbytes
 
     @property

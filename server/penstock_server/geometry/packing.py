@@ -68,7 +68,7 @@ class Rows:
         return Spans(np.arange(len(pools)), pools, indices, np.zeros_like(indices), np.full_like(indices, self._seq_len))
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
-        """The one that is the row."""
+        """The sequence that is the row."""
         return np.array([block]), np.array([row])
 
 
@@ -151,7 +151,7 @@ class Concat:
         return rounds * (len(self._starts) - 1) + find(self._starts, inside)
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
-        """Those that the row's tokens meet, also where the ring closes; none if they are what is left out."""
+        """The sequences that the row's tokens meet, also where the ring closes; none if they are what is left out."""
         total = int(self._starts[-1])
         begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
         turns = [np.arange((begin + turn) // self._seq_len, -(-(end + turn) // self._seq_len)) for turn in (0, total)]

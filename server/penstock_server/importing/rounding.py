@@ -16,7 +16,7 @@ _LONG = re.compile(rb"(?<![\d.eE+-])-?\d{16,}(?![\d.eE])")
 
 
 def find_inexact(lines: bytes, table: pa.Table, known: Collection[str]) -> dict[str, Decimal]:
-    """Of columns, by their paths, one whole number each that float64 does not hold exactly; `known` ones are left out.
+    """One whole number of each column, by its path, that float64 does not hold exactly; the paths in `known` are left out.
 
     `table` is what the JSON lines are parsed to. A path is "column", "column.field" or, in a list, "column[]".
     """

@@ -72,7 +72,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         rank: Rank,
         start: Annotated[int, Query(ge=0, description="the first step")] = 0,
         stop: Annotated[int, Query(ge=0, description="the step behind the last; default, 0: all")] = 0,
-        stride: Annotated[int, Query(ge=1, description="every how manieth step, as in range()")] = 1,
+        stride: Annotated[int, Query(ge=1, description="the distance from one step to the next, as in range()")] = 1,
         format: Format = "msgpack",
     ) -> Response:
         """A run of batches, one frame behind the other: steps start, start + stride, ... below stop."""

@@ -19,7 +19,7 @@ _NATS = math.log(1e6)
 
 
 def range_of_mean(mean: float, count: int) -> Range:
-    """Of the mean of `count` values in [0, 1], each expected to be `mean`."""
+    """The range of the mean of `count` values in [0, 1], each expected to be `mean`."""
 
     def far(value: float) -> bool:
         return _divergence(value, mean) * count > _NATS
@@ -28,7 +28,7 @@ def range_of_mean(mean: float, count: int) -> Range:
 
 
 def range_of_count(expected: float, num_elements: int, each: float) -> Range:
-    """Of what is expected to be `expected`, and differs by `each` at most if one of the elements does."""
+    """The range of a number that is expected to be `expected`, and that each of the elements moves by `each` at most."""
     luck = each * math.sqrt(_NATS / 2 * num_elements)
     return max(0.0, expected - luck), expected + luck
 
@@ -55,6 +55,6 @@ def _border(far: Callable[[float], bool], near: float, end: float) -> float:
 
 
 def _divergence(value: float, mean: float) -> float:
-    """Of a coin that shows heads with chance `value` from one of chance `mean`, in nats (Kullback and Leibler)."""
+    """Kullback and Leibler's, in nats, of a coin that shows heads with chance `value` from one of chance `mean`."""
     terms = ((value, mean), (1 - value, 1 - mean))
     return sum(math.inf if not q else p * math.log(p / q) for p, q in terms if p)

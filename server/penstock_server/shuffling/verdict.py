@@ -118,7 +118,7 @@ def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> 
 
 
 def _uneven(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
-    """Of an order that should be uniform, since one window holds all, and is not."""
+    """The verdict on an order that should be uniform, since one window holds all, and is not."""
     if sample.plan.spec.group_by_length:
         return f"Mixed over the whole epoch, but lengths go with places in the source: {_shown(sample, measures)}."
     unusual = " and ".join(name for name, values in measures.items() if not all(value.is_usual for value in values))

@@ -40,7 +40,7 @@ class Sight:
     recipe: Mapping[str, Date]
 
     def is_quiet(self) -> bool:
-        """Whether every file is."""
+        """Whether every file is; see is_quiet below."""
         now = time.time()
         return all(is_quiet(date, now) for dates in (self.shards, self.recipe) for date in dates.values())
 

@@ -65,7 +65,7 @@ class Shard:
 
     @property
     def date(self) -> Date:
-        """Of the file when it was read."""
+        """The date of the file when it was read."""
         return Date(self.size_bytes, self.mtime_ns, self.inode, self.ctime_ns)
 
 
@@ -193,7 +193,7 @@ def _refused(path: Path, what: str) -> DatasetRefused:
 
 
 def _file_digest(file: BinaryIO, size: int) -> str:
-    """Of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
+    """A hash of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
     digest = blake2b(digest_size=16)
     file.seek(size - 8)
     footer_bytes = int.from_bytes(file.read(4), "little") + 8

@@ -40,11 +40,11 @@ class ListColumn:
 
     @property
     def lengths(self) -> IntArray:
-        """Of each list, computed anew."""
+        """The length of each list, computed anew."""
         return self.stops - self.starts
 
     def lengths_of(self, rows: IntArray) -> IntArray:
-        """The lengths of some of them."""
+        """The lengths of the lists of some rows."""
         lengths: IntArray = self.stops[rows] - self.starts[rows]
         return lengths
 
@@ -161,7 +161,7 @@ class Block:
 
     @property
     def rows(self) -> IntArray:
-        """Of each row its number in the block as it is stored in the shard, shape [num_rows]."""
+        """The number of each row in the block as it is stored in the shard, shape [num_rows]."""
         return np.arange(self.num_rows) if self.numbered is None else self.numbered.astype(np.int64)
 
     def is_validation(self, row: int, share: float) -> bool:
@@ -198,7 +198,7 @@ class Block:
         return reduce(np.maximum, (feature.tokens.lengths for feature in self.features.values()))
 
     def row_lengths_of(self, rows: IntArray) -> IntArray:
-        """The same of some rows."""
+        """As row_lengths, of some rows."""
         return reduce(np.maximum, (feature.tokens.lengths_of(rows) for feature in self.features.values()))
 
     @cached_property

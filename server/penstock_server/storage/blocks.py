@@ -102,7 +102,7 @@ class Blocks:
         return [self.of_split(block, split) for block in blocks]
 
     def forget(self, futures: Iterable[Future[Block]]) -> None:
-        """Who asked for these no longer wants them."""
+        """Gives up blocks that were asked for; see BlockStore.forget."""
         for future in futures:
             self._store.forget(future)
 

@@ -105,7 +105,7 @@ class BlockStore:
             return future
 
     def forget(self, future: Future[Block]) -> None:
-        """One of those who asked no longer wants the block; a load that nobody wants any more is dropped."""
+        """Gives up a block, once for each time it was asked for; a load that nobody wants any more is dropped."""
         with self._lock:
             load = self._loads.get(future)
             if load is None:  # it is being answered, and what is cancelled now could not be
