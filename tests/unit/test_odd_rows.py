@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,11 @@ from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 IDS = pa.list_(pa.int32())
+# A shard of `repeated int32 tokens`, which pyarrow reads and does not write: [1, 2], [] and [3].
+REPEATED = (
+    "eNp9T8EKgkAQHVcZhE4eZtmFPXhxMVDRoE5e+oPoD0SEIlJTq7/oO/rMxkDoFMx7zDDz3swc9seCgHLKE/I5QUKjPBcAlOcwSxH/VEHAJBiu+PLKWWoGeTrZgsKx"
+    "PjXXigSQiDyFU3dp2hEkaqONBUNCRwh6aRBIX74cDuuXfzdrw/exKZRri0JbgfMUS9HODhCHfTXc7s2U1n2fVsPQPcNHM4znrg03uyzPCm0MS96MA7/9ATK5IHM="
+)
 CHATML = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -146,6 +153,16 @@ def test_a_transform_that_changes_its_mind_is_named(data: Path, returned: str, m
     (data / "odd.py").write_text(source)
     with pytest.raises(ShardUnreadable, match=message):
         open_blocks(data).get([0])
+
+
+def test_a_repeated_number_is_a_list_of_tokens_as_protobuf_writes_it(data: Path) -> None:
+    shard = zlib.decompress(base64.b64decode(REPEATED))
+    (data / "part-0.parquet").write_bytes(shard)
+    assert "repeated int32" in str(pq.ParquetFile(data / "part-0.parquet").schema)
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    assert (rows_of(block), block.bad) == ([[1, 2], [], [3]], {1: "is empty"})
+    assert open_snapshot(data, None).vocab_size == 4
 
 
 def test_a_shard_without_row_groups_is_counted_as_nothing(data: Path) -> None:

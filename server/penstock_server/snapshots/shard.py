@@ -242,7 +242,8 @@ def _token_range(groups: list[pq.RowGroupMetaData], schema: pa.Schema, recipe: R
 def _leaf(group: pq.RowGroupMetaData, schema: pa.Schema, name: str) -> int:
     """Which column chunk holds the values of a column of lists."""
     # A column called "tokens.n" is no part of the lists in "tokens". Leaves stand in the order of the columns.
-    leaves = [c for c in range(group.num_columns) if group.column(c).path_in_schema.startswith(f"{name}.")]
+    # Lists as protobuf writes them are a leaf of the very name.
+    leaves = [c for c in range(group.num_columns) if f"{group.column(c).path_in_schema}.".startswith(f"{name}.")]
     before = [field for field in list(schema)[: schema.names.index(name)] if field.name.startswith(f"{name}.")]
     return leaves[sum(_num_leaves(field.type) for field in before)]
 
