@@ -251,6 +251,12 @@ def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(TemplateError, match="chat_template.jinja cannot be read"):
         load_chat_template(tokenizer)
+    (tmp_path / "chat_template.jinja").unlink()
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to("away")
+        with pytest.raises(TemplateError, match=f"{name} cannot be read: .*No such file"):
+            load_chat_template(tokenizer)
 
 
 def test_special_tokens_are_those_of_the_files_beside_the_tokenizer(tmp_path: Path) -> None:

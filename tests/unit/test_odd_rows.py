@@ -79,6 +79,16 @@ def test_lists_of_any_width_are_opened_and_closed_by_any_token(data: Path, type_
     assert rows_of(block) == [[70001, 1, 2, 70000], [70001, 3, 70000]]
 
 
+def test_a_recipe_that_is_a_link_to_nothing_is_not_passed_over(data: Path) -> None:
+    write(data, "filter = 'n > 1'", {"tokens": pa.array([[1], [2]], IDS), "n": [1, 2]})
+    (data / "penstock.toml").rename(data / "../recipe.toml")
+    (data / "penstock.toml").symlink_to("../recipe.toml")
+    assert open_snapshot(data, None).recipe.filter
+    (data / "../recipe.toml").unlink()
+    with pytest.raises(DatasetRefused, match=r"penstock\.toml cannot be read: .*No such file"):
+        open_snapshot(data, None)
+
+
 @pytest.mark.parametrize("recipe", ["split_by = 'kind'", "filter = \"kind = 'a'\""])
 def test_a_shard_without_a_column_that_filter_or_split_need_is_refused(data: Path, recipe: str) -> None:
     ids = pa.array([[1, 2], [3]], IDS)

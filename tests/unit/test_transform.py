@@ -41,6 +41,12 @@ def test_a_module_may_have_dataclasses_and_names_that_look_themselves_up(tmp_pat
     assert said(tmp_path) == "fox"
 
 
+def test_a_file_that_is_a_link_to_nothing_is_not_an_installed_module(tmp_path: Path) -> None:
+    (tmp_path / "json.py").symlink_to("away")
+    with pytest.raises(TransformError, match=r"json\.py cannot be read: No such file"):
+        load_transform("json:loads", tmp_path)
+
+
 def test_an_installed_module_is_found_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site" / "penstock_test_words"
     package.mkdir(parents=True)

@@ -8,6 +8,7 @@ a chat as the beginning of the same chat that goes on.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ def load_chat_template(tokenizer_path: Path) -> str | None:
     Raises TemplateError: a file cannot be read, or has several templates and none of them is the default.
     """
     path = tokenizer_path.with_name("chat_template.jinja")
-    if path.exists():
+    if os.path.lexists(path):
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -215,7 +216,7 @@ def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ max_bad_share = 0.01               # with more bad rows than that the dataset is
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,7 +69,7 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 def read_declaration(folder: Path) -> dict[str, Any]:
     """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetRefused."""
     path = folder / FILE_NAME
-    if not path.exists():
+    if not os.path.lexists(path):  # a link to nothing is a recipe that is away: without it other rows would be served
         return {}
     given = read_toml(path)
     unknown = [key for key in given if key not in _KEYS]
