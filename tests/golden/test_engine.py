@@ -45,8 +45,9 @@ def test_splits() -> None:
     assert split_hashes(rows, by_value, Place("any.parquet", 0), numbers).tolist() == ENGINE["split"]["by value"]
 
 
-def test_orders_by_length() -> None:
+@pytest.mark.parametrize(("window", "samples"), ENGINE["length_order"].items())
+def test_orders_by_length(window: str, samples: str) -> None:
     counts = np.array([5, 0, 7, 3, 9, 4, 8, 2, 6])
-    order = EpochOrder(counts, np.ones_like(counts), shuffle="window", window=20, seed=7, epoch=1)
+    order = EpochOrder(counts, np.ones_like(counts), shuffle="window", window=int(window), seed=7, epoch=1)
     by_length = LengthOrder(order, lambda pools, indices: (pools * 7 + indices * 5) % 11, 4, 123456789)
-    assert dotted(*by_length.sequences(np.arange(by_length.num_sequences))) == ENGINE["length_order"]
+    assert dotted(*by_length.sequences(np.arange(by_length.num_sequences))) == samples

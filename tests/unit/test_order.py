@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_server.geometry.arrays import IntArray
+from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.order import EpochOrder, key, permute, permute_together, unpermute
 from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
@@ -105,6 +106,21 @@ def test_an_epoch_shows_every_sequence_once_and_finds_each_again(
     blocks, indices = order.sequences(positions)
     assert sorted(zip(blocks, indices, strict=True)) == [(b, i) for b, n in enumerate(counts) for i in range(n)]
     assert (order.positions(blocks, indices) == positions).all()
+
+
+@given(block_counts, st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))
+def test_runs_of_one_length_begin_where_global_batches_do(counts: IntArray, window: int, run: int, epoch: int) -> None:
+    order = EpochOrder(counts, groups_of(counts, epoch), shuffle="window", window=window, seed=7, epoch=epoch)
+    by_length = LengthOrder(order, lambda pools, indices: (pools * 7 + indices * 5) % 11, run, key(7, epoch, "test"))
+    positions = np.arange(order.num_sequences)
+    pools, indices = by_length.sequences(positions)
+    assert (by_length.positions(pools, indices) == positions).all()
+    windows, lengths = order.windows(positions), (pools * 7 + indices * 5) % 11
+    for number in set(windows.tolist()):
+        batches = {(positions[n] // run) for n in np.flatnonzero(windows == number)}
+        spans = [lengths[(windows == number) & (positions // run == batch)] for batch in batches]
+        ends = sorted((int(span.min()), int(span.max())) for span in spans)
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(ends))
 
 
 @given(block_counts, shuffles, st.integers(1, 200))

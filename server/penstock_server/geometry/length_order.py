@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges
+from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, starts_of
 from penstock_server.geometry.order import EpochOrder, permute
 
 _REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
@@ -23,6 +23,9 @@ class LengthOrder:
 
     So batches are of similar length and yet mixed: sequences of one length stay in the underlying order, and runs are permuted
     by `run_key`, which is the epoch's, and the window's number. `lengths(pools, indices)` are the tokens of sequences.
+
+    Runs begin at multiples of `run` in the epoch, as global batches do, so a window's first and last run may be shorter. Behind a
+    shorter one in the midst of a window each global batch would be of two runs.
     """
 
     def __init__(self, order: EpochOrder, lengths: Callable[[IntArray, IntArray], IntArray], run: int, run_key: int) -> None:
@@ -67,10 +70,13 @@ class LengthOrder:
         start, stop = self._order.bounds_of_window(window)
         lengths = self._lengths(*self._order.sequences(np.arange(start, stop)))
         by_length = np.argsort(lengths, kind="stable")
-        num_runs = -(-len(by_length) // self._run)
-        runs = permute(np.arange(num_runs), num_runs, np.uint64(self._run_key ^ window))
-        sizes = np.minimum(self._run, len(by_length) - runs * self._run)
-        taken = by_length[concatenated_ranges(runs * self._run, sizes)]
+        borders = np.unique(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
+        sizes = np.diff(borders)
+        # Cut once they have their places: if the short run were always that of the longest rows, tail=drop would drop those.
+        ranks = permute(np.arange(len(sizes)), len(sizes), np.uint64(self._run_key ^ window))
+        sizes_by_rank = np.empty_like(sizes)
+        sizes_by_rank[ranks] = sizes
+        taken = by_length[concatenated_ranges(starts_of(sizes_by_rank)[ranks], sizes)]
         inverse = np.empty(len(taken), np.int32)
         inverse[taken] = np.arange(len(taken), dtype=np.int32)
         return taken.astype(np.int32), inverse
