@@ -61,7 +61,8 @@ class Spec:
         default="seq_len",
         metadata={
             "also": ("seq_len", "longest"),
-            "doc": "pad every sequence to seq_len, to the batch's longest, or to that rounded up to a multiple of this number",
+            "doc": "pad every sequence to seq_len, to the batch's longest, or to that rounded up to a multiple of this number "
+            "(packing=rows)",
         },
     )
     group_by_length: int = _count(
