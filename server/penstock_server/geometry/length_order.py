@@ -24,8 +24,8 @@ class LengthOrder:
     So batches are of similar length and yet mixed: sequences of one length stay in the underlying order, and runs are permuted
     by `run_key`, which is the epoch's, and the window's number. `lengths(pools, indices)` are the tokens of sequences.
 
-    Runs begin at multiples of `run` in the epoch, as global batches do, so a window's first and last run may be shorter. Behind a
-    shorter one in the midst of a window each global batch would be of two runs.
+    Runs begin at multiples of `run` in the epoch, as global batches do, so a window's first and last run may be shorter. With a
+    shorter one in the midst of a window each global batch behind it would be of two runs.
     """
 
     def __init__(self, order: EpochOrder, lengths: Callable[[IntArray, IntArray], IntArray], run: int, run_key: int) -> None:
