@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,16 @@ def test_pre_tokenized_rows_are_closed_where_the_recipe_says_so_and_they_are_not
     assert closing["tokens"].to_pylist() == [[1, 9], [2, 9], None, [9], None, [3, 9, 4, 9]]
     as_they_are = encode(pa.table({"ids": lists}), recipe("tokens", "ids"), "uint16", 10)
     assert as_they_are["tokens"].to_pylist() == [[1], [2, 9], None, [9], None, [3, 9, 4]]
+
+
+def test_a_tokenizer_that_is_replaced_by_one_with_its_date_is_read_again(tmp_path: Path) -> None:
+    digests = set()
+    for text in ("fox fox fox", "dog dog dog"):
+        write_tokenizer(tmp_path / "new.json", [text])
+        os.utime(tmp_path / "new.json", (1_700_000_000, 1_700_000_000))
+        path = (tmp_path / "new.json").rename(tmp_path / "tokenizer.json")
+        digests.add(load_tokenizer(path).digest)
+    assert len(digests) == 2
 
 
 def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def load_tokenizer(path: Path) -> TokenizerFile:
     """
     try:
         found = path.resolve(strict=True)
-        return _load(found, found.stat().st_mtime_ns)
+        return _load(found, found.stat().st_ctime_ns)  # nobody can set it, as an archive sets the mtime
     except OSError as error:
         raise DatasetRefused(
             f"the tokenizer {path} cannot be read: {error.strerror}. Name a file as the tokenizers library writes it, such as "
@@ -98,7 +98,7 @@ def load_tokenizer(path: Path) -> TokenizerFile:
 
 
 @lru_cache(maxsize=64)
-def _load(path: Path, mtime_ns: int) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another one
+def _load(path: Path, ctime_ns: int) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another one
     content = path.read_bytes()
     try:
         tokenizer = Tokenizer.from_buffer(content)
