@@ -78,7 +78,7 @@ def warn_as_advised(advice: Sequence[str]) -> None:
 
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:
-    """A loop begins an epoch anew that the one before it was in. Who evaluates means to."""
+    """A loop begins anew the epoch that the loop before it was in. An evaluation means to."""
     if spec.shuffle != "none" and spec.split != "validation":
         warnings.warn(
             f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
@@ -89,7 +89,7 @@ def warn_of_repetition(spec: Spec, epoch: int) -> None:
 
 
 def warn_of_discard(old: int, num_left: int, new: int) -> None:
-    """The loop turns from the epoch in the midst of which a state put it to a new one."""
+    """set_epoch leaves an epoch in the midst of which a state had put the loop."""
     warnings.warn(
         f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
         f"of epoch {old}: epoch {new} starts at its first step. To go on instead, loop from data.epoch on.",

@@ -247,7 +247,7 @@ class Ledger:
     def _sync(self) -> None:
         """Has the disk write what was appended, in a thread: on a file system that is shared it may take its time.
 
-        What waits in memory is tried once more each time, unless another iteration's lines are behind its own by now.
+        Each time it tries again to write what waits in memory, unless the file has gone on with another iteration by now.
         """
         is_closing = False
         while True:

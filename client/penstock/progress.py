@@ -56,7 +56,7 @@ class Progress:
 
     @property
     def discards(self) -> int:
-        """The steps that are left behind a position that was set and from which no iteration went on; 0 if there is none."""
+        """The steps that remain after a position that was set, while no iteration has gone on from there; else 0."""
         at = self._start.stretch.position
         return self._start.stretch.num_left if not self._start.is_taken and (at.step or at.offset) else 0
 
@@ -99,7 +99,7 @@ class Progress:
         self._counted = _Counted(self._start.num_sets, stretch.position)
 
     def confirm_epoch(self) -> None:
-        """Somebody chooses the epoch, whichever: to go over it once more is meant."""
+        """The loop chooses an epoch: if it is the same once more, that is meant."""
         self._is_meant = True
 
     def begin(self, worker: Worker | None) -> Round:
@@ -125,7 +125,7 @@ class Progress:
         )
 
     def finish(self, round_: Round) -> None:
-        """The iteration gave all that it had to give. Of a stretch without steps there was no first batch to take it."""
+        """The iteration gave all of its batches. A stretch without steps is taken here, since it has no first batch."""
         if not round_.stretch.num_left:
             self.take(round_)
 
@@ -140,7 +140,7 @@ class Progress:
             self._start.give_back(round_.worker)
 
     def counts(self, round_: Round) -> bool:
-        """Whether the position is that of this iteration. Once another began, or the start is set here, that one's is."""
+        """Whether `position` is that of this iteration: no other began since, nor was the start set in this process."""
         return round_.number == self._num_rounds and round_.num_sets == self._counted.num_sets
 
     def count(self, round_: Round, num_batches: int) -> None:
@@ -148,7 +148,7 @@ class Progress:
         # Whether a worker set the start is looked at when somebody asks for the position: of each batch it would take
         # microseconds.
         if self.counts(round_):
-            # All workers add their number to it when they start: what they share is the turn. The last one may be incomplete.
+            # A worker counts whole turns of all workers: each adds its own number when it resumes. The last turn may be short.
             num_steps = min(num_batches * round_.steps.step, round_.stretch.num_left)
             self._counted = _Counted(round_.num_sets, round_.stretch.position, num_steps)
 

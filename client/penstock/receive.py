@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
 
 class Body:
-    """The body of one response: `allocate(nbytes)` gives memory for it.
+    """The body of one response: `allocate(nbytes)` gives memory for it, where the response tells its length.
 
     What has come so far is `received`; `on_bytes()` is called whenever something came.
     """

@@ -50,7 +50,7 @@ class Servers:
         self._not_before[address] = self._clock() + seconds
 
     def failed(self, address: str, after_seconds: float = 0.0) -> str:
-        """An address failed; it asks to be left alone for so long. The one that is asked next."""
+        """An address failed; it asks to be left alone for so long. Returns the one that is asked next."""
         self.leave_alone(address, after_seconds)
         if address == self.home:
             self._return_at = math.inf  # until another has answered

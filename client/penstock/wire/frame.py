@@ -83,8 +83,8 @@ def decode(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> I
 class _Alike:
     """Frames that stand one behind the other in a body, from the byte `start` on, of one layout and of the likely steps.
 
-    The first of them has this header, and its payload begins at byte `at`. It is the frame of that number in the body, and of
-    `likely[number]`, if that is right.
+    The first of them has this header, and its payload begins at byte `at`. It is the frame of that `number` in the body, so
+    that `likely[number + 1]` is probably the step of the next.
     """
 
     def __init__(self, view: memoryview, start: int, at: int, header: Header, likely: Sequence[int], number: int) -> None:
