@@ -61,8 +61,8 @@ class Spec:
         default="seq_len",
         metadata={
             "also": ("seq_len", "longest"),
-            "doc": "pad every sequence to seq_len, to the batch's longest, or to that rounded up to a multiple of this number "
-            "(packing=rows)",
+            "doc": "seq_len: pad to seq_len; longest: to the batch's longest sequence; "
+            "a number: to that, rounded up to a multiple of it (packing=rows)",
         },
     )
     group_by_length: int = _count(
@@ -78,7 +78,9 @@ class Spec:
         default=None,
         metadata={"low": 1, "high": 2**20, "doc": "tokens in a response (task=seq2seq); default: seq_len"},
     )
-    loss: str = _choice("response", ("response", "all"), "tokens of prompt/response rows with a label: the response's, or all")
+    loss: str = _choice(
+        "response", ("response", "all"), "which tokens of prompt/response rows have a label: the response's, or all"
+    )
     tail: str = _choice("drop", ("drop", "wrap"), "the last, incomplete step: drop it, or fill it from the epoch's start")
     offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = field(

@@ -45,13 +45,13 @@ def _add_probes(app: FastAPI, catalog: Catalog) -> None:
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["probes"])
     async def healthz() -> dict[str, Any]:
-        """Whether the process lives; its versions, and its clock in seconds since 1970."""
+        """Whether the process is alive; its versions, and its clock in seconds since 1970."""
         return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
 
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["probes"])
     async def readyz() -> dict[str, Any]:
-        """Whether datasets are served."""
+        """Whether datasets are served: how many are, and how many were refused."""
         return {"status": "ready", "datasets": len(catalog.datasets), "refused": len(catalog.refused)}
 
 

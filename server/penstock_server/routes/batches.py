@@ -55,7 +55,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
     async def one_batch(
         request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
     ) -> Response:
-        """One batch. Its bytes are those of the same step in a run."""
+        """One batch. A run of batches holds the same bytes for this step."""
 
         def find(spec: Spec) -> Run:
             plan = catalog.plan(dataset, spec)
@@ -71,11 +71,11 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         epoch: Epoch,
         rank: Rank,
         start: Annotated[int, Query(ge=0, description="the first step")] = 0,
-        stop: Annotated[int, Query(ge=0, description="the step behind the last; default, 0: all")] = 0,
+        stop: Annotated[int, Query(ge=0, description="the step after the last one; 0: go on to the end of the epoch")] = 0,
         stride: Annotated[int, Query(ge=1, description="the distance from one step to the next, as in range()")] = 1,
         format: Format = "msgpack",
     ) -> Response:
-        """A run of batches, one frame behind the other: steps start, start + stride, ... below stop."""
+        """A run of batches, one frame after the other: the steps start, start + stride, ... that are below stop."""
 
         def find(spec: Spec) -> Run:
             plan = catalog.plan(dataset, spec)
@@ -89,7 +89,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
 
     @router.get(_BATCHES + "/{step}/provenance", summary="Where a batch comes from", **batch)
     def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
-        """For each sequence of a batch the rows it is made of; `dataset_row` is what the look-ups of a row take."""
+        """The rows that each sequence of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
         plan = catalog.plan(dataset, spec_of(request))
         plan.check(epoch, step, rank)
         [chunk] = chunks(plan, epoch, rank, range(step, step + 1))

@@ -33,8 +33,8 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
 
     def check_parameters(request: Request, *known: str) -> None:
         if unknown := [name for name in request.query_params if name not in known]:
-            takes = f"takes {' and '.join(known)}" if known else "takes no parameter"
-            raise BadParameter(f"{', '.join(unknown)}: this URL {takes}. Remove the rest of what follows the '?'.")
+            takes = f"takes only {' and '.join(known)}" if known else "takes no parameter"
+            raise BadParameter(f"{', '.join(unknown)}: this URL {takes}. Remove {'it' if len(unknown) == 1 else 'them'}.")
 
     def no_parameters(request: Request) -> None:
         check_parameters(request)
@@ -43,14 +43,14 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
 
     @router.get("", summary="List the datasets", tags=["datasets"], dependencies=bare)
     def list_datasets() -> dict[str, Any]:
-        """Every dataset, and those that could not be opened, with the reason."""
+        """Every dataset and mixture that is served, and those that could not be opened, with the reason."""
         refused = [{"name": name, "error": reason} for name, reason in catalog.refused.items()]
         mixtures = [describe_mixture(mixture) for mixture in catalog.mixtures.values()]
         return {"datasets": [describe_dataset(d) for d in catalog.datasets.values()], "mixtures": mixtures, "refused": refused}
 
     @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=bare)
     def show_dataset(dataset: Name) -> dict[str, Any]:
-        """Rows, shards, columns, recipe and snapshot; the older snapshots that are served; what keeps new data out."""
+        """Rows, shards, columns, recipe and snapshot; older snapshots still served; the error that keeps new data out."""
         if mixture := catalog.mixtures.get(dataset):
             return describe_mixture(mixture)
         found = catalog[dataset]
@@ -60,7 +60,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
 
     @router.post("/{dataset}/refresh", summary="Look for new data", tags=["datasets"], dependencies=bare)
     async def refresh(dataset: Name) -> dict[str, Any]:
-        """Takes in at once what changed in the folder: shards that were added, removed or rewritten, and the recipe."""
+        """Takes in now what has changed in the folder: shards that were added, removed or rewritten, and the recipe."""
         async with refreshing:
             return asdict(await run_in_threadpool(catalog.refresh, dataset))
 
@@ -78,7 +78,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         "/{dataset}/shuffle-report",
         summary="How well an order mixes",
         tags=["datasets"],
-        responses={200: {"content": {"image/png": {}}, "description": "the measures and a verdict, or a picture of them"}},
+        responses={200: {"content": {"image/png": {}}, "description": "the measures and a verdict, or a picture"}},
         openapi_extra=SPEC_PARAMETERS,
     )
     def shuffle_report(
@@ -103,17 +103,17 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         row: Row,
         epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
     ) -> dict[str, Any]:
-        """Every (step, rank, index) at which an epoch shows a row or a part of it; of many, the first ones."""
+        """Every (step, rank, index) at which an epoch shows a row or a part of it; if they are many, only the first."""
         return {"occurrences": find_row(plan_of(request, dataset, "epoch"), dataset, row, epoch)}
 
     @router.get("/{dataset}/quarantine", summary="What is bad in a dataset", tags=["datasets"])
     def quarantine(
         request: Request,
         dataset: Name,
-        start: Annotated[int, Query(ge=0, description="leave out so many rows")] = 0,
-        limit: Annotated[int, Query(ge=1, le=10_000, description="list so many rows at most")] = 1000,
+        start: Annotated[int, Query(ge=0, description="how many rows to pass over first")] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000, description="how many rows to list at most")] = 1000,
     ) -> dict[str, Any]:
-        """Rows that cannot be used and row groups that cannot be read, with the reasons; those that were met so far."""
+        """Rows that cannot be used and row groups that cannot be read, with the reasons, as far as they are known yet."""
         check_parameters(request, "start", "limit")
         return show_quarantine(catalog[dataset].latest, start, limit)
 

@@ -14,7 +14,7 @@ from penstock_server.routes.plain import query_of
 
 _REMEMBERED_QUERIES = 32
 
-Name = Annotated[str, Path(description="its name in the list of datasets")]
+Name = Annotated[str, Path(description="a name from the list of datasets")]
 Epoch = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0; each has an order of its own")]
 Rank = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below world_size")]
 Row = Annotated[int, Path(ge=0, le=LARGEST_COUNT, description="from 0, below the number of rows")]
@@ -38,11 +38,11 @@ _PROBLEM_SCHEMA = {"type": "object", "properties": {name: {"type": kind} for nam
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/problem+json": {"schema": _PROBLEM_SCHEMA}}}
     for status, text in {
-        404: "no such dataset, step or rank",
+        404: "no such dataset, step, rank or row",
         409: "the data changed",
         422: "a parameter is wrong",
-        500: "data that cannot be used; the detail names the place",
-        503: "not now; try again",
+        500: "data that cannot be used; the detail says where it is",
+        503: "not now; try again later",
     }.items()
 }
 
