@@ -56,14 +56,16 @@ def parse_mix(text: str) -> Mix:
         if not at or ":" in start:  # an @ in a dataset's name
             body, at, start = part, "", ""
         if at and not _START.fullmatch(start):
-            raise _wrong(text, f"{start[:40]!r} behind @ is no sample's number")
+            raise _wrong(text, f"{start[:40]!r} after @ is not the number of a sample")
         if bool(number) != bool(at) or (weights and int(start) <= weights[-1][0]):
-            raise _wrong(text, "the first phase has no @, each other one a larger number behind it than the one before")
+            raise _wrong(
+                text, "the first phase must have no @, and each later one a larger number after its @ than the one before"
+            )
         weights.append((int(start) if at else 0, _weights(text, body)))
     names = tuple(sorted({name for _, phase in weights for name in phase}))
     phases = tuple(_phase(text, start, [phase.get(name, Fraction(0)) for name in names]) for start, phase in weights)
     if sum(sum(shares) for shares in {phase.shares for phase in phases}) > LARGEST_PERIODS:
-        raise _wrong(text, f"its phases repeat after more than {LARGEST_PERIODS:,} samples together; round their weights")
+        raise _wrong(text, f"its phases together repeat only after more than {LARGEST_PERIODS:,} samples; round the weights")
     return Mix(names, phases)
 
 
@@ -98,13 +100,16 @@ def _weights(text: str, body: str) -> dict[str, Fraction]:
     for item in body.split(","):
         name, _, weight = item.rpartition(":")
         if name and _NUMBER.fullmatch(weight) and not _WEIGHT.fullmatch(weight):
-            raise _wrong(text, f"{weight[:40]}, the weight of {name}, has more than nine digits on a side; round it")
+            raise _wrong(
+                text, f"{weight[:40]}, the weight of {name}, has more than nine digits before or after the point; round it"
+            )
         if not name or not _WEIGHT.fullmatch(weight):
             raise _wrong(
-                text, f"{item!r} is not a dataset's name, a colon and a weight (one with , or ; in its name cannot be mixed)"
+                text,
+                f"{item!r} is not a dataset's name, a colon and a weight (a dataset with , or ; in its name cannot be mixed)",
             )
         if name in found:
-            raise _wrong(text, f"{name} stands in it twice")
+            raise _wrong(text, f"{name} is named twice")
         found[name] = Fraction(weight)
     if not any(found.values()):
         raise _wrong(text, "all weights are 0")
@@ -118,7 +123,7 @@ def _phase(text: str, start: int, weights: list[Fraction]) -> Phase:
     shares = [share // common for share in shares]
     if sum(shares) > LARGEST_PERIOD:
         raise _wrong(
-            text, f"its weights only repeat after {sum(shares):,} samples, the limit is {LARGEST_PERIOD:,}; round them"
+            text, f"its weights repeat only after {sum(shares):,} samples, and the limit is {LARGEST_PERIOD:,}; round them"
         )
     return Phase(start, tuple(shares))
 

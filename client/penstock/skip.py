@@ -27,7 +27,7 @@ def parse_skip(text: str, samples_per_step: int) -> Ranges:
         found = _RANGE.fullmatch(part)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
         if first > last:
-            raise SpecError(f"skip={text!r}: {part!r} is no range FIRST-LAST, such as 41000-41200", ("skip",))
+            raise SpecError(f"skip={text!r}: {part!r} is not a range FIRST-LAST, such as 41000-41200", ("skip",))
         ranges.append((min(first * unit, _LAST), min((last + 1) * unit, _LAST)))
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):

@@ -110,19 +110,20 @@ class Spec:
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Parameters that are sound one by one, but not together."""
         if self.target_len is not None and self.task != "seq2seq":
-            yield "target_len", f"target_len={self.target_len} goes with task=seq2seq only"
+            yield "target_len", f"target_len={self.target_len} needs task=seq2seq"
         if self.packing != "rows":
             for name, value in (("long_rows", "split"), ("task", "seq2seq")):
                 if getattr(self, name) == value:
-                    yield name, f"{name}={value} goes with packing=rows only: it makes no sense where rows share sequences"
+                    yield name, f"{name}={value} needs packing=rows: with packing={self.packing} rows share sequences"
             if self.group_by_length:
-                yield "group_by_length", "group_by_length goes with packing=rows only: other sequences are of one length"
+                text = f"group_by_length needs packing=rows: with packing={self.packing} all sequences have the same length"
+                yield "group_by_length", text
         if self.packing == "rows" and self.boundaries == "documents":
-            yield "boundaries", "boundaries=documents goes with packing=concat or best_fit: each row is a sequence of its own"
+            yield "boundaries", "boundaries=documents needs packing=concat or best_fit: with packing=rows a sequence is one row"
         if self.group_by_length and self.shuffle != "window":
-            yield "group_by_length", "group_by_length goes with shuffle=window: the sequences of a window are sorted"
+            yield "group_by_length", "group_by_length needs shuffle=window: it sorts the sequences of a window"
         if self.long_rows == "split" and self.task == "seq2seq":
-            yield "long_rows", "long_rows=split goes with task=causal: it cuts one stream of tokens"
+            yield "long_rows", "long_rows=split needs task=causal: it cuts a single stream of tokens"
         if self.pad.isdigit() and self.seq_len % int(self.pad):
             yield "pad", f"pad={self.pad} must divide seq_len={self.seq_len}, or the longest rows would not fit"
         if self.pad.isdigit() and self.target_len and self.target_len % int(self.pad):

@@ -233,7 +233,7 @@ def test_a_failed_count_is_told_to_everyone_and_fewer_tokens_than_a_sequence_too
 
 def test_what_has_no_stream_is_refused(server: Server) -> None:
     problem = server.get("/v1/datasets/pairs/spec", packing="concat", task="seq2seq").json()
-    assert "task=seq2seq goes with packing=rows only" in problem["detail"]
+    assert "task=seq2seq needs packing=rows" in problem["detail"]
 
 
 @needs_real_data

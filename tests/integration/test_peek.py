@@ -267,7 +267,7 @@ def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:
         (["{url}/pairs", "--rank", "2"], "rank 2 does not exist"),
         (["{url}/pairs", "--batch-size", "none"], "batch_size must be a whole number from 1"),
         (["{url}/pairs?sead=3"], "'sead' is not a parameter of a batch. Did you mean 'seed'?"),
-        (["{url}/pairs", "--packing", "concat", "--task", "seq2seq"], "task=seq2seq goes with packing=rows only"),
+        (["{url}/pairs", "--packing", "concat", "--task", "seq2seq"], "task=seq2seq needs packing=rows: with"),
         (["{url}/v1/datasets/pairs/rows/1"], "shows no batch"),
         (["ftp://host/pairs"], "is no address"),
         (["http://127.0.0.1:9/pairs"], "does not answer: [Errno 111] Connection refused. Start a server there"),

@@ -186,7 +186,7 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
         ("numbers/spec?batch_size=1201", 422, "bad-parameter", "no step fits: numbers has 1,200 sequences"),
         ("numbers/spec?offset=1201", 422, "bad-parameter", "offset=1,201 is past the epoch's end"),
         ("numbers/spec?task=seq2seq", 422, "bad-parameter", "rows of numbers are made of tokens"),
-        ("numbers/spec?target_len=5", 422, "bad-parameter", "target_len=5 goes with task=seq2seq only"),
+        ("numbers/spec?target_len=5", 422, "bad-parameter", "target_len=5 needs task=seq2seq"),
         ("numbers/spec?packing=tight", 422, "bad-parameter", "packing must be one of rows"),
         ("numbers/epochs/-1/ranks/0/batches/0", 422, "bad-parameter", "epoch='-1'"),
         ("numbers/epochs/x/ranks/0/batches/0", 422, "bad-parameter", "epoch='x'"),

@@ -87,5 +87,5 @@ def test_a_range_may_end_anywhere_behind_the_epoch_and_is_spelled_so_that_it_can
 
 @pytest.mark.parametrize("text", ["", "9-3", "a-b", "1-2,", "-1-2", "samples:"])
 def test_what_spells_no_range_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="is no range FIRST-LAST"):
+    with pytest.raises(SpecError, match="is not a range FIRST-LAST"):
         parse_skip(text, 1)
