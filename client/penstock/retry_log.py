@@ -53,15 +53,15 @@ class RetryLog:
 
     def came_home(self, server: str) -> None:
         """The server that this rank has for its own is asked again."""
-        self._say("home", f"{server} lives again: back to it")
+        self._say("home", f"{server} answers again: back to it")
 
     def slow(self, server: str, seconds: float) -> None:
         """A server lives, and has sent nothing for so long; the ranks of a job wait for the same, so one tells."""
         if _is_first_rank():
             self._say(
                 "slow",
-                f"{server} lives, and has sent nothing for {seconds:.0f} seconds: it reads or tokenizes what the batch needs, "
-                f"which penstock prepare does beforehand",
+                f"{server} is alive, but has sent nothing for {seconds:.0f} seconds: it is reading or tokenizing what the "
+                f"batch needs, which penstock prepare can do beforehand",
             )
 
     def progress(self, progress: NotYet) -> None:

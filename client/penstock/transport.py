@@ -192,7 +192,7 @@ class Transport:
             [first, *others] = refusals.values()
             if others:
                 words = "\n".join(f"{server}: {refusal}" for server, refusal in refusals.items())
-                raise type(first)(without_passwords(f"all of {len(refusals)} servers refuse.\n{words}"))
+                raise type(first)(without_passwords(f"all {len(refusals)} servers refuse.\n{words}"))
             raise first
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:

@@ -147,7 +147,7 @@ def test_a_cache_that_knows_answers_by_their_paths_alone_is_passed_over_and_told
 
 
 def test_a_snapshot_that_no_server_has_is_refused_with_what_each_says(server: Server, foreign: Server) -> None:
-    with pytest.raises(SnapshotGone, match=rf"all of 2 servers refuse.\n{server.url}: .*\n{foreign.url}: snapshot no-such"):
+    with pytest.raises(SnapshotGone, match=rf"all 2 servers refuse.\n{server.url}: .*\n{foreign.url}: snapshot no-such"):
         dataset(server.url, foreign.url, snapshot="no-such")
 
 

@@ -93,8 +93,8 @@ def test_a_server_that_is_slow_but_lives_is_waited_for_and_one_rank_says_so_once
     with alive(slowly) as slow, pages(lambda _: (200, b"here")) as other:
         assert get(slow, other) == (b"slow", 0)
         assert [record.getMessage() for record in caplog.records] == [
-            f"penstock: {slow} lives, and has sent nothing for 0 seconds: it reads or tokenizes what the batch needs, which "
-            f"penstock prepare does beforehand"
+            f"penstock: {slow} is alive, but has sent nothing for 0 seconds: it is reading or tokenizing what the batch needs, "
+            f"which penstock prepare can do beforehand"
         ]
         caplog.clear()
         monkeypatch.setenv("RANK", "1")
