@@ -37,8 +37,8 @@ class Advice:
         if not has_place:
             _warn(
                 f"a loop goes on with batch {number:,} of its iteration of epoch {self._epoch}, though set_epoch, "
-                f"load_state_dict or another iteration of this dataset came meanwhile: state_dict tells the place of that, and "
-                f"not of this loop. Call them between two loops, and look at single batches with a dataset of their own."
+                f"load_state_dict or another iteration of this dataset came in between: state_dict tells the place of that, "
+                f"not of this loop. Call them between two loops, and look at single batches with a second RemoteDataset."
             )
         return has_place
 
@@ -49,8 +49,8 @@ class Advice:
         if not is_fine:
             _warn(
                 f"nothing is learned from {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
-                f"{IGNORED}, and a mean over none of them is NaN. Do the prompts fill seq_len={self._spec.seq_len}? Raise it, "
-                f"or learn from prompts, too: loss='all'."
+                f"{IGNORED}, and the mean loss over no labels is NaN. Do the prompts fill seq_len={self._spec.seq_len}? Raise "
+                f"it, or learn from the prompts, too, with loss='all'."
             )
         return is_fine
 
@@ -63,11 +63,11 @@ class Advice:
         num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
         if num_cut > _CUT_SHARE * sum(rows):
             is_pair = any(name.startswith("chosen_") for name in batch)
-            packings = "long_rows='split' makes several sequences of a long row, packing='best_fit' or 'concat' packs them."
+            packings = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
             _warn(
                 f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} longer than "
-                f"seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of these rows are in no batch of any "
-                f"epoch. {'Preference pairs can be neither split nor packed: raise seq_len.' if is_pair else packings}"
+                f"seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of those first rows are in no batch "
+                f"of any epoch. {'Preference pairs can be neither split nor packed: raise seq_len.' if is_pair else packings}"
             )
 
 
@@ -83,7 +83,7 @@ def warn_of_repetition(spec: Spec, epoch: int) -> None:
         warnings.warn(
             f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
             f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) first. To evaluate on "
-            f"the same batches again and again, ask for them as they are stored: shuffle='none'.",
+            f"the same batches again and again, take the rows in their stored order: shuffle='none'.",
             stacklevel=4,  # in the loop: before it are the iteration, its batches and this
         )
 
@@ -92,7 +92,7 @@ def warn_of_discard(old: int, num_left: int, new: int) -> None:
     """set_epoch leaves an epoch in the midst of which a state had put the loop."""
     warnings.warn(
         f"set_epoch({new}) discards the position that load_state_dict set, with {counted(num_left, 'batch', 'batches')} left "
-        f"of epoch {old}: epoch {new} starts at its first step. To go on instead, loop from data.epoch on.",
+        f"of epoch {old}: epoch {new} starts at its first step. To go on instead, begin the loop over epochs at data.epoch.",
         stacklevel=3,  # of set_epoch
     )
 
@@ -101,8 +101,8 @@ def warn_of_lag(epoch: int) -> None:
     """The loop has gone on with an epoch from a state, and names it as if it began there."""
     warnings.warn(
         f"the loop went on with epoch {epoch} from a state that was loaded, and set_epoch({epoch}) gives all of it once more. "
-        f"Where a loader loads the state, data.epoch tells the epoch only once a loop has begun: save the number of the epoch "
-        f"beside the state, and loop from there on.",
+        f"If a loader loads the state, data.epoch tells the epoch only after a loop has begun: save the number of the epoch "
+        f"beside the state, and begin the loop over epochs there.",
         stacklevel=3,  # of set_epoch
     )
 

@@ -264,8 +264,8 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._progress.is_with_workers and find_worker() is None:
             raise PenstockError(
                 "state_dict cannot count what the loop consumed: DataLoader workers iterated over this dataset, and they run "
-                "ahead of it. Iterate over the dataset itself, or with num_workers=0: it fetches ahead in a thread anyway. "
-                "Between epochs, after set_epoch, it is known."
+                "ahead of the loop. Iterate over the dataset itself, or with num_workers=0: it fetches ahead in a thread "
+                "anyway. Between epochs, after set_epoch, the place is known."
             )
         if self._replay is not None:
             warn_of_replay(self._replay)

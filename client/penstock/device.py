@@ -14,6 +14,7 @@ from penstock.prefetch import Prefetch
 from penstock.rank import Worker
 from penstock.tensors import ALL, CPU, Batch, as_tensor, columns_of, lines_of, travelled
 from penstock.wire import Frame
+from penstock.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +40,8 @@ def check_device(device: str | int | torch.device | None) -> torch.device | None
         raise SpecError(f"device must be 'cpu', or a GPU such as 'cuda' or 'cuda:1', not {device!r}", ("device",))
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise SpecError(
-            f"device={device!r}, but torch sees {torch.cuda.device_count()} GPUs here. Install a torch with CUDA, look at "
-            f"CUDA_VISIBLE_DEVICES, or leave device out: batches then lie in host memory.",
+            f"device={device!r}, but torch sees {counted(torch.cuda.device_count(), 'GPU')} here. Install a torch with CUDA, "
+            f"check CUDA_VISIBLE_DEVICES, or leave device out: batches then lie in host memory.",
             ("device",),
         )
     return found

@@ -24,13 +24,13 @@ from penstock.tensors import Batch
 
 _KEY = "penstock"  # under which trainer_state.json holds the state of the data
 _ONE_FOR_BOTH = (
-    "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': to evaluate on train_dataset would "
+    "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': evaluating on train_dataset would "
     "move its place, and no checkpoint could be resumed"
 )
 _LOADED = (
-    "a state was loaded into train_dataset, but Trainer begins with the first step of epoch 0: what was trained on would "
-    "come again. Resume with train(resume_from_checkpoint=...), which loads the state by itself; to begin anew, call "
-    "data.rewind() first. With another batch size or other ranks only a loop of your own, or Accelerate, goes on."
+    "a state was loaded into train_dataset, but Trainer begins with the first step of epoch 0: batches that were trained on "
+    "would come again. Resume with train(resume_from_checkpoint=...), which loads the state by itself; to begin anew, call "
+    "data.rewind() first. Only a loop of your own, or Accelerate, can go on with another batch size or number of ranks."
 )
 
 
@@ -84,7 +84,7 @@ class RemoteTrainer(Trainer):
             raise SpecError(f"train_dataset must be a RemoteDataset, not a {type(data).__name__}")
         if args.ignore_data_skip:
             raise SpecError(
-                "leave ignore_data_skip out: nothing is fetched anew, and with it Trainer miscounts a resumed epoch"
+                "leave ignore_data_skip out: resuming fetches nothing again, and with it Trainer miscounts a resumed epoch"
             )
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
@@ -92,7 +92,7 @@ class RemoteTrainer(Trainer):
         expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
         if data.spec.samples_per_step != expected:
             raise SpecError(
-                f"the dataset gives {data.spec.world_size} rank(s) {data.spec.batch_size} sequences each a step, but by its "
+                f"the dataset gives each of {data.spec.world_size} rank(s) {data.spec.batch_size} sequences a step, but by its "
                 f"arguments Trainer counts {expected} in all, {args.train_batch_size} a rank: the length of the run would be "
                 "wrong. Make the dataset after args, with batch_size=args.train_batch_size, and start with torchrun (on CPUs "
                 "alone with use_cpu=True).",
@@ -101,13 +101,13 @@ class RemoteTrainer(Trainer):
 
     def _check_that_rows_stay_apart(self) -> None:
         if self.args.use_cache:
-            raise SpecError("leave use_cache=True out: with a cache, models do not see by position_ids where rows begin")
+            raise SpecError("leave use_cache=True out: with a cache, models do not learn from position_ids where rows begin")
         self._set_signature_columns_if_needed()
         if self.args.remove_unused_columns and "position_ids" not in self._signature_columns:
             raise SpecError(
-                f"{type(self.model).__name__} takes no position_ids, so that rows of one sequence would attend to those before "
-                "them. Give each its own, with packing='rows' (group_by_length saves padding); if they may, take "
-                "packing='concat' without boundaries.",
+                f"{type(self.model).__name__} takes no position_ids, so rows of one sequence would attend to the rows before "
+                "them. Give each row its own sequence, with packing='rows' (group_by_length saves padding); if rows may attend "
+                "to each other, use packing='concat' without boundaries.",
                 ("packing",),
             )
 
@@ -146,8 +146,8 @@ class _Place(TrainerCallback):
         trained = (data.epoch + 1) * data.steps_per_epoch - len(data)
         if trained != counted:
             raise StateMismatch(
-                f"Trainer counts {counted:,} batches before this checkpoint, where the data stands behind {trained:,}. Resume "
-                "with the ranks, the batch size and the gradient_accumulation_steps that it was saved with."
+                f"Trainer counts {counted:,} batches before this checkpoint, but the state of the data counts {trained:,}. "
+                "Resume with the ranks, the batch size and the gradient_accumulation_steps that it was saved with."
             )
 
 

@@ -47,7 +47,7 @@ def _check_is_over(state: Mapping[str, Any], source: Source, spec: Spec, worker:
         now = {name: getattr(spec, name) for name in then}
         told = "; ".join(f"{name}: {then[name]!r} then, {now[name]!r} now" for name in then if then[name] != now[name])
         raise StateMismatch(
-            f"loader workers cannot go on in the midst of an epoch in steps of other samples ({told}): each knows what it gave "
-            f"itself, and not what the loop consumed. Finish the epoch with the values of then; a state of its end may be "
-            f"loaded. Or iterate without workers: a state of the dataset itself takes any."
+            f"loader workers cannot go on in the midst of an epoch with other steps ({told}): each worker knows what it gave, "
+            f"but not what the loop consumed. Finish the epoch with the old values: the state at its end can be loaded with "
+            f"the new ones. Or iterate without workers: a state of the dataset itself can be loaded with any values."
         )

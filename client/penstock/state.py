@@ -56,7 +56,7 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         if isinstance(state, Mapping):
             version = state.get("version")
             what = f"it has the keys {list(state)[:10]!r}" if version is None else f"it says that it is of version {version!r}"
-        raise StateMismatch(f"this is no state of a RemoteDataset, version {_VERSION}: {what}")
+        raise StateMismatch(f"this is not a state of a RemoteDataset, version {_VERSION}: {what}. Load what state_dict gave.")
     counts = {name: plain(state.get(name)) for name in _COUNTS}
     wrong = [f"{name}={n!r} must be a whole number from {_COUNTS[name]}" for name, n in counts.items() if not _counts(name, n)]
     if wrong:
@@ -66,9 +66,9 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         then = state.get("snapshot")
         known = f" (snapshot={then!r}: the data as it was)" if isinstance(then, str) and then != spec.snapshot else ""
         raise StateMismatch(
-            f"this state belongs to another order of samples ({'; '.join(differing)}); going on with it would repeat some and "
-            f"skip others. Make the dataset with the same values{known}, or start the epoch anew without the state, or take "
-            f"the same number of samples for consumed: load_state_dict(state, strict=False)."
+            f"this state belongs to another order of samples ({'; '.join(differing)}); going on from it would repeat some and "
+            f"skip others. Make the dataset with the same values{known}, or start the epoch anew without the state, or count "
+            f"the same number of samples as consumed: load_state_dict(state, strict=False)."
         )
     epoch, step, offset, batch_size, world_size = counts.values()
     skip = state.get("skip")
@@ -81,8 +81,8 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         offset, step = behind(skipped, offset, step * samples_per_step), 0
     if differing:
         warnings.warn(
-            f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {epoch} behind its "
-            f"first {offset:,} samples, as this order counts them: some that were seen may come again, others not at all.",
+            f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {epoch} after its "
+            f"first {offset:,} samples, as this order counts them: some samples may come again, and others not at all.",
             stacklevel=3,
         )
     return Position(epoch=epoch, offset=offset, step=step)

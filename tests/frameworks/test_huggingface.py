@@ -125,7 +125,9 @@ def test_a_model_that_would_not_keep_rows_apart_is_refused(url: str, tmp_path: P
 
 
 def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"gives 1 rank\(s\) 16 sequences each a step, but by its arguments Trainer counts 8"):
+    with pytest.raises(
+        SpecError, match=r"gives each of 1 rank\(s\) 16 sequences a step, but by its arguments Trainer counts 8"
+    ):
         trainer(url, tmp_path, per_device_train_batch_size=8)
     with pytest.raises(SpecError, match="leave ignore_data_skip out"):
         trainer(url, tmp_path, ignore_data_skip=True)
@@ -133,14 +135,15 @@ def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path
     with pytest.raises(SpecError, match="eval_dataset must be a RemoteDataset of its own"):
         trainer(url, tmp_path, data=data, held_out={"same": data})
     half = RemoteDataset(url, "numbers", **SPEC, rank=0, world_size=2)
-    with pytest.raises(SpecError, match=r"gives 2 rank\(s\) 16 sequences each a step"):
+    with pytest.raises(SpecError, match=r"gives each of 2 rank\(s\) 16 sequences a step"):
         trainer(url, tmp_path, data=half)
 
 
 def test_a_checkpoint_that_counts_other_batches_is_refused(url: str, tmp_path: Path) -> None:
     trainer(url, tmp_path / "whole", save_steps=5, max_steps=5).train()
     checkpoint = str(tmp_path / "whole" / "checkpoint-5")
-    with pytest.raises(StateMismatch, match="Trainer counts 10 batches before this checkpoint, where the data stands behind 5"):
+    expected = "Trainer counts 10 batches before this checkpoint, but the state of the data counts 5"
+    with pytest.raises(StateMismatch, match=expected):
         trainer(url, tmp_path, gradient_accumulation_steps=2).train(resume_from_checkpoint=checkpoint)
     other = RemoteDataset(url, "numbers", **SPEC | {"seed": 8})
     with pytest.raises(StateMismatch, match="another order of samples"):

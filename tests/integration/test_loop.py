@@ -167,7 +167,7 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
             return [str(warning.message) for warning in told]
 
         [said] = warnings_of()
-        expected = "8 of the epoch's first 16 rows are longer than seq_len=20, and 73% of the tokens of these rows are in no"
+        expected = "8 of the epoch's first 16 rows are longer than seq_len=20, and 73% of the tokens of those first rows are in"
         assert said.startswith(expected)
         assert warnings_of(batch_size=1)[0].startswith(expected)  # whatever a batch is
         for spec in (

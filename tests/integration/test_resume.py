@@ -184,7 +184,7 @@ def test_a_state_of_another_order_is_refused_with_what_differs(server: Server, c
 def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for(server: Server) -> None:
     data = dataset(server, seed=6)
     whole = rows(data)
-    with pytest.warns(UserWarning, match="seed: 5 then, 6 now.* behind its first 12 samples"):
+    with pytest.warns(UserWarning, match="seed: 5 then, 6 now.* after its first 12 samples"):
         data.load_state_dict(state_after(dataset(server), 3), strict=False)
     assert len(data) == (NUM_ROWS - 12) // 4
     assert rows(data) == whole[12:]
@@ -200,7 +200,7 @@ def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_a
 def test_what_is_no_state_is_refused(server: Server, change: dict[str, Any] | None) -> None:
     data = dataset(server)
     state = None if change is None else data.state_dict() | change
-    with pytest.raises(StateMismatch, match=r"no state of a RemoteDataset|this state is damaged"):
+    with pytest.raises(StateMismatch, match=r"not a state of a RemoteDataset|this state is damaged"):
         data.load_state_dict(state)  # type: ignore[arg-type]
 
 
@@ -250,7 +250,7 @@ def test_a_copy_tells_its_own_workers_the_epoch(server: Server, duplicate: Calla
         data.set_epoch(epoch)
         expected.set_epoch(epoch)
         assert [b["input_ids"][:, 0].tolist() for b in loader] == [b["input_ids"][:, 0].tolist() for b in expected]
-    with pytest.raises(PenstockError, match="they run ahead of it"):
+    with pytest.raises(PenstockError, match="they run ahead of the loop"):
         data.state_dict()
 
 
@@ -310,7 +310,7 @@ def test_workers_that_are_left_at_once_start_over_together(server: Server) -> No
 def test_between_the_epochs_of_workers_the_state_is_known(server: Server) -> None:
     data = dataset(server)
     rows_of(DataLoader(data, batch_size=None, num_workers=2))
-    with pytest.raises(PenstockError, match="they run ahead of it"):
+    with pytest.raises(PenstockError, match="they run ahead of the loop"):
         data.state_dict()
     data.set_epoch(1)
     assert [data.state_dict()[name] for name in ("epoch", "step")] == [1, 0]
@@ -420,7 +420,7 @@ def test_a_look_at_a_batch_in_mid_loop_is_told_to_cost_the_place(server: Server)
             if number == 3:
                 next(iter(data))
 
-    with pytest.warns(UserWarning, match="state_dict tells the place of that, and not of this loop"):
+    with pytest.warns(UserWarning, match="state_dict tells the place of that, not of this loop"):
         loop()
     assert data.state_dict()["step"] == 1
 
@@ -443,7 +443,7 @@ def test_leaving_the_loop_leaves_no_thread(server: Server) -> None:
 def test_a_state_is_refused_where_loader_workers_run_ahead_of_the_loop(server: Server) -> None:
     data = dataset(server)
     next(iter(DataLoader(data, batch_size=None, num_workers=1)))
-    with pytest.raises(PenstockError, match="they run ahead of it"):
+    with pytest.raises(PenstockError, match="they run ahead of the loop"):
         data.state_dict()
 
 

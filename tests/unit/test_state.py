@@ -52,7 +52,7 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
     then = Spec(seed=1, batch_size=4, world_size=3, skip="1")
     state = write_state("a", then, Position(epoch=2, offset=10, step=5))
     now = Spec(seed=2, batch_size=4, world_size=3, skip="1")
-    expected = "seed: 1 then, 2 now.* Going on in epoch 2 behind its first 82 samples"  # 12 of them skipped
+    expected = "seed: 1 then, 2 now.* Going on in epoch 2 after its first 82 samples"  # 12 of them skipped
     with pytest.warns(UserWarning, match=expected):
         assert read_state(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
     assert read_state(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
@@ -86,5 +86,5 @@ def test_of_every_parameter_it_is_said_whether_states_depend_on_it() -> None:
 
 
 def test_of_a_state_of_another_version_the_version_is_told() -> None:
-    with pytest.raises(StateMismatch, match="no state of a RemoteDataset, version 1: it says that it is of version 2"):
+    with pytest.raises(StateMismatch, match=r"not a state of a RemoteDataset, version 1: it says that it is of version 2\."):
         read_state(write_state("a", Spec(), HERE) | {"version": 2}, "a", Spec())
