@@ -125,7 +125,8 @@ def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Cal
     write_numbered(tmp_path / "data" / "more", 1000, row_group_size=500)
     warning = re.compile(
         r"the budget of the block cache, 1,000 bytes, is too small for even one of the larger blocks of more, of up to about "
-        r"[\d,]{5,7} bytes\. They are not kept, but decoded .*Raise --cache-bytes \(all blocks together take about [\d,]{5,7} "
+        r"[\d,]{5,7} bytes\. Such blocks are not kept, but decoded .*Raise --cache-bytes \(all blocks together take about "
+        r"[\d,]{5,7} "
     )
     prepared = penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1KB")
     assert prepared.returncode == 0
@@ -156,8 +157,8 @@ def test_a_bos_that_the_tokenizer_would_write_is_warned_of_at_the_start(serve: C
     server = serve(tmp_path, "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert "(257 ids), BOS 0, EOS 0" in re.sub(r"\(\d+ ids\)", "(257 ids)", server.greeting)
     [warning] = server.stop().splitlines()
-    assert f"silent: {tmp_path / 'tokenizer.json'} puts {EOS} before a text, and here nothing does." in warning
-    assert f'say bos = "{EOS}" in {tmp_path / "silent" / "penstock.toml"}, and else bos = false.' in warning
+    assert f"silent: {tmp_path / 'tokenizer.json'} puts {EOS} before each text, but here nothing does." in warning
+    assert f'set bos = "{EOS}" in {tmp_path / "silent" / "penstock.toml"}; if not, set bos = false.' in warning
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

@@ -153,7 +153,7 @@ def test_a_snapshot_is_gone_with_one_of_its_shards_and_back_with_it(
     assert contents(data) == expected
 
 
-@pytest.mark.filterwarnings("ignore:numbers is mixed in windows")  # that have no room in the cache, as is meant here
+@pytest.mark.filterwarnings("ignore:numbers is shuffled in windows")  # that have no room in the cache, as is meant here
 def test_without_a_look_at_the_folder_a_rewritten_shard_is_still_never_served_as_the_old_one(
     start: Callable[..., Server], folder: Path
 ) -> None:

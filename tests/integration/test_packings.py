@@ -180,7 +180,7 @@ def test_similar_lengths_come_together_and_are_yet_mixed(server: Server) -> None
 
 
 def test_who_sorts_by_length_and_pads_to_seq_len_is_told_that_nothing_is_saved(server: Server) -> None:
-    with pytest.warns(UserWarning, match=r"group_by_length=4 .* pads each to 200 tokens all the same: .* Take pad=longest"):
+    with pytest.warns(UserWarning, match=r"group_by_length=4 .* pads each to 200 tokens anyway: .* Use pad=longest"):
         dataset(server, seq_len=200, group_by_length=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -214,6 +214,6 @@ def test_the_prompt_is_masked_wherever_a_row_is_cut(server: Server) -> None:
 
 
 def test_who_sorts_fewer_rows_than_a_batch_has_is_told(server: Server) -> None:
-    with pytest.warns(UserWarning, match=r"little is saved. Take a global batch, group_by_length=8."):
+    with pytest.warns(UserWarning, match=r"little is saved. Use the size of a global batch, group_by_length=8."):
         dataset(server, seq_len=200, world_size=2, group_by_length=3, pad=8)
     dataset(server, seq_len=200, world_size=2, group_by_length=4, pad=8)  # warnings are errors

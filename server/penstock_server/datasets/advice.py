@@ -34,9 +34,9 @@ def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | No
     together = sum(served.snapshot.nbytes for served in datasets)
     return (
         f"the budget of the block cache, {budget_bytes:,} bytes, is too small for even one of the larger blocks of "
-        f"{', '.join(served.name for served in tight)}, of up to about {largest:,} bytes. They are not kept, but decoded and "
-        f"tokenized again for every batch that needs them, which is very slow. Raise --cache-bytes (all blocks together take "
-        f"about {together:,} bytes), or name a folder on a larger disk with --cache-dir."
+        f"{', '.join(served.name for served in tight)}, of up to about {largest:,} bytes. Such blocks are not kept, but "
+        f"decoded and tokenized again for every batch that needs them, which is very slow. Raise --cache-bytes (all blocks "
+        f"together take about {together:,} bytes), or name a folder on a larger disk with --cache-dir."
     )
 
 
@@ -46,8 +46,8 @@ def _of_unused_columns(served: Served) -> str | None:
         return None
     return (
         f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: every id of "
-        f"{served.snapshot.recipe.token_columns[0]} is learned, prompts and padding, too. Leave padding out of the rows; to "
-        f"learn only responses, let the rows be text, with prompt and response, or messages."
+        f"{served.snapshot.recipe.token_columns[0]} is learned, even in prompts and padding. Leave padding out of the rows; to "
+        f"learn only responses, store the rows as text, with prompt and response, or messages."
     )
 
 
@@ -57,8 +57,8 @@ def _of_unsaid_bos(served: Served) -> str | None:
     if not (recipe.tokenizer and recipe.unsaid_bos) or recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
         return None
     return (
-        f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before a text, and here nothing does. If models know "
-        f'its texts by that, say bos = "{recipe.unsaid_bos}" in {served.snapshot.folder / FILE_NAME}, and else bos = false.'
+        f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before each text, but here nothing does. If the "
+        f'model expects it, set bos = "{recipe.unsaid_bos}" in {served.snapshot.folder / FILE_NAME}; if not, set bos = false.'
     )
 
 
@@ -70,10 +70,10 @@ def _of_large_windows(plan: Plan) -> str | None:
     # Room for a window and the next, which is loaded ahead; a window is whole blocks.
     fits = min(plan.spec.window, sum(plan.sizes)) * budget // needed // 2
     has_small_blocks = 8 * max(member.snapshot.largest_block_bytes for member in plan.members) <= budget
-    or_less = f", or mix in smaller windows: window={fits}" if fits >= _SMALL_WINDOW and has_small_blocks else ""
+    or_less = f", or use smaller windows: window={fits}" if fits >= _SMALL_WINDOW and has_small_blocks else ""
     return (
-        f"{plan.dataset} is mixed in windows that take about {needed:,} bytes each in the server's block cache, and the budget "
-        f"of that is {budget:,}: blocks are decoded and tokenized again for nearly every batch. Raise --cache-bytes{or_less}."
+        f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, but its "
+        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. Raise --cache-bytes{or_less}."
     )
 
 
@@ -81,13 +81,13 @@ def _of_needless_sorting(spec: Spec) -> str | None:
     """What follows from sorting rows by their length where padding does not follow it; None if that is not so."""
     if spec.group_by_length and spec.pad == "seq_len":
         return (
-            f"group_by_length={spec.group_by_length} puts rows of similar length side by side, and pad=seq_len pads each to "
-            f"{spec.seq_len:,} tokens all the same: nothing is saved. Take pad=longest or a multiple, such as pad=64."
+            f"group_by_length={spec.group_by_length} puts rows of similar length side by side, but pad=seq_len pads each to "
+            f"{spec.seq_len:,} tokens anyway: nothing is saved. Use pad=longest or a multiple, such as pad=64."
         )
     if 0 < spec.group_by_length < spec.batch_size:
         return (
-            f"group_by_length={spec.group_by_length} puts so many rows of similar length side by side, and a batch has "
-            f"{spec.batch_size}: it is padded to the longest of several groups, and little is saved. Take a global batch, "
-            f"group_by_length={spec.samples_per_step}."
+            f"group_by_length={spec.group_by_length} puts only that many rows of similar length side by side, but a batch has "
+            f"{spec.batch_size}: it is padded to the longest of several groups, and little is saved. Use the size of a global "
+            f"batch, group_by_length={spec.samples_per_step}."
         )
     return None
