@@ -111,22 +111,22 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("text = content", "cannot be read: Invalid value .* Texts stand in quotes in TOML"),
+        ("text = content", "cannot be read: Invalid value .* In TOML, texts need quotes"),
         ('text = "text"\ntext = "body"', r"cannot be read: Cannot overwrite a value \(at [^.]*\)\.$"),
         ('mix = "docs:1"', "unknown key 'mix'; a mixture is declared in a folder of its own"),
         ('txet = "content"', "unknown key 'txet'.*Known keys: tokens, text"),
         ("text = 3", r"text must be a text, not 3\.$"),
-        ('prompt = "text"', "name tokens, or text, or prompt and response"),
+        ('prompt = "text"', "name either tokens, or text, or prompt and response"),
         ('text = "body"', "no column 'body'; there are: text"),
         ('tokens = "text"', "'text' is string, but tokens must be lists of integers"),
         ('tokenizer = "none.json"', "none.json cannot be read: No such file"),
-        ('eos = "<nope>"', "eos = '<nope>' is no token of the vocabulary"),
-        ("eos = 4000", "eos = 4000 is no token of the vocabulary"),
+        ('eos = "<nope>"', "eos = '<nope>' is not in the vocabulary"),
+        ("eos = 4000", "eos = 4000 is not in the vocabulary"),
         ("vocab_size = 0", "vocab_size must be a whole number from 1"),
         ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "substitute"'),
-        ("max_bad_share = 0.1", "max_bad_share limits what is substituted, and nothing is"),
-        ("vocab_size = 9", "vocab_size contradicts the tokenizer"),
-        ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size contradicts the tokenizer"),
+        ("max_bad_share = 0.1", "max_bad_share limits what is substituted, but nothing is"),
+        ("vocab_size = 9", "vocab_size is given, but the tokenizer already tells it"),
+        ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size is given, but the tokenizer already"),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_what_is_wrong(data: Path, tokenizer: Path, toml: str, message: str) -> None:
@@ -145,7 +145,7 @@ def test_a_recipe_may_begin_with_a_byte_order_mark(data: Path, tokenizer: Path) 
 def test_a_special_token_of_ids_is_an_id(data: Path) -> None:
     write_numbered(data, 3)
     (data / "penstock.toml").write_text('eos = "</s>"')
-    with pytest.raises(DatasetRefused, match=r"eos = '</s>' is a text, and its rows are token ids: .* Give the id\."):
+    with pytest.raises(DatasetRefused, match=r"eos = '</s>' is a text, but rows are token ids: .* Give the id\."):
         snapshot_of(data)
 
 
@@ -321,13 +321,13 @@ def test_names_that_are_no_text_are_refused_in_words_that_an_answer_can_hold(dat
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
     assert catalog.refused == {
-        "bad.caf\\xe9": f"{data}/bad/caf\\xe9 has a name that is no UTF-8, and no URL could hold it. Rename it.",
-        "shard": f"{data}/shard/\\xff.parquet has a name that is no UTF-8, and no answer could hold it. Rename it.",
+        "bad.caf\\xe9": f"{data}/bad/caf\\xe9 has a name that is not UTF-8, and no URL could hold it. Rename it.",
+        "shard": f"{data}/shard/\\xff.parquet has a name that is not UTF-8, and no answer could hold it. Rename it.",
     }
     with pytest.raises(UnknownDataset, match=r"holds \\xe9.csv and no file"):
         catalog["other"]
     data.rename(data.with_name("caf\udce9"))
-    with pytest.raises(DatasetRefused, match=r"caf\\xe9 has a name that is no UTF-8, .* or make a link to it"):
+    with pytest.raises(DatasetRefused, match=r"caf\\xe9 has a name that is not UTF-8, .* or make a link to it"):
         open_catalog(data.with_name("caf\udce9"), None, BlockStore(CacheFolder(data.with_name("cache"))))
     data.symlink_to("caf\udce9")
     assert list(open_all().datasets) == ["good"]
@@ -352,7 +352,7 @@ def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(
     )
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
-    assert "by a fault of penstock: ZeroDivisionError" in catalog.refused["odd"]
+    assert "because of a fault in penstock: ZeroDivisionError" in catalog.refused["odd"]
 
 
 def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_chat_template_alone_may_be_declared_and_needs_messages(data: Path, to
     assert snapshot_of(data / "chat", tokenizer).recipe.kind == "messages"
     write_text(data / "plain", ["one"])
     (data / "plain" / "penstock.toml").write_text('chat_template = "mine.jinja"')
-    with pytest.raises(DatasetRefused, match="chat_template renders messages, and rows are made of text. Leave it out, or"):
+    with pytest.raises(DatasetRefused, match="chat_template renders messages, but rows are made of text. Leave it out, or"):
         snapshot_of(data / "plain", tokenizer)
 
 
@@ -381,7 +381,7 @@ def test_who_asks_for_an_unknown_dataset_is_told_which_are_not_served(data: Path
     write_numbered(data / "good", 3)
     write_numbered(data / "bad", 3)
     (data / "bad" / "penstock.toml").write_text('tokens = "none"')
-    with pytest.raises(UnknownDataset, match=r"Served are: good\. Not served, for reasons that GET .* tells: bad\.$"):
+    with pytest.raises(UnknownDataset, match=r"Served: good\. Not served, for reasons that GET .* gives: bad\.$"):
         open_all()["god"]
 
 
@@ -389,7 +389,7 @@ def test_who_asks_for_a_folder_of_other_files_is_told_to_import_them(data: Path,
     write_numbered(data / "good", 3)
     (data / "raw" / "mail").mkdir(parents=True)
     (data / "raw" / "mail" / "a.csv").write_text("text\nx\n")
-    with pytest.raises(UnknownDataset, match="mail holds a.csv and no file that ends in .parquet: make shards by"):
+    with pytest.raises(UnknownDataset, match="mail holds a.csv and no file that ends in .parquet: make shards with"):
         open_all()["raw.mail"]
 
 

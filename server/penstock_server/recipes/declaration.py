@@ -80,7 +80,7 @@ def read_declaration(folder: Path) -> dict[str, Any]:
         if key in _KEYS and not _KEYS[key][0](value)
     ]
     if "max_bad_share" in given and "on_bad_row" not in given:
-        problems.append('max_bad_share limits what is substituted, and nothing is: set on_bad_row = "substitute", or remove it')
+        problems.append('max_bad_share limits what is substituted, but nothing is: set on_bad_row = "substitute", or remove it')
     if "mix" in unknown:
         problems.append("a mixture is declared in a folder of its own, without shards")
     if problems:
@@ -94,5 +94,5 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte order mark
     except (OSError, ValueError) as error:
-        quotes = " Texts stand in quotes in TOML." if str(error).startswith("Invalid value") else ""
+        quotes = " In TOML, texts need quotes." if str(error).startswith("Invalid value") else ""
         raise DatasetRefused(f"{path} cannot be read: {error}.{quotes}") from error

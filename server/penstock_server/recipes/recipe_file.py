@@ -65,7 +65,7 @@ class _Reader:
         tokenizer = self._tokenizer(kind, fields)
         if tokenizer and "vocab_size" in given:
             raise DatasetRefused(
-                f"{self._folder / FILE_NAME}: vocab_size contradicts the tokenizer, which says it itself; remove it."
+                f"{self._folder / FILE_NAME}: vocab_size is given, but the tokenizer already tells it; remove vocab_size."
             )
         vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
         chat = self._chat(kind, fields)
@@ -101,8 +101,8 @@ class _Reader:
                     check_field(kind, role, source, self._schema)
                 return kind, fields
         raise DatasetRefused(
-            f"{self._folder / FILE_NAME} names {', '.join(named)}; name tokens, or text, or prompt and response, or messages, "
-            f"or chosen and rejected with or without prompt."
+            f"{self._folder / FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or "
+            f"messages, or chosen and rejected with or without prompt."
         )
 
     def _guess(self) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
@@ -158,7 +158,7 @@ class _Reader:
             if "chat_template" in self._given:
                 names = " and ".join(source.text for _, source in fields)
                 raise DatasetRefused(
-                    f"{self._folder / FILE_NAME}: chat_template renders messages, and rows are made of {names}. Leave it out, "
+                    f"{self._folder / FILE_NAME}: chat_template renders messages, but rows are made of {names}. Leave it out, "
                     f'or name the column of messages: messages = "COLUMN".'
                 )
             return None
@@ -168,7 +168,7 @@ class _Reader:
         text = self._read_text(self._folder / named) if named else load_chat_template(path)
         if text is None:
             raise DatasetRefused(
-                f"{self._folder}: its rows are chats, and beside {path} there is no chat template "
+                f"{self._folder}: its rows are chats, but beside {path} there is no chat template "
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
@@ -187,7 +187,7 @@ class _Reader:
             if tokenizer.tokenizer.token_to_id(token) is not None:
                 return token
         raise DatasetRefused(
-            f"{self._folder}: its chat template writes {name}, and nothing says what that is: turns would never be closed "
+            f"{self._folder}: its chat template writes {name}, but nothing says what that is: turns would never be closed "
             f'or opened. Name it in tokenizer_config.json beside {tokenizer.path}, as {{"{name}": "..."}}, or in '
             f'{self._folder / FILE_NAME}: {key} = "<the token>".'
         )
@@ -211,7 +211,7 @@ class _Reader:
             if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
                 return found
         raise DatasetRefused(
-            f"{self._folder}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name it "
+            f"{self._folder}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name its own "
             f'in {self._folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
         )
 
@@ -231,10 +231,10 @@ class _Reader:
             return found
         if isinstance(token, str) and tokenizer is None:
             raise DatasetRefused(
-                f"{self._folder / FILE_NAME}: {key} = {token!r} is a text, and its rows are token ids: there is no tokenizer "
-                f"to look it up in. Give the id."
+                f"{self._folder / FILE_NAME}: {key} = {token!r} is a text, but rows are token ids: there is no tokenizer to "
+                f"look it up in. Give the id."
             )
         raise DatasetRefused(
-            f"{self._folder / FILE_NAME}: {key} = {token!r} is no token of the vocabulary, of {size:,} ids. Name "
-            f"one that it has, by its text or id, or leave {key} out."
+            f"{self._folder / FILE_NAME}: {key} = {token!r} is not in the vocabulary of {size:,} ids. Name a token that is in "
+            f"it, by its text or id, or leave {key} out."
         )
