@@ -173,7 +173,7 @@ def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None
     [
         ("other", {"mix": MIX}, "leaves out other, the dataset that is asked for"),
         ("many", {"mix": "many:1,nothing:2"}, "there is no dataset 'nothing'"),
-        ("many", {"mix_stop": "all"}, "but many is none: give a mix"),
+        ("many", {"mix_stop": "all"}, "but many is no mixture: give a mix"),
         ("pairs", {"mix": "pairs:1,others:1"}, "an id would mean two things in one batch"),
         ("many", {"mix": "few:1,many:0;many:1@10", "mix_stop": "first"}, ""),
     ],
@@ -237,6 +237,6 @@ def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> Non
     assert declared == samples(server, mix_stop="all")
     assert samples(server, name="blend", mix="few:1,some:1") == samples(server, name="few", mix="few:1,some:1")
     problem = server.get("/v1/datasets/blend/rows/3").json()
-    assert (problem["status"], "rows and snapshots are of its datasets: few, many, some" in problem["detail"]) == (422, True)
+    assert (problem["status"], "rows and snapshots belong to its datasets: few, many, some" in problem["detail"]) == (422, True)
     problem = server.get("/v1/datasets/blend/rows/3/schedule").json()
-    assert (problem["status"], "rows are of its datasets: few, many, some" in problem["detail"]) == (422, True)
+    assert (problem["status"], "rows belong to its datasets: few, many, some" in problem["detail"]) == (422, True)

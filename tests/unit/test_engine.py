@@ -295,9 +295,9 @@ def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> 
     assert [occurrence["step"] // 15 for occurrence in found] == list(range(100))
     behind = find_row(plan_of(catalog, "a", mix="a:1,b:2", mix_stop="never", batch_size=1, offset=15_000), "a", 3, 0)
     assert [occurrence["step"] // 15 for occurrence in behind] == list(range(100))  # those that are shown, not those left out
-    with pytest.raises(BadParameter, match="epoch 1 does not exist: with mix_stop=never the first does not end"):
+    with pytest.raises(BadParameter, match="epoch 1 does not exist: with mix_stop=never epoch 0 does not end"):
         find_row(plan, "a", 3, 1)
-    with pytest.raises(BadParameter, match="are counted as far as epoch"):
+    with pytest.raises(BadParameter, match="are counted up to epoch"):
         find_row(plan_of(catalog, "a", mix="a:1,b:2", batch_size=1), "a", 3, 2**53)
 
 

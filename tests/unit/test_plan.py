@@ -58,7 +58,7 @@ def test_a_mixture_has_as_many_epochs_as_samples_can_be_counted(catalog: Catalog
     plan = catalog.plan("a", Spec(batch_size=10, mix="a:1,b:1"))
     last = LARGEST_COUNT // plan.schedule.num_positions - 1
     plan.check_epoch(last)
-    with pytest.raises(BadParameter, match=f"epoch {last + 1:,} does not exist: .* as far as epoch {last:,}"):
+    with pytest.raises(BadParameter, match=f"epoch {last + 1:,} does not exist: .* are counted up to epoch {last:,}"):
         plan.check_epoch(last + 1)
 
 

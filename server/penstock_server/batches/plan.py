@@ -143,10 +143,10 @@ class Plan:
     def check_epoch(self, epoch: int) -> None:
         """Whether there is such an epoch. Raises BadParameter: there is none."""
         if self.spec.mix_stop == "never" and epoch:
-            raise BadParameter(f"epoch {epoch} does not exist: with mix_stop=never the first does not end.")
+            raise BadParameter(f"epoch {epoch} does not exist: with mix_stop=never epoch 0 does not end.")
         if self.mixture and (epoch + 1) * self.schedule.num_positions > LARGEST_COUNT:
             last = LARGEST_COUNT // self.schedule.num_positions - 1
-            raise BadParameter(f"epoch {epoch:,} does not exist: samples of a mixture are counted as far as epoch {last:,}.")
+            raise BadParameter(f"epoch {epoch:,} does not exist: samples of this mixture are counted up to epoch {last:,}.")
 
     def spans(self, epoch: int, rank: int, steps: Sequence[int]) -> list[MemberSpans]:
         """What the sequences of some batches are made of; sequence i is index i % batch_size of step i // batch_size.
@@ -208,7 +208,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     """
     if spec.group_by_length and spec.window > LARGEST_WINDOW:
         raise BadParameter(
-            f"group_by_length sorts the sequences of a window; window={spec.window:,} is above {LARGEST_WINDOW:,}."
+            f"group_by_length sorts the sequences of a window; window={spec.window:,} is above its limit, {LARGEST_WINDOW:,}."
         )
     _check_tokenizers(members)
     tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
@@ -220,8 +220,8 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     num_positions = mixture.epoch_length(sizes, spec.mix_stop or "first") if mixture else sizes[0]
     if num_positions is None:
         raise BadParameter(
-            f"mix_stop={spec.mix_stop} never ends an epoch of mix={spec.mix}: the dataset it waits for has no weight from some "
-            f"sample on. Use mix_stop=first or mix_stop=never, or give it a weight."
+            f"with mix_stop={spec.mix_stop} an epoch of mix={spec.mix} never ends: the dataset that it waits for has no weight "
+            f"from some sample on. Use mix_stop=first or mix_stop=never, or give that dataset a weight."
         )
     if spec.offset > num_positions:
         raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sequence')}.")
@@ -240,8 +240,8 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         more = "make several sequences of long rows with long_rows=split or packing=concat, " if may_split else ""
         raise BadParameter(
             f"no step fits: {dataset} has {counted(num_positions, 'sequence')}"
-            f"{', too many of them skipped' if skipped else ''}, one step takes batch_size x world_size = "
-            f"{spec.samples_per_step:,}. Lower them, {more}or ask for tail=wrap, which "
+            f"{', of which too many are skipped' if skipped else ''}, and one step takes batch_size x world_size = "
+            f"{spec.samples_per_step:,}. Lower one of these, {more}or use tail=wrap, which "
             f"fills the step from the epoch's start."
         )
     plan = Plan(dataset, members, sizes, mixture, spec, schedule)
@@ -267,7 +267,7 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
 
 def _no_sequence(name: str, spec: Spec) -> str:
     where = "" if spec.split == "all" else f" in split={spec.split}"
-    share = "" if spec.split == "all" else ", or raise its share (validation, in penstock.toml), or use split=all"
+    share = "" if spec.split == "all" else ", or raise the split's share (validation, in penstock.toml), or use split=all"
     if spec.packing == "concat":
         return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. Lower seq_len{share}."
     return f"{name} has no row{where} that is kept by its filter and can be used. Mend the filter or the data{share}."

@@ -109,7 +109,7 @@ class Counting(Generic[T]):
             self._failure = (problem, time.monotonic() + _FAILURE_SECONDS)
         except Exception as error:
             log.exception("%s cannot be counted", self._what)
-            failure = IndexFailed(f"{self._what} cannot be counted, by a fault of penstock: {error!r}.")
+            failure = IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}.")
             self._failure = (failure, time.monotonic() + _FAILURE_SECONDS)
         finally:
             self._thread = None

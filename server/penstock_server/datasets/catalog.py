@@ -73,12 +73,13 @@ class Catalog:
             )
         if len(fingerprints) != len(names):
             raise SnapshotGone(
-                f"snapshot {spec.snapshot} is not one of {len(names)} datasets: the mix changed since this run began."
+                f"snapshot {spec.snapshot} is of {len(fingerprints)} and not of {len(names)} datasets: the mix changed since "
+                f"this run began. Go on with the old mix, or start a new run."
             )
         found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
         if spec.mix_stop and not spec.mix:
             raise BadParameter(
-                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is none: give a mix."
+                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is no mixture: give a mix."
             )
         members = tuple(served.member(spec) for served in found)
         return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))
@@ -106,8 +107,8 @@ class Catalog:
         if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
             if not self.refused:
                 raise DatasetRefused(
-                    f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Other files become "
-                    f"shards by penstock import."
+                    f"{self._data_dir} holds no file that ends in .parquet, nor does any folder below it. Make shards of "
+                    f"other files with penstock import."
                 )
             reasons = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
             raise DatasetRefused(f"nothing in {self._data_dir} can be served.\n{reasons}")
@@ -220,7 +221,7 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
         raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
     if spelled(str(data_dir)) != str(data_dir):
         raise DatasetRefused(
-            f"the data folder {spelled(str(data_dir))} has a name that is no UTF-8, and no answer could hold it. Rename it, "
+            f"the data folder {spelled(str(data_dir))} has a name that is not UTF-8, and no answer could hold it. Rename it, "
             f"or make a link to it and name that."
         )
     if tokenizer:

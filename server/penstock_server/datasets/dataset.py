@@ -178,7 +178,7 @@ class Dataset:
             self._refuse(str(refusal), reading, sight)
             raise
         except Exception as error:  # a fault of ours in one dataset must not stop the others
-            reason = f"{self.folder} cannot be opened, by a fault of penstock: {type(error).__name__}: {error}"
+            reason = f"{self.folder} cannot be opened because of a fault in penstock: {type(error).__name__}: {error}."
             if reason != self._held.error:  # it will be tried again and again
                 log.exception("%s cannot be opened", self.folder)
             self._refuse(reason, None, sight)

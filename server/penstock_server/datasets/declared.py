@@ -31,7 +31,7 @@ def read_mixture(name: str, folder: Path) -> DeclaredMixture:
     given = read_toml(path)
     if unknown := [key for key in given if key not in ("mix", "mix_stop")]:
         raise DatasetRefused(
-            f"{path} has the keys {', '.join(unknown)}, but no shard lies beside it. A mixture has mix and mix_stop, no more."
+            f"{path} has the keys {', '.join(unknown)}, but no shard is beside it. A mixture has only mix and mix_stop."
         )
     try:
         spec = Spec(mix=given.get("mix"), mix_stop=given.get("mix_stop"))

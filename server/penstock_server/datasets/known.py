@@ -50,18 +50,18 @@ class Known:
             raise DatasetRefused(self.unopened[name])
         if name in self.mixtures:
             raise BadParameter(
-                f"{name} is a mixture, which has batches and a spec; rows and snapshots are of its datasets: "
-                f"{', '.join(self.mixtures[name].mix.datasets)}. Ask them, and name them in a mix. With "
+                f"{name} is a mixture, which has only batches and a spec; rows and snapshots belong to its datasets: "
+                f"{', '.join(self.mixtures[name].mix.datasets)}. Ask for one of them. With "
                 f"mix={self.mixtures[name].mix} the schedule of a row is that in the mixture."
             )
         refused = self.refused
         served = [other for other in (*self.datasets, *self.mixtures) if other not in refused]
         if other := self.others.get(name):
-            hint = f" {other.parent} holds {other.name} and no file that ends in .parquet: make shards by penstock import."
+            hint = f" {other.parent} holds {other.name} and no file that ends in .parquet: make shards with penstock import."
         else:
             hint = did_you_mean(name, [*served, *refused])
-        kept_out = f" Not served, for reasons that GET /v1/datasets tells: {', '.join(refused)}." if refused else ""
-        raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served are: {', '.join(served) or 'none'}.{kept_out}")
+        kept_out = f" Not served, for reasons that GET /v1/datasets gives: {', '.join(refused)}." if refused else ""
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served: {', '.join(served) or 'none'}.{kept_out}")
 
     def followed_by(self, found: Survey, datasets: Iterable[Dataset]) -> Known:
         """What is known once the folders were found so, with these datasets in them."""

@@ -101,7 +101,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
     names = [member.name for member in plan.members]
     if dataset not in names:
         raise BadParameter(
-            f"{dataset} is a mixture; rows are of its datasets: {', '.join(names)}. Name one of them in the URL, with "
+            f"{dataset} is a mixture; rows belong to its datasets: {', '.join(names)}. Name one of them in the URL, with "
             f"mix={plan.spec.mix}."
         )
     plan.check_epoch(epoch)

@@ -92,7 +92,7 @@ def survey(data_dir: Path) -> Survey:
         name = ".".join(folder.relative_to(data_dir).parts) or spelled(data_dir.resolve().name)
         if spelled(name) != name:
             found.refused[spelled(name)] = (
-                f"{spelled(str(folder))} has a name that is no UTF-8, and no URL could hold it. Rename it."
+                f"{spelled(str(folder))} has a name that is not UTF-8, and no URL could hold it. Rename it."
             )
             continue
         try:

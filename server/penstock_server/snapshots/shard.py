@@ -137,7 +137,7 @@ def shard_changed(shard: Shard) -> bool:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     if spelled(path.name) != path.name:
-        raise DatasetRefused(f"{spelled(str(path))} has a name that is no UTF-8, and no answer could hold it. Rename it.")
+        raise DatasetRefused(f"{spelled(str(path))} has a name that is not UTF-8, and no answer could hold it. Rename it.")
     try:
         with open_file(path) as file:
             yield file
