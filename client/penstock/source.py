@@ -149,9 +149,9 @@ def _decode_object(body: memoryview) -> dict[str, Any]:
     try:
         found = json.loads(bytes(body))
     except ValueError as error:
-        raise WireError(f"the answer is no JSON: {error}") from error
+        raise WireError(f"the answer is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise WireError(f"the answer is no object, but a {type(found).__name__}")
+        raise WireError(f"the answer is not a JSON object, but a {type(found).__name__}")
     return found
 
 
@@ -172,7 +172,7 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
         raise VersionMismatch(f"the server knows other parameters than this client: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise VersionMismatch(
-            f"the answer is no spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"
+            f"the answer is not a spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"
         ) from error
     if others := _unlike(asked, resolved.spec):
         raise WireError(f"the answer is for other parameters, {', '.join(others)}. {_CACHE}")

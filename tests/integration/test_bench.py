@@ -124,4 +124,4 @@ def test_a_warning_is_a_line_without_the_place_in_the_code(server: Server) -> No
 def test_an_amount_that_is_none_is_refused(value: str) -> None:
     done = penstock("bench", "http://host/numbers", f"--seconds={value}")
     assert done.returncode == 2
-    assert f"{value!r} is no number above 0" in done.stderr
+    assert f"{value!r} is not a number above 0" in done.stderr

@@ -55,7 +55,7 @@ def test_a_server_that_is_away_fails_and_an_address_that_is_none_is_refused(serv
     assert (unknown.returncode, levels(unknown.stdout)["data"]) == (1, "fail")
     assert "Did you mean 'numbers'?" in unknown.stdout
     refused = penstock("doctor", "ftp://host")
-    assert (refused.returncode, "is no address" in refused.stderr) == (2, True)
+    assert (refused.returncode, "is not an address" in refused.stderr) == (2, True)
 
 
 def test_a_dataset_whose_blocks_cannot_be_read_fails(serve: Callable[..., Server], tmp_path: Path) -> None:

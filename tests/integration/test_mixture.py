@@ -173,7 +173,7 @@ def test_pairs_and_texts_mix_and_the_prompts_stay_masked(server: Server) -> None
     [
         ("other", {"mix": MIX}, "leaves out other, the dataset that is asked for"),
         ("many", {"mix": "many:1,nothing:2"}, "there is no dataset 'nothing'"),
-        ("many", {"mix_stop": "all"}, "but many is no mixture: give a mix"),
+        ("many", {"mix_stop": "all"}, "but many is not a mixture: give a mix"),
         ("pairs", {"mix": "pairs:1,others:1"}, "an id would mean two things in one batch"),
         ("many", {"mix": "few:1,many:0;many:1@10", "mix_stop": "first"}, ""),
     ],

@@ -44,7 +44,7 @@ def test_an_address_is_read(text: str, expected: Address) -> None:
     ["", "ftp://host/wiki", "http://", "http://host:port/wiki", "http://host:99999/wiki", "http://a..b/wiki", "http://[x/"],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="is no address"):
+    with pytest.raises(SpecError, match="is not an address"):
         parse_address(text)
 
 

@@ -161,7 +161,7 @@ def test_a_slice_of_rows_with_more_columns_than_are_read() -> None:
         ("text like 'x' escape 'y'", "ESCAPE"),
         ("case when ok then true end", "CASE"),
         ("n = ?", "is nothing"),
-        ("meta.* is null", "is no name of a column"),
+        ("meta.* is null", "is not the name of a column"),
         ("ok is true", "asks for something else than null"),
         ("n in ()", "nothing between its parentheses"),
         ("n in (1, n)", "more than literals"),

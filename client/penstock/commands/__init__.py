@@ -111,7 +111,7 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
 def whole_number(text: str) -> int:
     """A number from 0 that a person gave. Raises ArgumentTypeError: it is none."""
     if not (text.isascii() and text.isdigit() and len(text) <= 16):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 0")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0")
     return int(text)
 
 
@@ -123,5 +123,5 @@ def _amount(text: str) -> float:
     except ValueError:
         amount = 0.0
     if not 0 < amount < 1e15:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above 0, such as 10, 0.5 or 250k")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0, such as 10, 0.5 or 250k")
     return amount

@@ -41,7 +41,7 @@ def parse_address(text: str) -> Address:
     except ValueError:  # such as a port that is no number, or a host with empty labels, as in a..b
         sound = False
     if not sound:
-        raise SpecError(f"{text!r} is no address. One looks like http://localhost:8000/stories", ("address",))
+        raise SpecError(f"{text!r} is not an address. One looks like http://localhost:8000/stories", ("address",))
     root = f"{split.scheme}://{split.netloc}"
     before, api, behind = split.path.partition(DATASETS)
     if not api or (behind and not behind.startswith("/")):

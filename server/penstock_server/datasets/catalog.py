@@ -79,7 +79,7 @@ class Catalog:
         found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
         if spec.mix_stop and not spec.mix:
             raise BadParameter(
-                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is no mixture: give a mix."
+                f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is not a mixture: give a mix."
             )
         members = tuple(served.member(spec) for served in found)
         return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))

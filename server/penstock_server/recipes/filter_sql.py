@@ -173,7 +173,7 @@ def _path(node: exp.Expr) -> list[str]:
         return [*_path(node.this), *_path(node.expression)]
     names = node.parts if isinstance(node, exp.Column) else [node]
     if not all(isinstance(name, exp.Identifier) for name in names):
-        raise FilterError(f"the filter's {_quoted(node)} is no name of a column. {_KNOWN}.")
+        raise FilterError(f"the filter's {_quoted(node)} is not the name of a column. {_KNOWN}.")
     return [name.name for name in names]
 
 
