@@ -168,10 +168,10 @@ def test_what_is_cut_off_rows_is_told(server: Server) -> None:
     lost = [b.num_tokens - a.num_tokens for a, b in zip(cut, whole, strict=True)]
     assert ([view.num_behind for view in cut], any(view.num_behind for view in whole)) == (lost, False)
     num_cut = sum(map(bool, lost))
-    told = f"{num_cut} of 8 rows are longer than seq_len, and {sum(lost):,} tokens behind it served nowhere: --long-rows split"
+    told = f"seq_len cuts {sum(lost):,} tokens off {num_cut} of 8 rows, and no batch holds them: --long-rows split"
     assert told in said()
     for options in (("--long-rows", "split"), ("--packing", "concat")):
-        assert "served nowhere" not in said(*options)
+        assert "no batch holds" not in said(*options)
 
 
 def test_a_batchs_url_shows_that_batch_and_an_option_goes_before_it(server: Server) -> None:
@@ -269,7 +269,7 @@ def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:
         (["{url}/pairs?sead=3"], "'sead' is not a parameter of a batch. Did you mean 'seed'?"),
         (["{url}/pairs", "--packing", "concat", "--task", "seq2seq"], "task=seq2seq needs packing=rows: with"),
         (["{url}/v1/datasets/pairs/rows/1"], "shows no batch"),
-        (["ftp://host/pairs"], "is no address"),
+        (["ftp://host/pairs"], "is not an address"),
         (["http://127.0.0.1:9/pairs"], "does not answer: [Errno 111] Connection refused. Start a server there"),
         (["https://{host}/pairs"], "https://{host} does not speak TLS: is http://{host} meant?"),
         (["{url}/gate/pairs"], "answers, but not as a penstock server does: /healthz gave status 404"),

@@ -74,7 +74,7 @@ def test_versions_are_compared() -> None:
     with answering({**GOOD, "version": "9.1", "wire": 7}) as url:
         other = found(url)["server"]
         assert (other.level, other.fix) == ("fail", "install the same penstock on both")
-        assert f"wire version 7, penstock {__version__} here version {wire.VERSION}" in other.text
+        assert f"wire version 7, penstock {__version__} here speaks version {wire.VERSION}" in other.text
     with answering({"status": "ok"}) as url:
         assert found(url)["server"].text.startswith("penstock of unknown version there")
 
@@ -90,7 +90,7 @@ def test_a_clock_that_is_wrong_is_told_with_its_direction() -> None:
             clock = found(url)["clock"]
         assert clock.level == level
         assert f"s {where} this one" in clock.text
-        assert float(clock.text.split()[3].replace(",", "")) == pytest.approx(abs(seconds), abs=1)
+        assert float(clock.text.split()[4].replace(",", "")) == pytest.approx(abs(seconds), abs=1)
 
 
 def test_a_long_way_bounds_what_can_come() -> None:
@@ -128,7 +128,7 @@ def cache(blocks_bytes: int = 2000, **other: int) -> Check:
 def test_a_cache_that_is_full_lowered_or_too_small_is_told() -> None:
     assert cache() == Check("ok", "cache", "50.0 MB of 1.0 GB used")
     lowered = cache(budget_bytes=60_000_000)
-    assert (lowered.level, "the budget is 60.0 MB in place of 1.0 GB" in lowered.text) == ("warn", True)
+    assert (lowered.level, "the budget is 60.0 MB instead of 1.0 GB" in lowered.text) == ("warn", True)
     assert "free some of the disk" in lowered.fix
     full = cache(used_bytes=999_000_000)
     assert (full.level, full.fix) == ("warn", "raise --cache-bytes if the disk has room")

@@ -138,13 +138,13 @@ def _waits(figures: Figures) -> tuple[str, str]:
 def _warnings(result: Result) -> Iterator[str]:
     if result.supply.num_steps * _FEW_EPOCHS < result.free.num_batches:
         yield (
-            f"An epoch has only {result.supply.num_steps:,} steps, and each begins with a wait of its own: a larger dataset "
-            f"shows better figures."
+            f"An epoch has only {result.supply.num_steps:,} steps, and every epoch begins with a wait: a larger dataset shows "
+            f"better figures."
         )
     if result.newly_cached_bytes:
         yield (
             f"The server decoded blocks meanwhile (its cache grew by {result.newly_cached_bytes / 1e6:,.1f} MB): these are the "
-            f"figures of a cold cache. Measure again for those of a warm one."
+            f"figures of a cold cache. Measure again to see those of a warm one."
         )
     if retries := result.free.num_retries + (result.paced.num_retries if result.paced else 0):
         yield f"{retries:,} requests failed and were made again; penstock doctor may tell why."

@@ -71,10 +71,10 @@ def _dataset(about: Mapping[str, Any]) -> Check:
         return Check(
             "warn",
             "dataset",
-            f"{text}; {', '.join(unused)} of its shards not used: every token is learned, prompts and padding, too",
-            "leave padding out of the rows; to learn only responses, let the rows be text (prompt and response, or messages)",
+            f"{text}; {', '.join(unused)} of its shards not used: every token is learned, even in prompts and padding",
+            "leave padding out of the rows; to learn only responses, store them as text (prompt and response, or messages)",
         )
-    return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows give way to neighbours" if bad["known"] else text)
+    return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows are replaced by neighbours" if bad["known"] else text)
 
 
 def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
@@ -84,13 +84,13 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     cache = datasets[0]["cache"]
     used, budget, asked = cache["used_bytes"], cache["budget_bytes"], cache["asked_bytes"]
     text = f"{size(used)} of {size(budget)} used"
-    again = "blocks that do not fit are decoded again when they come round"
+    again = "blocks that do not fit are decoded again each time they are needed"
     needed = sum(one["blocks_bytes"] for one in datasets)
     if budget < asked:
         yield Check(
             "warn",
             "cache",
-            f"{text}; its disk was full, so the budget is {size(budget)} in place of {size(asked)}: {again}",
+            f"{text}; its disk was full, so the budget is {size(budget)} instead of {size(asked)}: {again}",
             "free some of the disk of --cache-dir: the budget rises again with the next blocks",
         )
     elif used >= _FULL * budget or needed > budget:
@@ -117,7 +117,7 @@ def _pull(server: str, transport: Transport, dataset: str) -> Check:
     # Long lines of padding do: of a small dataset the usual ones would measure how many requests can be made.
     resolved = source.resolve(Spec(seq_len=_SEQ_LEN, tail="wrap"))
     if not resolved.num_steps:
-        return Check("warn", "bandwidth", f"{dataset} holds no sequence", "look at its filter, and at its shards")
+        return Check("warn", "bandwidth", f"{dataset} holds no sequence", "check its filter and its shards")
     [frame] = source.frames(transport, resolved.spec, 0, range(1))
     first = time.perf_counter() - began
     steps = range(min(resolved.num_steps, max(2, RUN_BYTES // max(frame.nbytes, 1))))
@@ -129,7 +129,7 @@ def _pull(server: str, transport: Transport, dataset: str) -> Check:
     pulled = transport.num_bytes - before
     text = f"{pulled / elapsed / 1e6:,.0f} MB/s: {size(pulled)} of {dataset} in {elapsed:.2f} s"
     if first > _LONG_SECONDS:
-        text += f"; the first batch took {first:.1f} s, in which the server made its block"
+        text += f"; the first batch took {first:.1f} s, while the server made its block"
     if pulled / elapsed < _SLOW_BYTES_PER_SECOND:
         return Check(
             "warn",

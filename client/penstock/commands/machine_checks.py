@@ -39,7 +39,7 @@ def _pinned(torch: Any) -> Check:
                 "warn",
                 "memory",
                 f"this machine has a GPU, but torch, {reason}, cannot use it: batches lie in ordinary memory",
-                "install a torch that fits the driver, and look at CUDA_VISIBLE_DEVICES",
+                "install a torch that fits the driver, and check CUDA_VISIBLE_DEVICES",
             )
         return Check("ok", "memory", "no GPU here: batches lie in ordinary memory")
     name = torch.cuda.get_device_name()
@@ -47,5 +47,5 @@ def _pinned(torch: Any) -> Check:
         torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        return Check("fail", "memory", f"{name}, but memory cannot be pinned: {first}", "look at nvidia-smi and ulimit -l")
+        return Check("fail", "memory", f"{name}, but memory cannot be pinned: {first}", "check nvidia-smi and ulimit -l")
     return Check("ok", "memory", f"{name}; batches lie in pinned memory")

@@ -64,23 +64,21 @@ def _foot(
     )
     spec = Spec.from_query(query.items())
     if padding >= _MUCH_PADDING and spec.packing == "rows" and "pad" not in query:
-        packings = ", --packing best_fit or concat" if _can_be_packed(batch) else ""
-        yield from terminal.paragraph(f"less padding: a smaller --seq-len, --pad longest{packings}", YELLOW)
+        packings = ", or --packing best_fit or concat" if _can_be_packed(batch) else ""
+        yield from terminal.paragraph(f"for less padding use a smaller --seq-len, or --pad longest{packings}", YELLOW)
     if cut := [s for s in sequences if s.num_behind and spec.cuts_rows]:
         lost = counted(sum(s.num_behind for s in cut), "token")
-        packings = ": --long-rows split or --packing concat takes them in" if _can_be_packed(batch) else ""
-        are = "is" if len(cut) == 1 else "are"
+        packings = ": --long-rows split or --packing concat keeps them" if _can_be_packed(batch) else ""
         yield from terminal.paragraph(
-            f"{len(cut)} of {counted(len(sequences), 'row')} {are} longer than seq_len, and {lost} behind it served nowhere"
-            f"{packings}",
-            YELLOW,
+            f"seq_len cuts {lost} off {len(cut)} of {counted(len(sequences), 'row')}, and no batch holds them{packings}", YELLOW
         )
     if batch["substituted"]:
         named = f"GET /v1/datasets/{batch['dataset']}/quarantine lists them"
-        yield from terminal.paragraph(f"{batch['substituted']} of these stand in for rows that cannot be used: {named}", YELLOW)
+        stand = f"{batch['substituted']} of these sequences stand in for rows that cannot be used"
+        yield from terminal.paragraph(f"{stand}: {named}", YELLOW)
     if empty := [str(s.index) for s in sequences if not s.num_learned]:
-        which = ", ".join(empty)
-        yield from terminal.paragraph(f"nothing is learned from sequence {which}: does the prompt fill seq_len?", RED)
+        which = f"sequence{'s' * (len(empty) > 1)} {', '.join(empty)}"
+        yield from terminal.paragraph(f"nothing is learned from {which}: does the prompt fill seq_len?", RED)
     if any(not run.learned for s in sequences for passage in s.passages for run in passage.runs):
         dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
         yield f"{dimmed}: no loss is taken there"

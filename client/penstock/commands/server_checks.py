@@ -27,12 +27,15 @@ def check_versions(greeting: Mapping[str, Any]) -> Check:
         return Check(
             "fail",
             "server",
-            f"penstock {theirs} there speaks wire version {spoken}, penstock {__version__} here version {wire.VERSION}",
+            f"penstock {theirs} there speaks wire version {spoken}, penstock {__version__} here speaks version {wire.VERSION}",
             "install the same penstock on both",
         )
     if theirs != __version__:
         return Check(
-            "warn", "server", f"penstock {theirs or 'of unknown version'} there, {__version__} here", "install the same on both"
+            "warn",
+            "server",
+            f"penstock {theirs or 'of unknown version'} there, {__version__} here",
+            "install the same version on both",
         )
     return Check("ok", "server", f"penstock {theirs}, wire version {spoken}, the same as here")
 
@@ -60,7 +63,7 @@ def check_way(server: str) -> Iterator[Check]:
                 seconds.append(time.perf_counter() - began)
                 ahead.append(told - sent - seconds[-1] / 2 if isinstance(told, int | float) else None)
     except (httpx.RequestError, ValueError, AttributeError) as error:
-        yield Check("fail", "latency", f"the server answered once, and then no more: {error}", "look at its log")
+        yield Check("fail", "latency", f"the server answered once, but not again: {error}", "look at its log")
         return
     yield _latency(median(seconds), max(seconds))
     quickest = min(range(_PROBES), key=seconds.__getitem__)
@@ -85,8 +88,8 @@ def _latency(typical: float, longest: float) -> Check:
 def _clock(difference: float, error: float) -> Check:
     where = "ahead of" if difference > 0 else "behind"
     if abs(difference) <= error:
-        return Check("ok", "clock", f"the server's agrees with this one to {1000 * error:.1f} ms")
-    text = f"the server's is {abs(difference):,.3f} s {where} this one"
+        return Check("ok", "clock", f"the server's clock agrees with this one to {1000 * error:.1f} ms")
+    text = f"the server's clock is {abs(difference):,.3f} s {where} this one"
     if abs(difference) < _CLOCK_SECONDS:
         return Check("ok", "clock", text)
-    return Check("warn", "clock", f"{text}: logs of both cannot be laid side by side", "let NTP set both")
+    return Check("warn", "clock", f"{text}: the times in their logs do not match", "let NTP set both clocks")
