@@ -101,7 +101,7 @@ class RemoteTrainer(Trainer):
 
     def _check_that_rows_stay_apart(self) -> None:
         if self.args.use_cache:
-            raise SpecError("leave use_cache=True out: with a cache, models do not learn from position_ids where rows begin")
+            raise SpecError("leave use_cache=True out: with a cache, models do not tell rows apart by position_ids")
         self._set_signature_columns_if_needed()
         if self.args.remove_unused_columns and "position_ids" not in self._signature_columns:
             raise SpecError(
