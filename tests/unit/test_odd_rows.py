@@ -127,6 +127,28 @@ def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
     assert blocks.count_rows(0).sum() == 2
 
 
+@pytest.mark.parametrize(
+    "type_",
+    [pa.timestamp("ns"), pa.timestamp("ns", "UTC"), pa.timestamp("us"), pa.duration("ns"), pa.time64("ns"), pa.date32()],
+)
+def test_rows_are_split_by_times_of_every_type(data: Path, type_: pa.DataType) -> None:
+    last = 5_000_000 if pa.types.is_date(type_) else 86_399_999_999_999  # of the year 15,659; not of whole microseconds
+    times = pa.array([1, 1, last, last], pa.int32() if pa.types.is_date(type_) else pa.int64())
+    write(data, "split_by = 'at'\nvalidation = 0.5", {"tokens": pa.array([[1]] * 4, IDS), "at": times.cast(type_)})
+    [block] = open_blocks(data).get([0])
+    assert block.splits[0] == block.splits[1] != block.splits[2] == block.splits[3]
+    assert not block.bad
+
+
+def test_a_message_may_hold_a_time_of_nanoseconds(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    messages = [{"role": role, "content": "fox", "at": 1_000_000_001} for role in ("user", "assistant")]
+    kind = pa.struct({"role": pa.string(), "content": pa.string_view(), "at": pa.timestamp("ns")})
+    write(data, "", {"messages": pa.array([messages], pa.large_list(kind))})
+    [block] = open_blocks(data).get([0])
+    assert not block.bad
+
+
 @pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])
 def test_bytes_of_every_type_travel(data: Path, type_: pa.DataType) -> None:
     write(data, 'columns = ["raw"]', {"tokens": pa.array([[1], [2]], IDS), "raw": pa.array([b"\xff", None], type_)})

@@ -16,7 +16,7 @@ import xxhash
 from penstock_server.geometry.order import permute
 from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Lists, Reasons, checked_ids, raw_texts, take_rows, travelling
+from penstock_server.recipes.rows import Lists, Reasons, checked_ids, python_values, raw_texts, take_rows, travelling
 from penstock_server.recipes.texts import chats, messages, preference, tokenized, with_turns
 
 REASON = "bad"  # why a row cannot be used, null where it can
@@ -81,10 +81,27 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
         key = xxhash.xxh3_64_intdigest(place.shard.encode())
         return permute((place.first_row + kept) % _HASHES, _HASHES, key).astype(np.uint32)
     found = recipe.split_by.array(rows)
-    # Text as its bytes: those that are no UTF-8 have a split, too.
-    values = (raw_texts(found) if is_text(found.type) else found).to_pylist()
-    contents = (value if value is not None and is_text(found.type) else str(value).encode() for value in values)
+    if is_text(found.type):  # as its bytes: those that are no UTF-8 have a split, too
+        contents = [str(raw).encode() if raw is None else raw for raw in raw_texts(found).to_pylist()]
+    else:
+        contents = [str(value).encode() for value in _values(found)]
     return np.array([xxhash.xxh3_64_intdigest(content) >> 32 for content in contents], np.uint32)
+
+
+def _values(array: pa.Array) -> list[Any]:
+    """The values as Python objects; a date that Python has not as its number."""
+    try:
+        return python_values(array)
+    except OverflowError:
+        return [_value(array[row : row + 1]) for row in range(len(array))]
+
+
+def _value(one: pa.Array) -> Any:
+    try:
+        [value] = python_values(one)
+    except OverflowError:
+        value = one[0].value
+    return value
 
 
 def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:

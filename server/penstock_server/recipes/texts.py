@@ -12,7 +12,7 @@ from penstock_server.geometry.arrays import concatenated_ranges, starts_of
 from penstock_server.recipes.chat import ChatError, says_something
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Lists, Reasons, raw_texts
+from penstock_server.recipes.rows import Lists, Reasons, python_values, raw_texts
 from penstock_server.recipes.tokenizer import Ids
 
 _Chat = list[Any] | None
@@ -34,22 +34,24 @@ def messages(rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons) 
     """The chats of a field, None for a bad one."""
     array = dict(recipe.fields)[role].array(rows)
     try:
-        found: list[_Chat] = array.to_pylist()
-    except UnicodeDecodeError:
-        found = [_chat(array[row], row, role, reasons) for row in range(len(array))]
+        found: list[_Chat] = python_values(array)
+    except (UnicodeDecodeError, OverflowError):
+        found = [_chat(array[row : row + 1], row, role, reasons) for row in range(len(array))]
     for row, chat in enumerate(found):
         if chat is None:
             reasons.add(row, f"{role} is null")
     return found
 
 
-def _chat(chat: pa.Scalar, row: int, role: str, reasons: Reasons) -> _Chat:
+def _chat(chat: pa.Array, row: int, role: str, reasons: Reasons) -> _Chat:
     try:
-        found: _Chat = chat.as_py()
-        return found
+        found: list[_Chat] = python_values(chat)
+        return found[0]
     except UnicodeDecodeError:
         reasons.add(row, f"{role} is not valid UTF-8")
-        return None
+    except OverflowError:
+        reasons.add(row, f"{role} has a date outside the years 1 to 9999")
+    return None
 
 
 def _parted(values: dict[str, list[_Chat]], side: str) -> tuple[list[_Chat], list[_Chat]]:
