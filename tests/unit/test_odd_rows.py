@@ -295,6 +295,16 @@ def test_what_opens_and_closes_a_chat_moves_no_border_of_its_loss(data: Path) ->
     assert tokenizer.decode(said[:-1]) == f"dog{EOS}"
 
 
+def test_an_eos_behind_the_users_words_is_not_learned(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    asked, said = {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}
+    write(data, "eos = 2", {"messages": [[asked, said], [asked, said, asked]]})
+    [block] = open_blocks(data).get([0])
+    whole, ends_open = (list(block.features["tokens"].row(row)) for row in (0, 1))
+    assert [(turn[-1], is_learned) for turn, is_learned in whole][-1] == (2, True)
+    assert [(turn[-1], is_learned) for turn, is_learned in ends_open if len(turn)][-1] == (2, False)
+
+
 def test_of_a_pair_that_is_alike_the_last_message_is_the_answer(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     asked, said = {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}

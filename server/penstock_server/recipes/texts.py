@@ -72,24 +72,33 @@ def _shared(chosen: list[Any], rejected: list[Any]) -> int:
 
 
 def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Recipe, name: str, reasons: Reasons) -> Lists:
-    """Chats, rendered and tokenized; what the assistant says is learned, but for what is in the prompt before them."""
+    """Chats, rendered and tokenized; what the assistant says is learned, but for what is in the prompt before them.
+
+    So is the EOS of a chat that the assistant ends.
+    """
     assert recipe.tokenizer
-    texts, spans = [], []
+    texts, spans, answered = [], [], []
     for row, chat in enumerate(messages):
         try:
             text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], recipe)
         except ChatError as error:
             reasons.add(row, f"{name} {error}")
-            text, learned = "", ()
+            text, learned, chat = "", (), None
         texts.append(text)
         spans.append(learned)
+        answered.append([message["role"] for message in chat or []][-1:] == ["assistant"])
     ids, turns = [], []
     opening, closing = _special(recipe.bos_id), _special(recipe.eos_id)
     for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, name)):
         if not len(tokens):
             reasons.add(row, f"{name} has no tokens")
         ids.append(tokens)
-        turns.append(np.concatenate([[len(opening) + runs[0]], runs[1:-1], [runs[-1] + len(closing)]]))
+        runs[0] += len(opening)
+        if answered[row] or runs[-1]:
+            runs[-1] += len(closing)
+        else:  # behind the user's words an EOS is not learned
+            runs[-2] += len(closing)
+        turns.append(runs)
     lists = joined([_every(opening, len(ids)), Lists(*_end_to_end(ids)), _every(closing, len(ids))])
     return Lists(lists.values, lists.lengths, _end_to_end(turns))
 

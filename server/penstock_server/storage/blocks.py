@@ -38,7 +38,7 @@ EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
-_FORMAT = 5  # of the stored blocks: a change here rebuilds them
+_FORMAT = 6  # of the stored blocks: a change here rebuilds them
 
 
 class Blocks:
