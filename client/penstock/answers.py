@@ -26,6 +26,7 @@ _REFUSALS: Mapping[str, type[PenstockError]] = {
 }
 
 _NOTHING = memoryview(b"")
+_LONGEST_AFTER_SECONDS = 3600.0
 
 
 class Fault(Exception):
@@ -108,9 +109,9 @@ def _share(problem: Mapping[str, str]) -> float:
 
 
 def _seconds(retry_after: str) -> float:
-    """The seconds that a Retry-After header asks for: a number of them, or a date."""
+    """The seconds that a Retry-After header asks for, a number of them or a date: an hour at most."""
     if retry_after.isascii() and retry_after.isdigit():
-        return float(retry_after)
+        return min(float(retry_after), _LONGEST_AFTER_SECONDS)
     with suppress(ValueError, OverflowError):
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+        return min(max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time()), _LONGEST_AFTER_SECONDS)
     return 0.0

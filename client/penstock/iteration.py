@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from inspect import GEN_CLOSED, getgeneratorstate
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 
 from penstock.errors import PenstockError
 from penstock.tensors import Batch
+
+_OTHER_THREAD = "another thread is taking a batch of this iteration: give each a dataset of its own."
 
 
 class Iteration(Iterator[Batch]):
@@ -30,16 +32,17 @@ class Iteration(Iterator[Batch]):
             if getgeneratorstate(self._batches) == GEN_CLOSED:
                 self._ended_by = type(error).__name__
             elif isinstance(error, ValueError):  # "generator already executing"
-                raise PenstockError(
-                    "another thread is taking a batch of this iteration: give each a dataset of its own."
-                ) from error
+                raise PenstockError(_OTHER_THREAD) from error
             if isinstance(error, PenstockError):
                 # Its message says all, and would stand below some twenty frames.
                 raise error.with_traceback(None) from error.__cause__
             raise
 
     def close(self) -> None:
-        """Stops the fetching, as dropping it does."""
-        if getgeneratorstate(self._batches) != GEN_CLOSED:
+        """Stops the fetching, as dropping it does. Raises PenstockError: another thread is taking a batch just now."""
+        state = getgeneratorstate(self._batches)
+        if state == GEN_RUNNING:
+            raise PenstockError(_OTHER_THREAD)
+        if state != GEN_CLOSED:
             self._ended_by = "close()"
         self._batches.close()

@@ -54,6 +54,8 @@ def test_a_second_thread_is_refused_and_ends_nothing() -> None:
     assert asked.wait(60)
     with pytest.raises(PenstockError, match="another thread is taking a batch of this iteration"):
         next(iteration)
+    with pytest.raises(PenstockError, match="another thread is taking a batch of this iteration"):
+        iteration.close()
     may_go_on.set()
     thread.join()
     assert [*given, *iteration] == [{"number": [1]}, {"number": [2]}]

@@ -26,6 +26,7 @@ from penstock import (
     VersionMismatch,
     WireError,
 )
+from penstock.answers import Fault, failure_of
 from penstock.transport import Transport
 
 
@@ -167,6 +168,13 @@ def test_a_server_that_asks_to_be_left_alone_gives_way_to_the_next_at_once(heade
     asked = header.replace("1", "3600").format(date=date)
     with server(response(b"", "503 Busy", f"Retry-After: {asked}")) as busy, server(response(b"here")) as idle:
         assert get(busy, idle, retry_seconds=60) == (b"here", 1)
+
+
+@pytest.mark.parametrize("asked", ["9" * 400, "Fri, 31 Dec 9999 23:59:59 GMT"])
+def test_no_server_is_left_alone_for_longer_than_an_hour(asked: str) -> None:
+    failure = failure_of("http://host", 503, {"Retry-After": asked}, b"")
+    assert isinstance(failure, Fault)
+    assert failure.after_seconds == 3600
 
 
 def test_a_busy_server_lives_so_retry_seconds_do_not_run() -> None:
