@@ -308,6 +308,16 @@ def test_what_was_asked_for_stays_so_though_it_becomes_the_latest_again(folder: 
     assert history.records()[-1].fingerprint == first.fingerprint
 
 
+def test_a_snapshot_that_a_disk_refused_to_note_is_noted_when_a_job_asks_for_it(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_bytes(b"in the way")
+    history = History(tmp_path / "notes")
+    history.add(open_snapshot(folder, None))
+    [known] = history.records()
+    (tmp_path / "notes").unlink()
+    history.touch(known.fingerprint)
+    assert History(tmp_path / "notes").records() == [known]
+
+
 @pytest.mark.parametrize("content", [{"some": "map"}, (), 7, None])
 def test_a_note_of_another_kind_is_none(folder: Path, tmp_path: Path, content: object) -> None:
     """As where a backup was put back under other names."""

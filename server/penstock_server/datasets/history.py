@@ -72,7 +72,7 @@ class History:
         record = Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe_key(snapshot.recipe), shards)
         self._records[record.fingerprint] = record
         path = self._path(record.fingerprint)
-        write_note(path, (_FORMAT, made_at_ns, record.num_rows, record.recipe, shards))
+        _write(path, record)
         with suppress(OSError):
             os.utime(path, ns=(made_at_ns, made_at_ns + was_asked_for))
             self._inodes[record.fingerprint] = path.stat().st_ino
@@ -83,8 +83,11 @@ class History:
         now = time.monotonic()
         if now - self._touched_at.get(fingerprint, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
             self._touched_at[fingerprint] = now
+            path, record = self._path(fingerprint), self._records.get(fingerprint)
+            if record and _inode(path) is None:  # a full disk refused it, or another server forgot it
+                _write(path, record)
             with suppress(OSError):
-                os.utime(self._path(fingerprint))
+                os.utime(path)
                 os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
 
     def _drop_oldest(self, latest: str) -> None:
@@ -125,6 +128,10 @@ def _inode(path: Path) -> int | None:
         return path.stat().st_ino
     except OSError:  # another server has removed it just now
         return None
+
+
+def _write(path: Path, record: Record) -> None:
+    write_note(path, (_FORMAT, record.made_at_ns, record.num_rows, record.recipe, record.shards))
 
 
 def _interned(shards: Iterable[ShardName]) -> tuple[ShardName, ...]:
