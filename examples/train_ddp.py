@@ -21,6 +21,8 @@ from train_gpt import TinyGPT, vocab_size_of
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # otherwise each rank's pinned memory would need a context on the first GPU, too
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     # Rank and world size come from the process group. A DistributedSampler would leave batches out: these are this rank's own.

@@ -23,6 +23,8 @@ from train_gpt import TinyGPT, vocab_size_of
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # otherwise each rank's pinned memory would need a context on the first GPU, too
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     shape = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
