@@ -74,29 +74,27 @@ async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run]
     headers, making = await in_thread(partial(_begin, request, in_flight, find))
     if making is None:
         return Response(status_code=304, headers=headers)
-    bodies = _bodies(request, making, in_thread)
     try:
-        made = [await anext(bodies)]
+        if not making.is_made:
+            await _load(making, in_thread, request)
     except BaseException:
         making.hold.release()
         raise
-    nbytes = len(made[0]) if making.run.is_one_chunk else making.nbytes
-    if nbytes is not None:
-        headers["Content-Length"] = str(nbytes)
+    if making.nbytes is not None:
+        headers["Content-Length"] = str(making.nbytes)
     if request.method == "HEAD":
-        await bodies.aclose()
         making.hold.release()
         head = Response(headers=headers, media_type=_media_type(making.run))
-        if nbytes is None:
+        if making.nbytes is None:
             del head.headers["Content-Length"]  # 0, if nobody says otherwise
         return head
-    return _HeldResponse(made, bodies, making, headers)
+    return _HeldResponse(_bodies(making, in_thread), making, headers)
 
 
 class _Making:
     """A run that is made chunk by chunk, in threads. It holds its bytes until `hold` is released.
 
-    `nbytes` is the length of the response, None where it depends on the rows, or is that of its only chunk.
+    `nbytes` is the length of the response; None where it depends on the rows, and until its only chunk is made.
     Raises Busy: there is no room for it now.
     """
 
@@ -145,6 +143,8 @@ class _Making:
             text = before + ",\n".join(as_json(self.chunk, blocks)) + (after if self.is_last else "")
             self._body = memoryview(text.encode())
         self.hold.measured(len(self._body))
+        if self.run.is_one_chunk:
+            self.nbytes = len(self._body)
 
     def take_body(self) -> memoryview:
         """The body of this chunk, which is the caller's to keep or drop."""
@@ -156,17 +156,15 @@ class _Making:
 class _HeldResponse(StreamingResponse):
     """A response that holds its bytes until the reader has them, leaves or fails."""
 
-    def __init__(
-        self, made: list[memoryview], rest: AsyncGenerator[memoryview, None], making: _Making, headers: dict[str, str]
-    ) -> None:
-        super().__init__(_chain(made, rest), media_type=_media_type(making.run), headers=headers)
-        self._rest, self._making = rest, making
+    def __init__(self, bodies: AsyncGenerator[memoryview, None], making: _Making, headers: dict[str, str]) -> None:
+        super().__init__(bodies, media_type=_media_type(making.run), headers=headers)
+        self._bodies, self._making = bodies, making
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The empty message that ends a stream is sent when all before it is on its way: a response in one piece would be
         # done, and release its bytes, while they are still in memory.
         try:
-            async with aclosing(self._rest):
+            async with aclosing(self._bodies):
                 if self._making.run.is_one_chunk:  # nobody need look whether the reader leaves: nothing more would be made
                     await self.stream_response(send)
                 else:
@@ -190,21 +188,21 @@ def _held_chunks(run: Run, nbytes: int | None) -> int:
     return 2 if nbytes is not None else 3  # one on its way and the next; without a length the first is copied, too
 
 
-async def _bodies(request: Request, making: _Making, in_thread: InThread) -> AsyncGenerator[memoryview, None]:
-    """The bodies of the chunks."""
-    streams = False  # from then on the response itself sees a client that leaves, and closes this generator
-    while True:
-        if not making.is_made:
-            await _load(request, making, in_thread, streams)
-        streams = True
-        yield making.take_body()
-        if making.is_last:
-            return
+async def _bodies(making: _Making, in_thread: InThread) -> AsyncGenerator[memoryview, None]:
+    """The bodies of the chunks, of which the first is made."""
+    yield making.take_body()
+    while not making.is_last:
         await in_thread(making.go_on)
+        if not making.is_made:
+            await _load(making, in_thread)
+        yield making.take_body()
 
 
-async def _load(request: Request, making: _Making, in_thread: InThread, streams: bool) -> None:
-    """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them."""
+async def _load(making: _Making, in_thread: InThread, request: Request | None = None) -> None:
+    """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them.
+
+    Raises ClientDisconnect: the client of `request` has left. While a response is sent, it sees that itself.
+    """
     chunk = making.chunk
     asked = await in_thread(partial(_requested, chunk))
     futures = [found for found in asked if isinstance(found, Future)]
@@ -215,7 +213,7 @@ async def _load(request: Request, making: _Making, in_thread: InThread, streams:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await is_over.wait()
-            if not is_over.is_set() and not streams and await request.is_disconnected():
+            if request is not None and not is_over.is_set() and await request.is_disconnected():
                 raise ClientDisconnect
         for future in futures:  # what a load raised is told while others are still being loaded
             if future.done() and (error := future.exception()):
@@ -257,12 +255,6 @@ def _requested(chunk: Chunk) -> list[Asked]:
     asked = chunk.request()
     chunk.read_ahead()
     return asked
-
-
-async def _chain(made: list[memoryview], rest: AsyncGenerator[memoryview, None]) -> AsyncGenerator[memoryview, None]:
-    yield made.pop()  # and so it is not held until the last has been sent
-    async for chunk in rest:
-        yield chunk
 
 
 def _media_type(run: Run) -> str:
