@@ -12,7 +12,7 @@ import logging
 import sys
 import termios
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 log = logging.getLogger("penstock.stalled")
@@ -20,39 +20,36 @@ log = logging.getLogger("penstock.stalled")
 STALLED_SECONDS = 300.0
 _LOOKS = 10  # in that time
 
+# Of each transport the bytes that are still to be sent, here and in the kernel, and since when they have been the same.
+_Unread = dict[asyncio.Transport, tuple[tuple[int, int], float]]
+
 
 async def cut_stalled(connections: Collection[Any], stalled_seconds: float) -> None:
     """For ever: cuts those of uvicorn's connections whose reader has taken nothing for so long."""
-    watch = StalledWatch(stalled_seconds)
+    unread: _Unread = {}
     while True:
         await asyncio.sleep(stalled_seconds / _LOOKS)
-        watch.look([connection.transport for connection in list(connections)])
+        unread = _look([connection.transport for connection in list(connections)], unread, stalled_seconds)
 
 
-class StalledWatch:
-    """Looks at transports now and then, and cuts those that had the same bytes to send for too long."""
-
-    def __init__(self, stalled_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stalled_seconds, self._clock = stalled_seconds, clock
-        self._since: dict[asyncio.Transport, tuple[tuple[int, int], float]] = {}
-
-    def look(self, transports: Collection[asyncio.Transport]) -> None:
-        """Cuts what has stalled. A transport that has nothing to send is not looked at: nobody waits for its reader."""
-        now, known, self._since = self._clock(), self._since, {}
-        for transport in transports:
-            num_bytes = transport.get_write_buffer_size()
-            if not num_bytes or transport.is_closing():
-                continue
-            unread = num_bytes, _in_kernel(transport)
-            before, since = known.get(transport, (unread, now))
-            if before != unread:
-                since = now
-            if now - since < self._stalled_seconds:
-                self._since[transport] = unread, since
-                continue
-            peer = transport.get_extra_info("peername")
-            log.warning("%s has read nothing for %.0f seconds; its connection is cut, it may ask again", peer, now - since)
-            transport.abort()
+def _look(transports: Collection[asyncio.Transport], known: _Unread, stalled_seconds: float) -> _Unread:
+    """Cuts what has stalled; the others that have something to send, for the next look."""
+    now, found = time.monotonic(), _Unread()
+    for transport in transports:
+        num_bytes = transport.get_write_buffer_size()
+        if not num_bytes or transport.is_closing():
+            continue
+        unread = num_bytes, _in_kernel(transport)
+        before, since = known.get(transport, (unread, now))
+        if before != unread:
+            since = now
+        if now - since < stalled_seconds:
+            found[transport] = unread, since
+            continue
+        peer = transport.get_extra_info("peername")
+        log.warning("%s has read nothing for %.0f seconds; its connection is cut, it may ask again", peer, now - since)
+        transport.abort()
+    return found
 
 
 def _in_kernel(transport: asyncio.Transport) -> int:
