@@ -12,7 +12,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
-from penstock_server.geometry.arrays import by_value
+from penstock_server.geometry.arrays import by_value, in_order
 from penstock_server.geometry.packing import Spans
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
@@ -108,9 +108,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
         numbers = len(loaded) + np.searchsorted(indices, spans.blocks)
         loaded += [LoadedBlock(member, index, found[index]) for index in indices]
         parts.append((spans.sequences, numbers, spans.rows, spans.starts, spans.stops))
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    order = np.argsort(columns[0], kind="stable")
-    return Sequences(count, loaded, Parts(*(column[order] for column in columns)), substituted)
+    return Sequences(count, loaded, Parts(*in_order(parts)), substituted)
 
 
 def _with_stand_ins(need: Need, blocks: dict[int, Block]) -> Spans:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.geometry.arrays import IntArray
+from penstock_server.geometry.arrays import IntArray, in_order
 from penstock_server.storage.block import ListColumn
 
 # Arrow's view of a binary. What has few bytes is held by the view itself; of others the first four are there, for who compares
@@ -87,7 +87,8 @@ class Pieces:
 
         Raises IndexError: a piece overlaps another, is not all in what it is of, or the body is longer than 2^31 - 1 bytes.
         """
-        sources, starts, sizes = self._whole(_in_order([*self._copies, *self._fills]), nbytes)
+        found = [*self._copies, *self._fills]
+        sources, starts, sizes = self._whole(found[0] if len(found) == 1 else _Copies(*in_order(found)), nbytes)
         memory = [*self._memory, _ZEROS]
         room = np.array([own.size for own in memory])
         others = [n for n, (there, here) in enumerate(self._types) if there != here or memory[n].size > _REACH]
@@ -123,17 +124,9 @@ class Pieces:
             gaps = zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True)
             cuts = np.array([at for first, last in gaps for at in range(first + _ZEROS.size, last, _ZEROS.size)])
             nothing = np.zeros_like(cuts)
-            return self._whole(_in_order([copies, _Copies(cuts, nothing, nothing, nothing)]), nbytes)
+            return self._whole(_Copies(*in_order([copies, _Copies(cuts, nothing, nothing, nothing)])), nbytes)
         some = np.flatnonzero(sizes)
         return sources[some], starts[some], sizes[some]
-
-
-def _in_order(copies: list[_Copies]) -> _Copies:
-    if len(copies) == 1:
-        return copies[0]
-    columns = [np.concatenate(column) for column in zip(*copies, strict=True)]
-    order = np.argsort(columns[0], kind="stable")
-    return _Copies(*(column[order] for column in columns))
 
 
 def _joined(memory: list[pa.Buffer], numbers: IntArray, starts: IntArray, sizes: IntArray) -> memoryview:

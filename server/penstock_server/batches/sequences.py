@@ -5,17 +5,17 @@ All is in columns: a run of batches has thousands of sequences, and an object ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.arrays import IntArray, begins_run, by_value
+from penstock_server.geometry.arrays import IntArray, begins_run, by_value, in_order
 from penstock_server.geometry.packing import STREAM
 from penstock_server.storage.block import Block, ListColumn, RowSpans, Turn
 
@@ -124,7 +124,7 @@ class Sequences:
         for number, mine in self._by_block:
             parts = self._row_spans(number, mine)
             found.append((mine[parts.spans], np.full(len(parts.spans), number), *parts[1:]))
-        at, blocks, rows, firsts, lasts = _in_order(found)
+        at, blocks, rows, firsts, lasts = in_order(found)
         return Documents(self._parts.sequences[at], blocks, rows, firsts, lasts)
 
     def documents_of(self, sequence: int) -> Documents:
@@ -181,7 +181,7 @@ class Sequences:
             else:
                 pieces = block.features[feature].cut(RowSpans(np.arange(len(mine)), rows, starts, stops))
             found.append((mine[pieces.spans], np.full(len(pieces.spans), number), *pieces[1:]))
-        at, blocks, starts, lengths, learned = _in_order(found)
+        at, blocks, starts, lengths, learned = in_order(found)
         if turn:
             of_turn = learned == (turn == "response")
             at, blocks, starts, lengths, learned = (column[of_turn] for column in (at, blocks, starts, lengths, learned))
@@ -230,13 +230,6 @@ class Sequences:
         [row_tokens] = own.block.row_lengths_of(np.array([row])).tolist()
         row_in_group = at.first_row + stored
         return Origin(own.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens, dataset_row)
-
-
-def _in_order(found: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray[Any]]:
-    """The columns of all blocks as one, sorted by the first column; what is equal there keeps its order."""
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
-    order = np.argsort(columns[0], kind="stable")
-    return [column[order] for column in columns]
 
 
 def _offsets(lines: IntArray, lengths: IntArray) -> IntArray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,13 @@ def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
     starts = np.flatnonzero(begins_run(in_order)).tolist()
     for start, stop in pairwise([*starts, len(values)]):
         yield int(in_order[start]), order[start:stop]
+
+
+def in_order(tables: Sequence[tuple[npt.NDArray[Any], ...]]) -> list[npt.NDArray[Any]]:
+    """The columns of all tables as one, sorted by the first column; what is equal there keeps its order."""
+    columns = [np.concatenate(column) for column in zip(*tables, strict=True)]
+    order = np.argsort(columns[0], kind="stable")
+    return [column[order] for column in columns]
 
 
 def begins_run(values: IntArray) -> npt.NDArray[np.bool_]:
