@@ -50,7 +50,7 @@ def served(plan: Plan, epoch: int) -> list[tuple[Identity, int, int]]:
             batch: dict[int, Identity] = {}
             for part in plan.spans(epoch, rank, [step]):
                 for line, block, row, first in zip(*(values.tolist() for values in part.spans[:4]), strict=True):
-                    batch.setdefault(line, (part.member, block, row, first))
+                    batch.setdefault(line, (plan.members.index(part.member), block, row, first))
             order += [(batch[line], step, rank) for line in range(plan.spec.batch_size)]
     return order
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock_server.batches.member import Member
-from penstock_server.batches.plan import Plan
+from penstock_server.batches.plan import MemberSpans, Plan
 from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
 from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.arrays import by_value, in_order
@@ -21,15 +20,6 @@ _CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grow
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a chunk takes from one member: the blocks, and the spans of its sequences in them."""
-
-    member: Member
-    blocks: list[int]
-    spans: Spans
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """Some batches of one rank and epoch that are made at a time."""
 
@@ -37,7 +27,7 @@ class Chunk:
     epoch: int
     rank: int
     steps: range
-    needs: list[Need]
+    needs: list[MemberSpans]
 
     def mapped(self) -> list[Block] | None:
         """The blocks of all needs, if all of them are mapped into memory already."""
@@ -76,11 +66,7 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
     size = -(-len(steps) // num_chunks)  # all of one size: a short last one would cost as much as the others
     for start in range(0, len(steps), size):
         some = steps[start : start + size]
-        needs = [
-            Need(plan.members[found.member], np.unique(found.spans.blocks).tolist(), found.spans)
-            for found in plan.spans(epoch, rank, some)
-        ]
-        yield Chunk(plan, epoch, rank, some, needs)
+        yield Chunk(plan, epoch, rank, some, plan.spans(epoch, rank, some))
 
 
 def load(chunk: Chunk) -> list[Block]:
@@ -111,7 +97,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
     return Sequences(count, loaded, Parts(*in_order(parts)), substituted)
 
 
-def _with_stand_ins(need: Need, blocks: dict[int, Block]) -> Spans:
+def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block]) -> Spans:
     """The spans with good rows in place of bad ones; the blocks that these are in are added."""
     if not any(blocks[index].bad for index in need.blocks):
         return need.spans

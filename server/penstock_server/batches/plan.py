@@ -34,9 +34,10 @@ _REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, also when the fold
 
 @dataclass(frozen=True, slots=True)
 class MemberSpans:
-    """What one member gives to some sequences; the spans' `sequences` count over all members."""
+    """What some batches take from one member: the blocks, and the spans in them, whose `sequences` count over all members."""
 
-    member: int
+    member: Member
+    blocks: list[int]
     spans: Spans
 
 
@@ -155,9 +156,11 @@ class Plan:
         """
         found = []
         for number, own_epoch, lines, positions in self._by_member(epoch, self.schedule.positions(steps, rank).reshape(-1)):
-            packing, order = self.members[number].epoch(own_epoch)
+            member = self.members[number]
+            packing, order = member.epoch(own_epoch)
             spans = packing.spans(*order.sequences(positions))
-            found.append(MemberSpans(number, spans._replace(sequences=lines[spans.sequences])))
+            spans = spans._replace(sequences=lines[spans.sequences])
+            found.append(MemberSpans(member, np.unique(spans.blocks).tolist(), spans))
         return found
 
     def read_ahead(self, epoch: int, rank: int, step: int) -> None:
