@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from penstock_server.geometry.arrays import starts_of
 from penstock_server.geometry.order import permute
 from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
@@ -126,7 +127,6 @@ def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons
 def _list_array(
     values: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int64], bad: npt.NDArray[np.bool_], dtype: str
 ) -> pa.LargeListArray:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(np.where(bad, 0, lengths), out=offsets[1:])
+    offsets = starts_of(np.where(bad, 0, lengths))
     kept = values[np.repeat(~bad, lengths)] if bad.any() else values
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(kept.astype(dtype, copy=False)), mask=pa.array(bad))
