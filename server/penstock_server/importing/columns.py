@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -189,18 +189,17 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 def wide_columns(table: pa.Table) -> frozenset[str]:
     """The columns of token lists in which an id is outside int32."""
     found = []
-    for field in table.schema:
-        if is_tokens(field.type) and not _fits(field.type.value_type):
-            bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in table.column(field.name).chunks]
-            lows, highs = ([b[end] for b in bounds if b[end] is not None] for end in ("min", "max"))
-            if lows and (min(lows) < _INT32[0] or max(highs) > _INT32[1]):
-                found.append(field.name)
+    for name in may_be_wide(table.schema):
+        bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in table.column(name).chunks]
+        lows, highs = ([b[end] for b in bounds if b[end] is not None] for end in ("min", "max"))
+        if lows and (min(lows) < _INT32[0] or max(highs) > _INT32[1]):
+            found.append(name)
     return frozenset(found)
 
 
-def may_be_wide(fields: Iterable[pa.Field]) -> list[str]:
+def may_be_wide(schema: pa.Schema) -> list[str]:
     """The columns of token lists whose type alone does not say that int32 holds them."""
-    return [field.name for field in fields if is_tokens(field.type) and not _fits(field.type.value_type)]
+    return [field.name for field in schema if is_tokens(field.type) and not _fits(field.type.value_type)]
 
 
 def _fits(integer: pa.DataType) -> bool:

@@ -36,7 +36,7 @@ class Delimited:
     """
 
     def __init__(
-        self, path: Path, columns: Sequence[str] | None, usual: str, delimiter: str | None = None, text: Sequence[str] = ()
+        self, path: Path, columns: Sequence[str] | None, usual: str, delimiter: str | None, text: Sequence[str]
     ) -> None:
         self.path = path
         self._columns = columns
