@@ -125,8 +125,14 @@ class Quarantine:
 
     def check(self) -> None:
         """Raises DatasetRefused: more rows are known to be bad than the recipe allows to substitute."""
-        if self._snapshot.recipe.on_bad_row == "substitute" and self.has_too_many:
-            raise too_many_bad_rows(self._snapshot, self.num_bad_rows)
+        snapshot, recipe = self._snapshot, self._snapshot.recipe
+        if recipe.on_bad_row == "substitute" and self.has_too_many:
+            name, num_bad = snapshot.folder.name, self.num_bad_rows
+            raise DatasetRefused(
+                f"{name}: {num_bad:,} of {snapshot.num_rows:,} rows ({num_bad / snapshot.num_rows:.2%}) are known to be bad, "
+                f"more than max_bad_share = {recipe.max_bad_share:g} allows to substitute. GET /v1/datasets/{name}/quarantine "
+                f"lists them. Mend the data, or raise max_bad_share in penstock.toml."
+            )
 
     @property
     def refusal(self) -> str | None:
@@ -146,13 +152,3 @@ class Quarantine:
     def has_too_many(self) -> bool:
         """Whether more rows than the recipe allows to substitute are known to be bad."""
         return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self._snapshot.num_rows
-
-
-def too_many_bad_rows(snapshot: Snapshot, num_bad: int) -> DatasetRefused:
-    """The refusal of a dataset whose bad rows are more than a few."""
-    name, share = snapshot.folder.name, num_bad / max(snapshot.num_rows, 1)
-    return DatasetRefused(
-        f"{name}: {num_bad:,} of {snapshot.num_rows:,} rows ({share:.2%}) are known to be bad, more than max_bad_share = "
-        f"{snapshot.recipe.max_bad_share:g} allows to substitute. GET /v1/datasets/{name}/quarantine lists them. Mend the "
-        f"data, or raise max_bad_share in penstock.toml."
-    )
