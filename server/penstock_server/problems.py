@@ -10,7 +10,7 @@ Problem
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
-├── Busy              503  the responses in flight take all the memory that they may
+├── Busy              503  not now: responses in flight take all the memory that they may, or new data is looked at
 ├── IndexNotReady     503  token counts that the packing needs are still being made
 ├── IndexFailed       500  token counts cannot be made
 └── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
