@@ -3,7 +3,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +66,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return reads
 
 
-def loading(blocks: Blocks, indices: Iterable[int]) -> list[Future[Block]]:
+def loading(blocks: Blocks, indices: Sequence[int]) -> list[Future[Block]]:
     """What is asked for, none of which is mapped."""
     asked = blocks.request(indices)
     futures = [future for future in asked if isinstance(future, Future)]
@@ -106,7 +106,7 @@ def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
     assert snapshot.blocks_per_group.tolist()[0] > 3
     assert snapshot.rows_per_block.sum() == 1000
     blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
-    found = blocks.get(reversed(range(snapshot.num_blocks)))[::-1]
+    found = blocks.get(range(snapshot.num_blocks)[::-1])[::-1]
     assert [block.num_rows for block in found] == snapshot.rows_per_block.tolist()
     assert len(count_reads) == snapshot.num_blocks
     if column == "tokens":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
@@ -65,9 +65,8 @@ class Blocks:
         identity = _identity_of(self._snapshot.shards[shard])
         return _digest([identity, sizes, self._identity, self._snapshot.recipe.validation])
 
-    def request(self, indices: Iterable[int]) -> list[Asked]:
+    def request(self, indices: Sequence[int]) -> list[Asked]:
         """The blocks at these indices, each in [0, num_blocks), or futures of them, which raise what `get` raises."""
-        indices = list(indices)
         asked = list[Asked]()
         for index, block in zip(indices, self._store.mapped([self._key(index) for index in indices]), strict=True):
             found = block or self._ask(index)
@@ -78,9 +77,8 @@ class Blocks:
             asked.append(found)
         return asked
 
-    def mapped(self, indices: Iterable[int]) -> list[Block] | None:
+    def mapped(self, indices: Sequence[int]) -> list[Block] | None:
         """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
-        indices = list(indices)
         blocks = [block for block in self._store.mapped([self._key(index) for index in indices]) if block]
         if len(blocks) < len(indices):
             return None
@@ -89,13 +87,12 @@ class Blocks:
                 self.quarantine.look_in(index, block)
         return blocks
 
-    def get(self, indices: Iterable[int], split: str = "all") -> list[Block]:
+    def get(self, indices: Sequence[int], split: str = "all") -> list[Block]:
         """The blocks at these indices, each in [0, num_blocks), with the rows of one split.
 
         Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable: its storage fails.
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
-        indices = list(indices)
         blocks = [found if isinstance(found, Block) else found.result() for found in self.request(indices)]
         for index, block in zip(indices, blocks, strict=True):
             self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
