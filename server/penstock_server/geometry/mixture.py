@@ -79,11 +79,11 @@ class Mixture:
 
     def __init__(self, mix: Mix) -> None:
         self._starts = np.array([phase.start for phase in mix.phases])
-        self._num_datasets = len(mix.datasets)
+        num_datasets = len(mix.datasets)
         self._periods = [_period(phase.shares) for phase in mix.phases]
-        self._before = [np.zeros(self._num_datasets, np.int64)]  # samples of each dataset in the phases before
+        self._before = [np.zeros(num_datasets, np.int64)]  # samples of each dataset in the phases before
         for period, (start, stop) in zip(self._periods, pairwise(self._starts.tolist()), strict=False):
-            of_phase = [period.num_before(i, stop - start) for i in range(self._num_datasets)]
+            of_phase = [period.num_before(i, stop - start) for i in range(num_datasets)]
             self._before.append(self._before[-1] + np.array(of_phase))
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
