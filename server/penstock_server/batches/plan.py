@@ -21,7 +21,7 @@ from penstock.wire import VERSION, Address, Layout
 from penstock.wording import counted
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor, tensors_of
-from penstock_server.geometry.arrays import IntArray
+from penstock_server.geometry.arrays import IntArray, by_value
 from penstock_server.geometry.length_order import LARGEST_WINDOW
 from penstock_server.geometry.mixture import Mixture, mixture_of
 from penstock_server.geometry.packing import Spans
@@ -192,13 +192,9 @@ class Plan:
             return [(0, epoch, np.arange(len(positions)), positions)]
         datasets, numbers = self.mixture.locate(epoch * self.schedule.num_positions + positions)
         parts = []
-        for member in np.unique(datasets).tolist():
-            lines = np.flatnonzero(datasets == member)
+        for member, lines in by_value(datasets):
             epochs, own = np.divmod(numbers[lines], self.sizes[member])
-            parts += [
-                (member, own_epoch, lines[epochs == own_epoch], own[epochs == own_epoch])
-                for own_epoch in np.unique(epochs).tolist()
-            ]
+            parts += [(member, own_epoch, lines[mine], own[mine]) for own_epoch, mine in by_value(epochs)]
         return parts
 
 
