@@ -50,10 +50,8 @@ class Settings:
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
         """Settings from flags, else from PENSTOCK_* variables, else the defaults. Raises SettingsError."""
-        known = {f.name: f for f in fields(cls)}
-        given = {
-            name: value for name in known if (value := flags.get(name) or environment.get(f"PENSTOCK_{name.upper()}") or None)
-        }
+        names = [f.name for f in fields(cls)]
+        given = {name: value for name in names if (value := flags.get(name) or environment.get(f"PENSTOCK_{name.upper()}"))}
         values: dict[str, Any] = {"cache_dir": default_cache_dir(), **given}
         problems = []
         if "data_dir" not in given:
