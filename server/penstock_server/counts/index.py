@@ -105,10 +105,10 @@ class Index:
                 self._bins[seq_len, split] = Counting(what, self._snapshot.num_blocks, make, lambda: [path()])
             return self._bins[seq_len, split]
 
-    def progress(self) -> tuple[int, int]:
-        """Blocks whose tokens are counted, and blocks in all."""
-        total = self._snapshot.num_blocks
-        return (total if self.lengths.is_ready else self.lengths.num_done), total
+    @property
+    def num_counted(self) -> int:
+        """Blocks whose tokens are counted."""
+        return self._snapshot.num_blocks if self.lengths.is_ready else self.lengths.num_done
 
     def mark_used(self) -> None:
         """A job uses the snapshot now: what is counted of it is not to be dropped. Done once a day."""

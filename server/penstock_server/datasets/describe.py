@@ -46,7 +46,7 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
         "blocks_bytes": served.blocks.expected_bytes(snapshot.nbytes) if tokens is None else tokens * token_bytes,
-        "index": dict(zip(("blocks_done", "blocks"), index.progress(), strict=True)),
+        "index": {"blocks_done": index.num_counted, "blocks": snapshot.num_blocks},
         "bad_rows": {
             "known": quarantine.num_bad_rows,
             "on_bad_row": snapshot.recipe.on_bad_row,
