@@ -63,9 +63,10 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that serves; the one that comes after it is started `delay_seconds` after it died, if that was soon.
+    """A process that serves. When it has died, another follows it: at once, or if it lived only shortly, after a delay.
 
-    `follows_at` is when, by the monotonic clock; None while it lives, as far as is known.
+    delay_seconds  that delay
+    follows_at     when the other is started, by the monotonic clock; None while this one lives, as far as is known
     """
 
     process: SpawnProcess

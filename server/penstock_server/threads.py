@@ -16,7 +16,7 @@ from anyio import CancelScope
 from starlette.concurrency import run_in_threadpool
 
 _T = TypeVar("_T")
-InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # gives what the function gives, which is called in a thread
+InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and gives what it returns
 
 _REMEMBERED_EPOCHS = 1000
 _two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # digests release the lock

@@ -194,6 +194,7 @@ class BlockStore:
         return missing
 
     def _still_wanted(self, group: Sequence[str], wanted: _Wanted) -> list[int]:
+        """The blocks of a row group that are wanted by now; if there is none, the row group is no longer being made."""
         with self._lock:
             wanted.is_made = bool(wanted.futures)
             self._end(group, wanted)
@@ -205,6 +206,7 @@ class BlockStore:
             del self._wanted[group[0]]
 
     def _take(self, wanted: _Wanted, number: int) -> Future[Block] | None:
+        """The future of a block, for the caller to answer; None: it was answered, or given up."""
         with self._lock:
             future = wanted.futures.pop(number, None)
             if future:
