@@ -15,9 +15,9 @@ from penstock.wire import Layout
 from penstock_server.batches.batch import _add, _write
 from penstock_server.batches.body import Place, Places
 from penstock_server.batches.pieces import Pieces
-from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
+from penstock_server.batches.sequences import LoadedBlock, Sequences
 from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.packing import STREAM
+from penstock_server.geometry.packing import STREAM, Spans
 from penstock_server.storage.block import Block, Feature, ListColumn, RowSpans
 
 Row = list[list[int]]  # turns: prompt, response, prompt, ...
@@ -116,7 +116,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
 
     assume(parts)
     loaded = [LoadedBlock(None, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
-    columns = Parts(*(np.array(column) for column in zip(*parts, strict=True)))
+    columns = Spans(*(np.array(column) for column in zip(*parts, strict=True)))
     sequences = Sequences(len(expected), loaded, columns, np.zeros(len(expected), np.bool_))
 
     def made(tensor: Tensor, width: int, dtype: str) -> Any:

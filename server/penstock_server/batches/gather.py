@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock_server.batches.plan import MemberSpans, Plan
-from penstock_server.batches.sequences import LoadedBlock, Parts, Sequences
+from penstock_server.batches.sequences import LoadedBlock, Sequences
 from penstock_server.batches.stand_ins import usable_rows
 from penstock_server.geometry.arrays import by_value, in_order
 from penstock_server.geometry.packing import Spans
@@ -82,7 +82,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
     count = len(chunk.steps) * chunk.plan.spec.batch_size
     substituted = np.zeros(count, np.bool_)
     loaded: list[LoadedBlock] = []
-    parts = []
+    parts: list[Spans] = []
     rest = iter(blocks)
     for need in chunk.needs:
         member, spans = need.member, need.spans
@@ -93,8 +93,8 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
         indices = sorted(found)
         numbers = len(loaded) + np.searchsorted(indices, spans.blocks)
         loaded += [LoadedBlock(member, index, found[index]) for index in indices]
-        parts.append((spans.sequences, numbers, spans.rows, spans.starts, spans.stops))
-    return Sequences(count, loaded, Parts(*in_order(parts)), substituted)
+        parts.append(spans._replace(blocks=numbers))
+    return Sequences(count, loaded, Spans(*in_order(parts)), substituted)
 
 
 def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block]) -> Spans:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.arrays import IntArray, begins_run, by_value, in_order
-from penstock_server.geometry.packing import STREAM
+from penstock_server.geometry.packing import STREAM, Spans
 from penstock_server.storage.block import Block, ListColumn, RowSpans, Turn
 
 _FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all at once
@@ -46,20 +46,6 @@ class LoadedBlock:
     member: Member
     index: int
     block: Block
-
-
-class Parts(NamedTuple):
-    """What sequences are made of, sequence by sequence, and in each in its order.
-
-    Part i is tokens [starts[i], stops[i]) of row rows[i] of the loaded block number blocks[i], cut at the row's end; of the
-    block's stream where the row is STREAM.
-    """
-
-    sequences: IntArray
-    blocks: IntArray
-    rows: IntArray
-    starts: IntArray
-    stops: IntArray
 
 
 class Runs(NamedTuple):
@@ -92,11 +78,14 @@ class Documents(NamedTuple):
 
 
 class Sequences:
-    """`count` sequences; `substituted`, shape [count], are those that stand in for bad rows."""
+    """`count` sequences, made of `spans`, sequence by sequence, whose blocks are numbered as in `loaded`.
 
-    def __init__(self, count: int, loaded: list[LoadedBlock], parts: Parts, substituted: npt.NDArray[np.bool_]) -> None:
+    `substituted`, shape [count], are those that stand in for bad rows.
+    """
+
+    def __init__(self, count: int, loaded: list[LoadedBlock], spans: Spans, substituted: npt.NDArray[np.bool_]) -> None:
         self.count, self.loaded, self.substituted = count, loaded, substituted
-        self._parts = parts
+        self._spans = spans
         self._found = dict[tuple[str, str | None, int], Runs]()
 
     def tokens(self, feature: str) -> list[ListColumn]:
@@ -105,7 +94,7 @@ class Sequences:
 
     def runs(self, tensor: Tensor) -> Runs:
         """What the lines of a tensor of tokens are made of; of a mask or a count, what the tokens are that it is about."""
-        # Parts are cut to length already, but one turn of them has a length of its own.
+        # Spans are cut to length already, but one turn of them has a length of its own.
         key = tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0
         # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
         if key not in self._found:
@@ -125,7 +114,7 @@ class Sequences:
             parts = self._row_spans(number, mine)
             found.append((mine[parts.spans], np.full(len(parts.spans), number), *parts[1:]))
         at, blocks, rows, firsts, lasts = in_order(found)
-        return Documents(self._parts.sequences[at], blocks, rows, firsts, lasts)
+        return Documents(self._spans.sequences[at], blocks, rows, firsts, lasts)
 
     def documents_of(self, sequence: int) -> Documents:
         """The documents of one sequence."""
@@ -149,17 +138,17 @@ class Sequences:
 
     def member(self, sequence: int) -> Member:
         """The dataset that a sequence is of."""
-        return self.loaded[int(self._parts.blocks[np.searchsorted(self._parts.sequences, sequence)])].member
+        return self.loaded[int(self._spans.blocks[np.searchsorted(self._spans.sequences, sequence)])].member
 
     def row(self, sequence: int) -> tuple[Block, int]:
         """The block and the row of a sequence of one row."""
-        at = int(np.searchsorted(self._parts.sequences, sequence))
-        return self.loaded[int(self._parts.blocks[at])].block, int(self._parts.rows[at])
+        at = int(np.searchsorted(self._spans.sequences, sequence))
+        return self.loaded[int(self._spans.blocks[at])].block, int(self._spans.rows[at])
 
     def rows(self) -> Iterator[tuple[Block, IntArray, IntArray]]:
         """Where each sequence is one row: the blocks, each with the sequences that are made of it and their rows in it."""
         for number, mine in self._by_block:
-            yield self.loaded[number].block, self._parts.sequences[mine], self._parts.rows[mine]
+            yield self.loaded[number].block, self._spans.sequences[mine], self._spans.rows[mine]
 
     def _runs_of(self, tensor: Tensor, sequence: int) -> slice:
         """Where the runs of one line stand among those of the tensor."""
@@ -167,16 +156,16 @@ class Sequences:
 
     @cached_property
     def _by_block(self) -> list[tuple[int, IntArray]]:
-        """The number of each block, and the parts that are of it."""
-        return list(by_value(self._parts.blocks))
+        """The number of each block, and the spans that are of it."""
+        return list(by_value(self._spans.blocks))
 
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
         if not turn and self._is_of_plain_rows(feature):
             return self._find_rows(feature)
         found = []
         for number, mine in self._by_block:
-            block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._parts[2:])
-            if rows[0] == STREAM:  # of one packing all parts are of the stream, or none is
+            block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._spans[2:])
+            if rows[0] == STREAM:  # of one packing all spans are of the stream, or none is
                 pieces = block.cut_stream(feature, starts, stops)
             else:
                 pieces = block.features[feature].cut(RowSpans(np.arange(len(mine)), rows, starts, stops))
@@ -185,7 +174,7 @@ class Sequences:
         if turn:
             of_turn = learned == (turn == "response")
             at, blocks, starts, lengths, learned = (column[of_turn] for column in (at, blocks, starts, lengths, learned))
-        lines = self._parts.sequences[at]
+        lines = self._spans.sequences[at]
         offsets = _offsets(lines, lengths)
         if longest:
             lengths = np.clip(longest - offsets, 0, lengths)
@@ -196,11 +185,11 @@ class Sequences:
 
     def _is_of_plain_rows(self, feature: str) -> bool:
         """Whether the sequences are rows without turns, or parts of such rows."""
-        return STREAM not in self._parts.rows and all(own.block.features[feature].turns is None for own in self.loaded)
+        return STREAM not in self._spans.rows and all(own.block.features[feature].turns is None for own in self.loaded)
 
     def _find_rows(self, feature: str) -> Runs:
         """The runs of sequences of rows without turns, in few steps a block: of a hundred blocks a run has a few rows each."""
-        sequences, blocks, rows, firsts, lasts = self._parts
+        sequences, blocks, rows, firsts, lasts = self._spans
         tokens = self.tokens(feature)
         if len(rows) < _FEW_ROWS * len(tokens):
             lists = [tokens[number] for number in blocks.tolist()]
@@ -218,7 +207,7 @@ class Sequences:
         return Runs(sequences, blocks, starts, lengths, np.ones(len(starts), np.bool_), _offsets(sequences, lengths))
 
     def _row_spans(self, number: int, mine: IntArray) -> RowSpans:
-        block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._parts[2:])
+        block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._spans[2:])
         if rows[0] == STREAM:
             return block.rows_of_stream(starts, stops)
         return RowSpans(np.arange(len(mine)), rows, starts, np.minimum(stops, block.row_lengths_of(rows)))
