@@ -30,7 +30,7 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
     """The frames of a chunk, one behind the other, from the blocks it needs. Raises what gather raises."""
     plan, sequences = chunk.plan, gather(chunk, blocks)
     texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
-    alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank, 0), chunk.steps, _layouts(plan, sequences, texts)))
+    alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, sequences, texts)))
     placed = [(tensor, Places([some.place(number) for some in alike])) for number, tensor in enumerate(plan.tensors)]
     pieces = Pieces()
     for tensor, places in placed:
@@ -53,7 +53,7 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     if not plan.has_fixed_shapes:
         return None
     layout = plan.largest_layout
-    heads = wire.Heads(plan.address(epoch, rank, 0), layout)
+    heads = wire.Heads(plan.address(epoch, rank), layout)
     return sum(len(some) * (len(heads.head(some[0])) + layout.nbytes) for some in of_one_width(steps))
 
 

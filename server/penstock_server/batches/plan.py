@@ -127,9 +127,9 @@ class Plan:
         """What fills a line behind its tokens."""
         return self.members[0].snapshot.recipe.pad_id
 
-    def address(self, epoch: int, rank: int, step: int) -> Address:
-        """The address that a frame of this plan carries."""
-        return Address(self.dataset, self.snapshot, self.spec.digest, epoch, rank, step)
+    def address(self, epoch: int, rank: int) -> Address:
+        """The address that the frames of an epoch and rank carry, each with its own step in place of 0."""
+        return Address(self.dataset, self.snapshot, self.spec.digest, epoch, rank, step=0)
 
     @cached_property
     def window_bytes(self) -> int:
