@@ -185,7 +185,7 @@ def _held_chunks(run: Run, nbytes: int | None) -> int:
     """How many chunks a response has in memory at most, while its reader is slow."""
     if run.is_one_chunk:
         return 1
-    return 2 if nbytes is not None else 3  # one on its way and the next; without a length the first is copied, too
+    return 2 if nbytes is not None else 3  # one on its way and the next; without a length uvicorn copies the first
 
 
 async def _bodies(making: _Making, in_thread: InThread) -> AsyncGenerator[memoryview, None]:
