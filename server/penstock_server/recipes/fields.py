@@ -53,7 +53,7 @@ class Field:
     @property
     def is_template(self) -> bool:
         """Whether its value is a text made from columns, rather than a column's own."""
-        return len(self.parts) > 1 or self.parts[0][0] != "" or self.parts[0][1] is None
+        return len(self.parts) > 1 or self.parts[0][0] != ""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -83,8 +83,7 @@ class Field:
             strings.append(pa.scalar(literal, pa.large_string()))
             if path:
                 strings.append(_as_text(_values(path, rows)))
-        joined = pc.binary_join_element_wise(*strings, pa.scalar("", pa.large_string()))
-        return joined if isinstance(joined, pa.Array) else pa.array([joined.as_py()] * rows.num_rows, pa.large_string())
+        return pc.binary_join_element_wise(*strings, pa.scalar("", pa.large_string()))
 
 
 def _resolve(name: str, schema: pa.Schema) -> _Path:
