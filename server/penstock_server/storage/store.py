@@ -214,14 +214,18 @@ class BlockStore:
             return future
 
     def _decode_once(self, group: Sequence[str], wanted: _Wanted, asked: list[int], decode: Decoder) -> None:
+        """Decodes a row group from its start, as far as need be, and hands out what is wanted of it.
+
+        Its other blocks are made and stored, too, if the cache can keep all of them.
+        """
         last, keeps, served = max(asked), True, False
 
         def needed(number: int) -> bool:
-            # Neighbours come along with what is wanted, never for its sake once it was forgotten.
             if number in asked and number in wanted.futures:
                 return True
-            # What is wanted since then and is stored is about to be mapped.
+            # No neighbours where all that was wanted has been given up.
             keeps_neighbours = keeps and (served or bool(wanted.futures))
+            # A stored block need not be made: whoever came to want it since is about to be given it from the cache.
             return (number in wanted.futures or keeps_neighbours) and not self.cache.has(group[number])
 
         batches = decode(needed)
