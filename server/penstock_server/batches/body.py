@@ -54,10 +54,8 @@ def alike_frames(address: wire.Address, steps: range, layouts: list[wire.Layout]
     of_step = dict(zip(steps, layouts, strict=True))
     for some in of_one_width(steps):
         for layout, alike in groupby(some, of_step.__getitem__):
-            first, *others = alike
-            own = range(first, first + (1 + len(others)) * steps.step, steps.step)
-            heads = wire.Heads(address, layout)
-            found = Alike(start, own, heads, layout, len(heads.head(first)))
+            own, heads = list(alike), wire.Heads(address, layout)
+            found = Alike(start, range(own[0], own[-1] + 1, steps.step), heads, layout, len(heads.head(own[0])))
             yield found
             start = found.stop
 
