@@ -24,6 +24,12 @@ def concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
     return np.arange(counts.sum()) + np.repeat(starts - starts_of(counts)[:-1], counts)
 
 
+def numbered(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Element by element of groups of `counts` elements: which group it is of, and its number there."""
+    groups = np.repeat(np.arange(len(counts)), counts)
+    return groups, np.arange(len(groups)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def find(starts: IntArray, slots: IntArray) -> IntArray:
     """In which run each slot lies; empty runs hold none."""
     return np.searchsorted(starts, slots, side="right") - 1

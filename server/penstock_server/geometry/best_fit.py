@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, starts_of
+from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, numbered, starts_of
 from penstock_server.geometry.packing import Spans
 
 _Words = npt.NDArray[np.uint32]
@@ -78,9 +78,8 @@ def pack(lengths: IntArray, seq_len: int) -> Bins:
 
 def _parts(lengths: IntArray, seq_len: int) -> tuple[IntArray, IntArray, IntArray]:
     """The documents, those that are too long in parts of seq_len and a rest."""
-    num_parts = -(-lengths // seq_len)
-    rows = np.repeat(np.arange(len(lengths)), num_parts)
-    firsts = (np.arange(len(rows)) - starts_of(num_parts)[rows]) * seq_len
+    rows, numbers = numbered(-(-lengths // seq_len))
+    firsts = numbers * seq_len
     return rows, firsts, np.minimum(firsts + seq_len, lengths[rows])
 
 

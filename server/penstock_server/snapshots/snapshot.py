@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.wording import counted
-from penstock_server.geometry.arrays import IntArray, find, starts_of
+from penstock_server.geometry.arrays import IntArray, find, numbered, starts_of
 from penstock_server.geometry.best_fit import pools_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place
@@ -76,8 +76,8 @@ class Snapshot:
         self._block_size, self.blocks_per_group = _split(rows, nbytes)
         self._first_block = starts_of(self.blocks_per_group)
         self.first_block_of_shard = self._first_block[self._first_group]
-        group = np.repeat(np.arange(len(rows)), self.blocks_per_group)
-        first_row = (np.arange(len(group)) - self._first_block[group]) * self._block_size[group]
+        group, number = numbered(self.blocks_per_group)
+        first_row = number * self._block_size[group]
         self.rows_per_block: IntArray = np.minimum(self._block_size[group], rows[group] - first_row)
         self._first_row = starts_of(self.rows_per_block)
         self.num_rows = int(self._first_row[-1])

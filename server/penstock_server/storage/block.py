@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.geometry.arrays import IntArray, starts_of
+from penstock_server.geometry.arrays import IntArray, numbered, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
 
@@ -88,7 +88,7 @@ class Feature:
         learned = np.ones(len(rows), np.bool_)
         if self.turns is not None:
             num_turns = self.turns.lengths_of(rows)
-            part, number = _counted(num_turns)
+            part, number = numbered(num_turns)
             sizes = self.turns.values[self.turns.starts[rows[part]] + number].astype(np.int64)
             ends = np.cumsum(sizes)
             ends -= np.concatenate([[0], ends])[np.cumsum(num_turns) - num_turns][part]  # each row's turns begin at 0
@@ -104,12 +104,6 @@ class Feature:
         _, starts, lengths, learned = self.cut(RowSpans(zero, at, zero, self.tokens.lengths_of(at)))
         turns = zip(starts.tolist(), lengths.tolist(), learned.tolist(), strict=True)
         return [(self.tokens.values[start : start + length].tolist(), is_learned) for start, length, is_learned in turns]
-
-
-def _counted(sizes: IntArray) -> tuple[IntArray, IntArray]:
-    """Element by element of groups of these sizes: which group it is of, and its number there."""
-    groups = np.repeat(np.arange(len(sizes)), sizes)
-    return groups, np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 @dataclass(frozen=True)
@@ -209,7 +203,7 @@ class Block:
     def rows_of_stream(self, starts: IntArray, stops: IntArray) -> RowSpans:
         """The rows that some tokens [starts[i], stops[i]) of the stream run over; rows without a token are left out."""
         first = np.searchsorted(self.stream, starts, side="right") - 1
-        spans, number = _counted(np.searchsorted(self.stream, stops, side="left") - first)
+        spans, number = numbered(np.searchsorted(self.stream, stops, side="left") - first)
         rows = first[spans] + number
         firsts = np.maximum(starts[spans] - self.stream[rows], 0)
         lasts = np.minimum(stops[spans], self.stream[rows + 1]) - self.stream[rows]
