@@ -231,10 +231,10 @@ def _when_all_are_there(futures: Sequence[Future[Block]]) -> asyncio.Event:
     kilobytes a request.
     """
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    left = count(len(futures) - 1, -1)
+    left = count(len(futures) - 1, -1)  # to be counted down by several threads: the next of it is nobody else's
 
     def answered(future: Future[Block]) -> None:
-        is_last = next(left) == 0  # in the thread that answers it
+        is_last = next(left) == 0
         if (is_last or future.cancelled() or future.exception()) and not loop.is_closed():
             loop.call_soon_threadsafe(is_over.set)
 
