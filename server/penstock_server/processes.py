@@ -55,7 +55,7 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
                 return first.process.exitcode or 1
             children += [_Child.start(settings, listener, seat) for seat in seats[1:]]
             while not _is_told_to_stop(stop, children):
-                children[:] = [child.followed(settings, listener) for child in children]
+                children = [child.followed(settings, listener) for child in children]
             return 0
         finally:
             _end(children)

@@ -67,7 +67,7 @@ class History:
         if records and records[0].fingerprint == snapshot.fingerprint:
             return
         was_asked_for = self._asked_for(snapshot.fingerprint)
-        made_at_ns = max([time.time_ns(), *(record.made_at_ns + 1 for record in records[:1])])
+        made_at_ns = max(time.time_ns(), records[0].made_at_ns + 1 if records else 0)
         shards = _interned((shard.path.name, shard.size_bytes, shard.digest) for shard in snapshot.shards)
         record = Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe_key(snapshot.recipe), shards)
         self._records[record.fingerprint] = record
