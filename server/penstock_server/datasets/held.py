@@ -89,6 +89,13 @@ class Held:
         )
 
     def _make(self, record: Record, serve: Callable[[Snapshot], Served]) -> Served:
+        """An older snapshot, made in the first of three ways that leads to it.
+
+        As it was served before, if shards and recipe are still the same; by the folder's recipe, if that gives the snapshot;
+        by the recipe that it was served with.
+
+        Raises SnapshotGone: there is none.
+        """
         former, shards = self.former.get(record.fingerprint), tuple(self.shards[name] for name, _, _ in record.shards)
         if former and former.snapshot.recipe is self.recipe and former.snapshot.shards == shards:
             return former
