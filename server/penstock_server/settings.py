@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +60,12 @@ class Settings:
         for name in ("data_dir", "tokenizer", "cache_dir"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
-
-        def refuse(name: str, wanted: str) -> None:
-            said = f"--{name.replace('_', '-')}" if flags.get(name) else f"PENSTOCK_{name.upper()}"
-            problems.append(f"{said} must be {wanted}, not {given[name]!r}")
-
-        if "port" in values:
-            values["port"] = _number(values["port"], {"": 1})
-            if values["port"] is None or values["port"] > 65_535:
-                refuse("port", "a whole number from 0 (any free port) to 65,535")
-        for name in [name for name in ("cache_bytes", "inflight_bytes") if name in values]:
-            values[name] = byte_count(values[name])
-            if values[name] is None:
-                refuse(name, "a number such as 500000000 or 200GB")
-        if "processes" in values:
-            values["processes"] = _number(values["processes"], {"": 1})
-            if not 1 <= (values["processes"] or 0) <= _MOST_PROCESSES:
-                refuse("processes", f"a whole number from 1 to {_MOST_PROCESSES}")
-        if "poll_seconds" in values:
-            values["poll_seconds"] = _seconds(values["poll_seconds"])
-            if values["poll_seconds"] is None:
-                refuse("poll_seconds", "a number such as 30, or 0 for never")
+        for name, (parse, wanted) in _NUMBERS.items():
+            if name in given:
+                values[name] = parse(given[name])
+                if values[name] is None:
+                    said = f"--{name.replace('_', '-')}" if flags.get(name) else f"PENSTOCK_{name.upper()}"
+                    problems.append(f"{said} must be {wanted}, not {given[name]!r}")
         if problems:
             raise SettingsError("\n".join(problems))
         return cls(**values)
@@ -105,6 +91,11 @@ def byte_count(text: str) -> int | None:
     return _number(text, _UNITS)
 
 
+def _whole_number(text: str, least: int, most: int) -> int | None:
+    number = _number(text, {"": 1})
+    return number if number is not None and least <= number <= most else None
+
+
 def _number(text: str, units: Mapping[str, int]) -> int | None:
     found = re.fullmatch(r"(\d+)(?:\.(\d+))? *([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
     if not found or found[3].upper() not in units or (found[2] and not found[3]):
@@ -118,3 +109,13 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         return None
     return seconds if 0 <= seconds < math.inf else None
+
+
+# The settings that are numbers: how each is read from a text, None if that is no such number, and what it must be.
+_NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
+    "port": (partial(_whole_number, least=0, most=65_535), "a whole number from 0 (any free port) to 65,535"),
+    "cache_bytes": (byte_count, "a number such as 500000000 or 200GB"),
+    "inflight_bytes": (byte_count, "a number such as 500000000 or 200GB"),
+    "processes": (partial(_whole_number, least=1, most=_MOST_PROCESSES), f"a whole number from 1 to {_MOST_PROCESSES}"),
+    "poll_seconds": (_seconds, "a number such as 30, or 0 for never"),
+}
