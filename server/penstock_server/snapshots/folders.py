@@ -139,12 +139,12 @@ def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | Non
     return Sight(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
 
 
-def is_quiet(date: Date, seconds: float | None = None) -> bool:
-    """Whether a file was last written to some time before `seconds`, since the epoch; by default before now.
+def is_quiet(date: Date, seconds: float) -> bool:
+    """Whether a file was last written to some time before `seconds`, since the epoch.
 
     A date in the future says nothing of when the file was written, so such a file is not quiet.
     """
-    return date.mtime_ns / 1e9 + QUIET_SECONDS <= (time.time() if seconds is None else seconds)
+    return date.mtime_ns / 1e9 + QUIET_SECONDS <= seconds
 
 
 def _texts(value: object) -> Iterator[str]:
