@@ -14,7 +14,7 @@ from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.counts.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.shard import Shard
+from penstock_server.snapshots.shard import Date, Shard
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -41,10 +41,7 @@ def _snapshot(name: str, geometry: Geometry) -> Snapshot:
     shards = [
         Shard(
             path=Path(f"{name}-{number:05}.parquet"),
-            size_bytes=1,
-            mtime_ns=0,
-            inode=0,
-            ctime_ns=0,
+            date=Date(1, 0, 0, 0),
             digest=f"{number:032x}",
             rows_per_group=tuple(rows),
             bytes_per_group=(1 << 20,) * len(rows),

@@ -94,7 +94,7 @@ def test_only_what_changed_is_opened_and_a_new_date_on_the_same_content_keeps_th
         after = read(data, Footers(data, note))
     assert set(names) == {"part-000.parquet", "part-001.parquet", "part-003.parquet"}
     assert after.shards[0].digest == before.shards[0].digest
-    assert after.shards[0].mtime_ns == before.shards[0].mtime_ns + 1
+    assert after.shards[0].date.mtime_ns == before.shards[0].date.mtime_ns + 1
     assert after.shards[1].digest != before.shards[1].digest
     assert after.num_rows == 30 + 2 + 1
 
@@ -153,7 +153,7 @@ def test_a_shard_that_is_written_to_and_given_its_old_date_is_noticed(data: Path
         path.write_bytes((data / ".part").read_bytes())
         os.utime(path, ns=(HOUR_AGO_NS, HOUR_AGO_NS))
         shard = read(data, Footers(data, note), settled=True).shards[0]
-        assert (shard.mtime_ns, shard.token_range) == (HOUR_AGO_NS, (1, ids[-1]))
+        assert (shard.date.mtime_ns, shard.token_range) == (HOUR_AGO_NS, (1, ids[-1]))
 
 
 def test_columns_of_a_file_that_may_yet_be_written_to_are_not_remembered(data: Path, still: None) -> None:
@@ -193,7 +193,7 @@ def test_a_damaged_note_is_dropped_and_made_again(data: Path, note: Path, caplog
 def test_a_note_of_another_version_or_recipe_says_nothing(data: Path, note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(data, Footers(data, note))
     with opened() as names:
-        monkeypatch.setattr(footers_module, "_VERSION", (0, footers_module._VERSION[1]))
+        monkeypatch.setattr(footers_module, "_VERSION", (0, *footers_module._VERSION[1:]))
         read(data, Footers(data, note))
         assert len(set(names)) == 3
         names.clear()

@@ -44,7 +44,7 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "tokens": tokens,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
-        "size_bytes": sum(shard.size_bytes for shard in snapshot.shards),
+        "size_bytes": sum(shard.date.size_bytes for shard in snapshot.shards),
         "blocks_bytes": served.blocks.expected_bytes(snapshot.nbytes) if tokens is None else tokens * token_bytes,
         "index": {"blocks_done": index.num_counted, "blocks": snapshot.num_blocks},
         "bad_rows": {

@@ -107,7 +107,7 @@ class Held:
             raise self._gone(record.fingerprint, _OTHER_RECIPE)
         # What is known of its shards is by its own recipe; only their dates may be new.
         pairs = zip(former.snapshot.shards, shards, strict=True)
-        own = [replace(shard, mtime_ns=now.mtime_ns, inode=now.inode, ctime_ns=now.ctime_ns) for shard, now in pairs]
+        own = [replace(shard, date=now.date) for shard, now in pairs]
         return serve(Snapshot(former.snapshot.folder, own, former.snapshot.recipe))
 
     def _gone(self, fingerprint: str, reason: str) -> SnapshotGone:
@@ -151,6 +151,6 @@ def _reason(record: Record, shards: Mapping[str, Shard], has_recipe: bool) -> st
         shard = shards.get(name)
         if shard is None:
             return f"{name} was removed"
-        if (shard.size_bytes, shard.digest) != (size_bytes, digest):
+        if (shard.date.size_bytes, shard.digest) != (size_bytes, digest):
             return f"{name} was rewritten"
     return None if has_recipe else _OTHER_RECIPE

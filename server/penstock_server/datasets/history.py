@@ -68,7 +68,7 @@ class History:
             return
         was_asked_for = self._asked_for(snapshot.fingerprint)
         made_at_ns = max(time.time_ns(), records[0].made_at_ns + 1 if records else 0)
-        shards = _interned((shard.path.name, shard.size_bytes, shard.digest) for shard in snapshot.shards)
+        shards = _interned((shard.path.name, shard.date.size_bytes, shard.digest) for shard in snapshot.shards)
         record = Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe_key(snapshot.recipe), shards)
         self._records[record.fingerprint] = record
         path = self._path(record.fingerprint)

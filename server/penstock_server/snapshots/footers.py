@@ -26,7 +26,7 @@ _FORMAT = 1  # of the note: to be raised when a field of Shard comes to mean som
 _THREADS = 16  # waiting for disks, not for cores
 # All fields travel, in their order, and a note with other fields or other types of them is dropped.
 _FIELDS = tuple(f for f in fields(Shard) if f.name != "path")
-_VERSION = (_FORMAT, tuple((f.name, str(f.type)) for f in _FIELDS))
+_VERSION = (_FORMAT, Date._fields, tuple((f.name, str(f.type)) for f in _FIELDS))
 
 
 class Footers:
@@ -93,7 +93,7 @@ def _load(folder: Path, note: Path) -> _Known:
     kept = read_note(note)
     if kept is None or kept["version"] != _VERSION:
         return _Known()
-    shards = {name: Shard(folder / name, *values) for name, values in kept["shards"].items()}
+    shards = {name: Shard(folder / name, Date(*date), *values) for name, (date, *values) in kept["shards"].items()}
     schema = None
     if kept["schema"]:
         name, date, serialized = kept["schema"]

@@ -44,7 +44,7 @@ class Date(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One Parquet file as its footer describes it.
+    """One Parquet file as its footer describes it, and the date that it had then.
 
     `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for
     byte, and yet other tokens. Of the columns that the recipe reads, `bytes_per_group[g]` is the size in row group g,
@@ -53,20 +53,12 @@ class Shard:
     """
 
     path: Path
-    size_bytes: int
-    mtime_ns: int
-    inode: int
-    ctime_ns: int
+    date: Date
     digest: str
     rows_per_group: tuple[int, ...]
     bytes_per_group: tuple[int, ...]
     null_rows: tuple[int, ...]
     token_range: tuple[int, int] | None
-
-    @property
-    def date(self) -> Date:
-        """The date of the file when it was read."""
-        return Date(self.size_bytes, self.mtime_ns, self.inode, self.ctime_ns)
 
 
 def read_shard(path: Path, recipe: Recipe) -> Shard:
@@ -84,10 +76,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     return Shard(
         path=path,
-        size_bytes=date.size_bytes,
-        mtime_ns=date.mtime_ns,
-        inode=date.inode,
-        ctime_ns=date.ctime_ns,
+        date=date,
         digest=digest,
         rows_per_group=tuple(g.num_rows for g in groups),
         bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
@@ -129,7 +118,7 @@ def shard_changed(shard: Shard) -> bool:
         if date == shard.date:
             return False
         with open_file(shard.path) as file:
-            return date.size_bytes != shard.size_bytes or _file_digest(file, date.size_bytes) != shard.digest
+            return date.size_bytes != shard.date.size_bytes or _file_digest(file, date.size_bytes) != shard.digest
     except FileNotFoundError:
         return True
 

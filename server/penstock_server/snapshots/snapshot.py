@@ -86,7 +86,7 @@ class Snapshot:
         self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
         content = {
             "version": 1,
-            "shards": [[s.path.name, s.size_bytes, s.digest] for s in self.shards],
+            "shards": [[s.path.name, s.date.size_bytes, s.digest] for s in self.shards],
             **_part_of_recipe(recipe),
         }
         self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -211,4 +211,4 @@ def _digest(parts: list[Any]) -> str:
 
 def _identity_of(shard: Shard) -> list[str | int]:
     # By path and date too: the shard's digest is of samples.
-    return [str(shard.path.absolute()), shard.size_bytes, shard.mtime_ns, shard.digest]
+    return [str(shard.path.absolute()), shard.date.size_bytes, shard.date.mtime_ns, shard.digest]
