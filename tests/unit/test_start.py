@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.context import ForkContext, ForkServerContext
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from penstock.start import SharedStart, Stretch
 from penstock.state import Position
 
 RESUMED = Stretch(position=Position(epoch=2, offset=100, step=7), num_steps=50)
+# The second pickles what a process is given, as spawn does, and does not import torch anew for each.
+CONTEXTS = [get_context("fork"), get_context("forkserver")]
 
 
 def worker(first: int, loader_seed: int) -> Worker:
@@ -102,8 +104,8 @@ def test_a_round_that_fails_before_its_first_batch_takes_nothing(seeds: tuple[in
     assert not take(start, 3, None)
 
 
-@pytest.mark.parametrize("context", [get_context("fork"), get_context("spawn")], ids=["fork", "spawn"])
-def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContext | SpawnContext) -> None:
+@pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
+def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContext | ForkServerContext) -> None:
     """As one that evaluates does, on the dataset that another process trains on."""
     start = SharedStart(RESUMED)
     other = context.Process(
@@ -116,6 +118,7 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
 
 def _loops(dataset: IterableDataset[int], start: SharedStart, told: Connection) -> None:
     """What a process that did not make the start sees of two rounds of its own workers."""
+    get_context("forkserver").set_forkserver_preload(["penstock.start"])  # the server of this process, not of the tests
     told.send(([[bool(given) for given in DataLoader(dataset, batch_size=None, num_workers=2)] for _ in range(2)],
                start.is_with_workers))  # fmt: skip
 
@@ -133,8 +136,8 @@ class _Rounds(IterableDataset[int]):
         yield int(is_ours)
 
 
-@pytest.mark.parametrize("context", [get_context("fork"), get_context("spawn")], ids=["fork", "spawn"])
-def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: ForkContext | SpawnContext) -> None:
+@pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
+def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: ForkContext | ForkServerContext) -> None:
     start = SharedStart(RESUMED)
     here, there = context.Pipe()
     other = context.Process(target=_loops, args=(_Rounds(start), start, there))
