@@ -51,6 +51,7 @@ def pages(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or the body would wait 40 ms for the client to acknowledge the headers
 
         def do_GET(self) -> None:
             status, body = answer(self.path.partition("?")[0])

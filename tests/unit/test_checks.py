@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from answering import pages
 from penstock import __version__, wire
 from penstock.commands import data_checks, machine_checks
 from penstock.commands.check import Check, size
@@ -22,31 +21,18 @@ from penstock.commands.machine_checks import check_machine
 from penstock.transport import Transport
 
 
-@contextmanager
-def answering(greeting: Mapping[str, Any], delay_seconds: float = 0.0, clock_ahead_seconds: float = 0.0) -> Iterator[str]:
+def greeter(
+    greeting: Mapping[str, Any], delay_seconds: float = 0.0, clock_ahead_seconds: float = 0.0
+) -> AbstractContextManager[str]:
     """A server that only greets."""
 
-    class Greeter(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(path: str) -> tuple[int, bytes]:
+        time.sleep(delay_seconds)
+        if path != "/healthz":
+            return 404, b"{}"
+        return 200, json.dumps({"time": time.time() + clock_ahead_seconds, **greeting}).encode()
 
-        def do_GET(self) -> None:
-            time.sleep(delay_seconds)
-            found = self.path == "/healthz"
-            body = json.dumps({"time": time.time() + clock_ahead_seconds, **greeting} if found else {}).encode()
-            self.send_response(200 if found else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Greeter) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    return pages(answer)
 
 
 GOOD = {"status": "ok", "version": __version__, "wire": wire.VERSION}
@@ -64,29 +50,29 @@ def found(url: str) -> dict[str, Check]:
 
 
 def test_versions_are_compared() -> None:
-    with answering(GOOD) as url:
+    with greeter(GOOD) as url:
         assert found(url)["server"] == Check(
             "ok", "server", f"penstock {__version__}, wire version {wire.VERSION}, the same as here"
         )
-    with answering({**GOOD, "version": "9.1"}) as url:
+    with greeter({**GOOD, "version": "9.1"}) as url:
         older = found(url)["server"]
         assert (older.level, older.text) == ("warn", f"penstock 9.1 there, {__version__} here")
-    with answering({**GOOD, "version": "9.1", "wire": 7}) as url:
+    with greeter({**GOOD, "version": "9.1", "wire": 7}) as url:
         other = found(url)["server"]
         assert (other.level, other.fix) == ("fail", "install the same penstock on both")
         assert f"wire version 7, penstock {__version__} here speaks version {wire.VERSION}" in other.text
-    with answering({"status": "ok"}) as url:
+    with greeter({"status": "ok"}) as url:
         assert found(url)["server"].text.startswith("penstock of unknown version there")
 
 
 def test_a_server_without_data_fails() -> None:
-    with answering(GOOD) as url:
+    with greeter(GOOD) as url:
         assert found(url)["data"].level == "fail"
 
 
 def test_a_clock_that_is_wrong_is_told_with_its_direction() -> None:
     for seconds, where, level in ((3600.0, "ahead of", "warn"), (-60.0, "behind", "warn"), (2.0, "ahead of", "ok")):
-        with answering(GOOD, clock_ahead_seconds=seconds) as url:
+        with greeter(GOOD, clock_ahead_seconds=seconds) as url:
             clock = found(url)["clock"]
         assert clock.level == level
         assert f"s {where} this one" in clock.text
@@ -94,7 +80,7 @@ def test_a_clock_that_is_wrong_is_told_with_its_direction() -> None:
 
 
 def test_a_long_way_bounds_what_can_come() -> None:
-    with answering(GOOD, delay_seconds=0.08) as url:
+    with greeter(GOOD, delay_seconds=0.08) as url:
         latency = found(url)["latency"]
     assert latency.level == "warn"
     assert "MB/s is the most that can come" in latency.text
