@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -124,8 +123,8 @@ def test_it_comes_home_once_home_lives_again(monkeypatch: pytest.MonkeyPatch, ca
 def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 1.0)
     monkeypatch.setattr(penstock.servers, "uniform", lambda *_: 1.0)
+    now = 0.0
     asked = Counter[str]()
     lives = threading.Event()
 
@@ -139,12 +138,17 @@ def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_i
             return b"".join(transport.get_some("/", lambda body: [bytes(body)]))
 
         with closing(Transport([first, second], retry_seconds=9)) as transport:
+            transport._servers._clock = lambda: now
             assert transport.get("/", bytes) == b"away"
-            time.sleep(1.1)
+            now = 29.0
+            assert (some(), asked["/healthz"]) == (b"away", 0)
+            now = 31.0
             assert [some() for _ in range(5)] == [b"away"] * 5
             assert asked["/healthz"] == 1  # it is away for twice as long from here on
             lives.set()
-            time.sleep(2.1)
+            now = 90.0
+            assert some() == b"away"
+            now = 92.0
             assert some() == b"home"
 
 
