@@ -9,6 +9,7 @@ import numpy as np
 from penstock.audit.reading import IntArray
 
 NONE: IntArray = np.empty((0, 2), np.int64)
+_LOWEST, _HIGHEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> IntArray:
@@ -36,14 +37,12 @@ def runs_of(numbers: IntArray) -> IntArray:
 
 def clip(found: IntArray, start: int, stop: int) -> IntArray:
     """What of the intervals lies in [start, stop)."""
-    clipped = np.clip(found, start, stop)
-    inside: IntArray = clipped[clipped[:, 0] < clipped[:, 1]]
-    return inside
+    return not_empty(np.clip(found, start, stop))
 
 
 def covered(found: IntArray, times: int = 1) -> IntArray:
     """Where at least so many of the intervals overlap: sorted, disjoint, and as few as possible."""
-    borders, where = np.unique(found.reshape(-1), return_inverse=True)
+    borders, where = np.unique(found, return_inverse=True)
     begun = np.zeros(len(borders), np.int64)  # intervals that begin at a border, less those that end there
     np.add.at(begun, where.reshape(-1), np.tile(np.array([1, -1]), len(found)))
     changes = np.diff((np.cumsum(begun) >= times).astype(np.int8), prepend=0)
@@ -52,17 +51,11 @@ def covered(found: IntArray, times: int = 1) -> IntArray:
 
 def without(found: IntArray, others: IntArray) -> IntArray:
     """What of the intervals none of the others holds; sorted, disjoint."""
-    inside, outside = covered(found), covered(others)
-    borders = np.unique(np.concatenate([inside.reshape(-1), outside.reshape(-1)]))
-    kept = _holds(inside, borders) & ~_holds(outside, borders)
-    changes = np.diff(kept.astype(np.int8), prepend=0)
-    return np.stack([borders[changes == 1], borders[changes == -1]], axis=1)
+    between = np.concatenate([[_LOWEST], covered(others).reshape(-1), [_HIGHEST]]).reshape(-1, 2)
+    return covered(join([covered(found), between]), 2)
 
 
-def _holds(found: IntArray, numbers: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which of the numbers lie in sorted, disjoint intervals."""
-    if not len(found):
-        return np.zeros(len(numbers), np.bool_)
-    at = np.searchsorted(found[:, 0], numbers, side="right") - 1
-    held: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = (at >= 0) & (numbers < found[at, 1])
-    return held
+def not_empty(found: IntArray) -> IntArray:
+    """The intervals that hold a number."""
+    kept: IntArray = found[found[:, 0] < found[:, 1]]
+    return kept

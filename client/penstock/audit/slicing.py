@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.audit.intervals import join, not_empty
 from penstock.audit.reading import IntArray
 from penstock.ledger import Begin
 from penstock.skip import Ranges, before, behind, kept
@@ -69,8 +70,7 @@ class Slicing:
         `runs` are half-open ranges of steps of each rank, shape [runs, 2], sorted and disjoint. What tail=wrap repeats from the
         epoch's start is left out. As few intervals as possible where all ranks have a step, else some for each step.
         """
-        numbers = [self._numbers(*group) for group in self._groups(runs)]
-        return self._unskipped(np.concatenate(numbers)) if numbers else np.empty((0, 2), np.int64)
+        return self._unskipped(join([self._numbers(*group) for group in self._groups(runs)]))
 
     @property
     def _num_samples(self) -> int:
@@ -82,7 +82,7 @@ class Slicing:
 
     def _groups(self, runs: Mapping[int, IntArray]) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:
         """Neighbouring ranks that have steps in common: arrays of step, stop, rank, last rank + 1; half-open."""
-        borders = np.unique(np.concatenate([np.empty(0, np.int64), *(run.reshape(-1) for run in runs.values())]))
+        borders = np.unique(join([*runs.values()]))
         for at in range(0, len(borders) - 1, _RUNS_AT_ONCE):
             starts, stops = borders[at : at + _RUNS_AT_ONCE], borders[at + 1 : at + 1 + _RUNS_AT_ONCE]
             starts = starts[: len(stops)]
@@ -105,7 +105,7 @@ class Slicing:
         edges = np.stack([ranks[~is_all], ends[~is_all]], axis=1) * self.batch_size
         parts = (steps * self.per_step)[:, None] + np.repeat(edges, sizes, axis=0)
         numbers = np.minimum(np.concatenate([whole, parts]) + self._first, self._num_samples)
-        return _not_empty(numbers)
+        return not_empty(numbers)
 
     def _unskipped(self, numbers: IntArray) -> IntArray:
         """Positions of samples: an interval that goes over skipped ones is several."""
@@ -121,14 +121,9 @@ class Slicing:
         found = np.stack(
             [np.maximum(numbers[which, 0] + shift, starts[run]), np.minimum(numbers[which, 1] + shift, stops[run])], axis=1
         )
-        return _not_empty(found)
+        return not_empty(found)
 
 
 def _concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
     """[starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ...], counts[i] numbers from each starts[i]."""
     return np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
-
-
-def _not_empty(intervals: IntArray) -> IntArray:
-    found: IntArray = intervals[intervals[:, 0] < intervals[:, 1]]
-    return found
