@@ -82,7 +82,7 @@ class Slicing:
 
     def _groups(self, runs: Mapping[int, IntArray]) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:
         """Neighbouring ranks that have steps in common: arrays of step, stop, rank, last rank + 1; half-open."""
-        borders = np.unique(join([*runs.values()]))
+        borders, _ = np.unique(join([*runs.values()]), return_inverse=True)  # else numpy hashes: a hundred times slower here
         for at in range(0, len(borders) - 1, _RUNS_AT_ONCE):
             starts, stops = borders[at : at + _RUNS_AT_ONCE], borders[at + 1 : at + 1 + _RUNS_AT_ONCE]
             starts = starts[: len(stops)]
