@@ -33,17 +33,19 @@ def course_of(iterations: Sequence[Iteration], reach: Mapping[StartKey, Place]) 
 
     `reach` is that of all ranks together.
     """
-    paths: list[Course] = []
+    courses: list[Course] = []  # what led to where each start came
     for iteration in iterations:
         number = iteration.start.number
-        if number < len(paths):
-            for path in {id(path): path for path in (paths[number], paths[-1])}.values():
-                path.append(Kept(iteration))
-            continue
-        resumes = iteration.start.resumes and paths
-        led_here = _resumed(paths, reach, iteration) if resumes else paths[-1] if paths else []
-        paths.append([*led_here, Kept(iteration)])
-    return paths[-1]
+        if number < len(courses):
+            courses[number].append(Kept(iteration))
+            if number < len(courses) - 1:  # it goes on beside a later start
+                courses[-1].append(Kept(iteration))
+        elif not courses:
+            courses.append([Kept(iteration)])
+        else:
+            led_here = _resumed(courses, reach, iteration) if iteration.start.resumes else courses[-1]
+            courses.append([*led_here, Kept(iteration)])
+    return courses[-1]
 
 
 def follow(iterations: Sequence[Iteration], course: Course, leader: Sequence[Iteration]) -> Course | None:
@@ -86,16 +88,16 @@ def _try(again: Sequence[list[Iteration]], later: Sequence[Iteration]) -> list[I
     return came[-1] if came else max(again, key=lambda iterations: iterations[-1].reach)
 
 
-def _resumed(paths: Sequence[Course], reach: Mapping[StartKey, Place], resumed: Iteration) -> Course:
+def _resumed(courses: Sequence[Course], reach: Mapping[StartKey, Place], resumed: Iteration) -> Course:
     """What led to the place at which an iteration resumes."""
     place = resumed.place
-    together = (path for path in reversed(paths) if reach[path[-1].iteration.start.key] >= place)
-    for path in chain(together, reversed(paths)):
-        for at in reversed(range(len(path))):
-            iteration = path[at].iteration
-            if iteration.start is path[-1].iteration.start and iteration.may_have_saved(resumed):
-                return [*path[:at], path[at].before(resumed)]
-        if place[1] == 0 and path[-1].iteration.begin.epoch < place[0]:
-            return path
+    together = (course for course in reversed(courses) if reach[course[-1].iteration.start.key] >= place)
+    for course in chain(together, reversed(courses)):
+        for at in reversed(range(len(course))):
+            iteration = course[at].iteration
+            if iteration.start is course[-1].iteration.start and iteration.may_have_saved(resumed):
+                return [*course[:at], course[at].before(resumed)]
+        if place[1] == 0 and course[-1].iteration.begin.epoch < place[0]:
+            return course
     # None came so far: what it went on from is not in the ledger, or the end of it was lost with the machine.
-    return [kept.before(resumed) for kept in paths[-1]]
+    return [kept.before(resumed) for kept in courses[-1]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,11 +120,10 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
     return RankRecord(rank, iterations, list(_changed(rank, parts)))
 
 
-def history_of(record: RankRecord, path: Course) -> RankHistory:
+def history_of(record: RankRecord, course: Course) -> RankHistory:
     """What became of it, with what of it led to where the run is."""
-    starts = record.starts
-    thrown = list(_thrown(record.iterations, path, starts))
-    return RankHistory(record.rank, starts, [_stretch(kept) for kept in path], thrown)
+    thrown = list(_thrown(record, course))
+    return RankHistory(record.rank, record.starts, [_stretch(kept) for kept in course], thrown)
 
 
 def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
@@ -155,9 +154,10 @@ def _stretch(kept: Kept) -> Stretch:
     )
 
 
-def _thrown(iterations: Sequence[Iteration], path: Sequence[Kept], starts: Sequence[Start]) -> Iterable[Thrown]:
-    kept_of = {id(kept.iteration): kept for kept in path}
-    for iteration in iterations:
+def _thrown(record: RankRecord, course: Course) -> Iterator[Thrown]:
+    starts = record.starts
+    kept_of = {id(kept.iteration): kept for kept in course}
+    for iteration in record.iterations:
         kept = kept_of.get(id(iteration))
         runs = without(iteration.runs, kept.runs) if kept else covered(iteration.runs)
         if kept and kept.resumed:
@@ -168,7 +168,7 @@ def _thrown(iterations: Sequence[Iteration], path: Sequence[Kept], starts: Seque
             yield Thrown(iteration.begin.epoch, (run[0], run[1]), iteration.slicing, iteration.start, resumed)
 
 
-def _changed(rank: int, parts: Sequence[Part]) -> Iterable[Changed]:
+def _changed(rank: int, parts: Sequence[Part]) -> Iterator[Changed]:
     by_address: dict[tuple[object, ...], list[Part]] = {}
     for part in parts:
         by_address.setdefault((part.begin.spec, part.begin.epoch), []).append(part)

@@ -129,7 +129,7 @@ def _make_order(key: OrderKey, orders: Mapping[OrderKey, Sequence[RankRecord]]) 
     first = _leader(records)
     course = course_of(first.iterations, reach)
     leader = history_of(first, course)
-    courses = [course if record is first else _path(record, course, first, reach) for record in records]
+    courses = [course if record is first else _own_course(record, course, first, reach) for record in records]
     histories = [leader if record is first else history_of(record, own) for record, own in zip(records, courses, strict=True)]
     apart = [_apart(record, own, first, course) for record, own in zip(records, courses, strict=True)]
     left_by = _left_by(course, records, [orders[other] for other in orders if other != key and _is_of_same_data(other, key)])
@@ -159,7 +159,7 @@ def _leader(records: Sequence[RankRecord]) -> RankRecord:
     return first
 
 
-def _path(record: RankRecord, course: Course, leader: RankRecord, reach: Mapping[StartKey, Place]) -> Course:
+def _own_course(record: RankRecord, course: Course, leader: RankRecord, reach: Mapping[StartKey, Place]) -> Course:
     on_course = follow(record.iterations, course, leader.iterations)
     return course_of(record.iterations, reach) if on_course is None else on_course
 
