@@ -58,16 +58,8 @@ def tensors(server: str, dataset: str, query: Mapping[str, str], rank: int, epoc
             f"what comes over the wire alone, with --no-tensors."
         ) from error
     spec = _spec(query)
-    chosen: dict[str, Any] = {name: value for name, value in spec.to_dict().items() if name not in ("offset", "world_size")}
-    data = RemoteDataset(
-        server,
-        dataset,
-        rank=rank,
-        world_size=spec.world_size,
-        retry_seconds=_RETRY_SECONDS,
-        prefetch_bytes=PREFETCH_BYTES,
-        **chosen,
-    )
+    chosen: dict[str, Any] = {name: value for name, value in spec.to_dict().items() if name != "offset"}
+    data = RemoteDataset(server, dataset, rank=rank, retry_seconds=_RETRY_SECONDS, **chosen)
     _check_steps(data.steps_per_epoch, data.spec)
 
     def batches() -> Generator[Any, None, None]:
@@ -80,7 +72,7 @@ def tensors(server: str, dataset: str, query: Mapping[str, str], rank: int, epoc
         num_steps=data.steps_per_epoch,
         memory="tensors in pinned memory" if torch.cuda.is_available() else "tensors in ordinary memory (no GPU)",
         batches=batches(),
-        count=partial(_count_tensors, None if data.spec.task == "causal" else IGNORED),
+        count=partial(_count_tensors, data.spec.task == "seq2seq"),
         num_bytes=lambda: data.stats().num_bytes,
         num_retries=lambda: data.stats().num_retries,
     )
@@ -131,11 +123,10 @@ def _check_steps(num_steps: int, spec: Spec) -> None:
         )
 
 
-def _count_tensors(ignored: int | None, batch: Mapping[str, Any]) -> Count:
-    """`ignored` is the label of what is not learned where labels are sequences of their own, as in seq2seq."""
+def _count_tensors(is_seq2seq: bool, batch: Mapping[str, Any]) -> Count:
     masks = [batch[f"{side}attention_mask"] for side in SIDES if f"{side}attention_mask" in batch]
-    if ignored is not None:
-        masks.append(batch["labels"] != ignored)
+    if is_seq2seq:  # labels are sequences of their own
+        masks.append(batch["labels"] != IGNORED)
     return Count(num_tokens=sum(int(mask.sum()) for mask in masks), num_positions=sum(mask.numel() for mask in masks))
 
 
