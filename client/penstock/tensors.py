@@ -83,7 +83,7 @@ def names_of(travelling: Collection[str]) -> list[str]:
     made = [name for side in _sides(tuple(travelling)) for name in side.names]
     if "document_starts" in travelling:
         made += ["cu_seqlens", "position_ids"]
-    return made + [name for name in columns_of(dict.fromkeys(travelling)) if name != "document_starts"]
+    return made + [name for name in _columns(tuple(travelling)) if name != "document_starts"]
 
 
 class _Side(NamedTuple):
