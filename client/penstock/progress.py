@@ -47,7 +47,7 @@ class Progress:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration."""
-        return self._start.epoch
+        return self._start.stretch.position.epoch
 
     @property
     def num_left(self) -> int:
@@ -94,7 +94,7 @@ class Progress:
             return
         # The loop may have turned to another epoch since, which a state at the end of one knows nothing of.
         if _steps_of(stretch, worker) or stretch.position.epoch > self.epoch:
-            self._start.move(self._whole(stretch.position.epoch))
+            self._start.move(self._whole(stretch.position.epoch), by_state=True)
         self._own = (self._start.num_sets, stretch)
         self._counted = _Counted(self._start.num_sets, stretch.position)
 

@@ -63,11 +63,6 @@ class SharedStart:
             self._memory.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration."""
-        return int(self._cells[_EPOCH])
-
-    @property
     def stretch(self) -> Stretch:
         """As it was set last, taken or not."""
         epoch, offset, step, num_steps = self._cells[: _NUM_STEPS + 1].tolist()
@@ -95,15 +90,12 @@ class SharedStart:
 
     def set(self, stretch: Stretch, *, by_state: bool) -> None:
         """The next iteration, of this process or of its workers, takes this."""
-        self._put(stretch, by_state)
+        self.move(stretch, by_state=by_state)
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
 
-    def move(self, stretch: Stretch) -> None:
-        """A state that a worker loaded puts the start elsewhere; whether it is taken stays as it is."""
-        self._put(stretch, True)
-
-    def _put(self, stretch: Stretch, by_state: bool) -> None:
+    def move(self, stretch: Stretch, *, by_state: bool) -> None:
+        """The start is elsewhere; whether it is taken stays as it is."""
         at = stretch.position
         self._cells[: _NUM_STEPS + 1] = torch.tensor([at.epoch, at.offset, at.step, stretch.num_steps], device="cpu")
         self._cells[_BY_STATE] = by_state
