@@ -75,17 +75,15 @@ def _sequence(
     for side in SIDES:
         if f"{side}input_ids" not in facts:
             continue
-        runs = [*_runs(facts, side)]
-        several = len(names) > 1
-        for name, own in zip(names, _by_row(runs, lengths), strict=True) if several else ((names[0] if names else "", runs),):
-            passages.append(Passage(source=name, side=side.removesuffix("_"), runs=tuple(own)))
+        for name, runs in zip(names, _by_row(_runs(facts, side), lengths), strict=True):
+            passages.append(Passage(source=name, side=side.removesuffix("_"), runs=tuple(runs)))
         num_learned += sum(_mask(facts, side))
     return SequenceView(
         index=facts["index"],
         num_tokens=facts["num_tokens"],
         num_positions=sum(shapes[name][1] for name in facts if name in shapes and name.endswith(("input_ids", "labels"))),
         num_learned=num_learned,
-        num_behind=sources[-1]["row_tokens"] - sources[-1]["stop"] if sources else 0,
+        num_behind=sources[-1]["row_tokens"] - sources[-1]["stop"],
         passages=tuple(passages),
         columns=facts.get("columns", {}),
     )
