@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.audit.intervals import clip, covered, intervals, join, size, without
-from penstock.audit.rank import RankHistory, Stretch
+from penstock.audit.rank import Leg, RankHistory
 from penstock.audit.reading import IntArray
 from penstock.audit.slicing import Slicing
 
@@ -20,13 +20,13 @@ class Gap:
     epoch: int
     steps: tuple[int, int]
     ranks: list[int]
-    stretch: Stretch
+    leg: Leg
 
     @property
     def positions(self) -> IntArray:
         """The samples that they are."""
         run = intervals([self.steps])
-        return covered(self.stretch.slicing.positions(dict.fromkeys(self.ranks, run)))
+        return covered(self.leg.slicing.positions(dict.fromkeys(self.ranks, run)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Epoch:
     twice        samples that were trained on more than once
     num_ahead    samples that only some ranks had taken when the run ended
     is_finished  the run came to its end, or left it for another epoch or order
-    steps_done   where all ranks came, in steps of the last stretch
+    steps_done   where all ranks came, in steps of the last leg
     gaps         whose records of what is missing are not there
-    stretches    how the run went through the epoch
+    legs         how the run went through the epoch
     """
 
     epoch: int
@@ -54,7 +54,7 @@ class Epoch:
     missing: IntArray
     twice: IntArray
     gaps: list[Gap]
-    stretches: list[Stretch]
+    legs: list[Leg]
 
     @property
     def num_due(self) -> int:
@@ -72,32 +72,32 @@ def account_for(leader: RankHistory, ranks: Sequence[RankHistory], *, is_left: b
 
     `is_left`: from the last of them it went on in another order.
     """
-    last = leader.stretches[-1]
-    later = [s for h in ranks for s in h.stretches if s.started.key == last.started.key and s.epoch > last.epoch]
-    course = leader.stretches + list({stretch.epoch: stretch for stretch in later}.values())
-    by_epoch: dict[int, list[Stretch]] = {}
-    for stretch in course:
-        by_epoch.setdefault(stretch.epoch, []).append(stretch)
+    last = leader.legs[-1]
+    later = [leg for h in ranks for leg in h.legs if leg.started.key == last.started.key and leg.epoch > last.epoch]
+    course = leader.legs + list({leg.epoch: leg for leg in later}.values())
+    by_epoch: dict[int, list[Leg]] = {}
+    for leg in course:
+        by_epoch.setdefault(leg.epoch, []).append(leg)
     runs = _runs(ranks)
-    for epoch, stretches in sorted(by_epoch.items()):
-        own = {stretch.slicing: runs.get((epoch, stretch.slicing), {}) for stretch in stretches}
-        yield _account(epoch, stretches, own, ranks if stretches[-1] is course[-1] and not is_left else None)
+    for epoch, legs in sorted(by_epoch.items()):
+        own = {leg.slicing: runs.get((epoch, leg.slicing), {}) for leg in legs}
+        yield _account(epoch, legs, own, ranks if legs[-1] is course[-1] and not is_left else None)
 
 
 def _account(
-    epoch: int, stretches: list[Stretch], runs: dict[Slicing, dict[int, IntArray]], ranks: Sequence[RankHistory] | None
+    epoch: int, legs: list[Leg], runs: dict[Slicing, dict[int, IntArray]], ranks: Sequence[RankHistory] | None
 ) -> Epoch:
     """The account of an epoch of which so many steps were trained. `ranks` tell how far the run came, where it is the last."""
-    last = stretches[-1]
+    last = legs[-1]
     num_steps = last.slicing.num_steps
     done = _pace(last, ranks) if ranks else num_steps
     is_finished = not ranks or done >= num_steps or _has_ended(last, ranks)
     done = max(num_steps, last.first_step) if is_finished else done
     end = last.slicing.position(done)
-    skipped = covered(join([clip(intervals(s.slicing.skipped), s.start, min(s.stop, end)) for s in stretches]))
+    skipped = covered(join([clip(intervals(leg.slicing.skipped), leg.start, min(leg.stop, end)) for leg in legs]))
     due = without(intervals([(0, end)]), skipped)
     rest = intervals([(end, last.slicing.num_sequences)] if is_finished else [])
-    given = join([_given(slicing, runs[slicing], stretches) for slicing in runs])
+    given = join([_given(slicing, runs[slicing], legs) for slicing in runs])
     missing, twice = without(due, given), covered(given, 2)
     return Epoch(
         epoch=epoch,
@@ -110,32 +110,32 @@ def _account(
         due=due,
         missing=missing,
         twice=twice,
-        gaps=list(_gaps(epoch, stretches, runs, end)) if len(missing) else [],
-        stretches=stretches,
+        gaps=list(_gaps(epoch, legs, runs, end)) if len(missing) else [],
+        legs=legs,
     )
 
 
-def _has_ended(last: Stretch, ranks: Sequence[RankHistory]) -> bool:
+def _has_ended(last: Leg, ranks: Sequence[RankHistory]) -> bool:
     """Whether some rank went through the epoch to its end."""
-    return any(s.has_end for h in ranks for s in h.stretches if (s.epoch, s.started.key) == (last.epoch, last.started.key))
+    return any(leg.has_end for h in ranks for leg in h.legs if (leg.epoch, leg.started.key) == (last.epoch, last.started.key))
 
 
-def _pace(last: Stretch, ranks: Sequence[RankHistory]) -> int:
+def _pace(last: Leg, ranks: Sequence[RankHistory]) -> int:
     """How far the run came: as the slowest rank, if they differ by no more than ranks do when a run is killed.
 
     Else as the fastest: then records of the others are missing. Ranks of which there is nothing do not count.
     """
     in_flight = max(_IN_FLIGHT_STEPS, 4 * last.begin.num_workers)
     present = [history for history in ranks if history.rank < last.slicing.world_size]
-    took_part = [h for h in present if any(s.started.key == last.started.key for s in h.stretches[-1:])]
+    took_part = [h for h in present if any(leg.started.key == last.started.key for leg in h.legs[-1:])]
     fastest = max((_front(last, history, 1) for history in took_part), default=last.first_step)
     slowest = min(_front(last, history, last.begin.num_workers) for history in present)
     return fastest if fastest - slowest > in_flight else min(slowest, fastest)
 
 
-def _front(last: Stretch, history: RankHistory, num_workers: int) -> int:
+def _front(last: Leg, history: RankHistory, num_workers: int) -> int:
     """The step behind those of a rank; with several workers of its loader, the next step of the one that came least far."""
-    runs = join([s.runs for s in history.stretches if (s.epoch, s.slicing) == (last.epoch, last.slicing)])
+    runs = join([leg.runs for leg in history.legs if (leg.epoch, leg.slicing) == (last.epoch, last.slicing)])
     if num_workers < 2:
         return max(last.first_step, int(runs[:, 1].max(initial=0)))
     next_steps = {step % num_workers: step for step in range(last.first_step, last.first_step + num_workers)}
@@ -149,30 +149,30 @@ def _runs(ranks: Sequence[RankHistory]) -> dict[tuple[int, Slicing], dict[int, I
     """All that each rank trained on in each epoch and under each slicing; what it trained on again comes again."""
     found: dict[tuple[int, Slicing], dict[int, list[IntArray]]] = {}
     for history in ranks:
-        for stretch in history.stretches:
-            if len(stretch.runs) and history.rank < stretch.slicing.world_size:
-                found.setdefault((stretch.epoch, stretch.slicing), {}).setdefault(history.rank, []).append(stretch.runs)
+        for leg in history.legs:
+            if len(leg.runs) and history.rank < leg.slicing.world_size:
+                found.setdefault((leg.epoch, leg.slicing), {}).setdefault(history.rank, []).append(leg.runs)
     return {key: {rank: join(runs) for rank, runs in of_ranks.items()} for key, of_ranks in found.items()}
 
 
-def _given(slicing: Slicing, runs: dict[int, IntArray], stretches: Sequence[Stretch]) -> IntArray:
+def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> IntArray:
     """The positions that were given under one slicing, where it was what counts; those given again are there again."""
     layers, times = [], 1
     while layer := {rank: found for rank, run in runs.items() if len(found := covered(run, times))}:
         layers.append(slicing.positions(layer))
         times += 1
     given = join(layers)
-    counts = covered(intervals((s.start, s.stop) for s in stretches if s.slicing == slicing))
+    counts = covered(intervals((leg.start, leg.stop) for leg in legs if leg.slicing == slicing))
     return join([clip(given, start, stop) for start, stop in counts.tolist()])
 
 
-def _gaps(epoch: int, stretches: Sequence[Stretch], runs: dict[Slicing, dict[int, IntArray]], end: int) -> Iterator[Gap]:
-    for stretch in stretches:
-        slicing = stretch.slicing
-        steps = (stretch.first_step, min(slicing.num_steps_before(min(stretch.stop, end)), slicing.num_steps))
+def _gaps(epoch: int, legs: Sequence[Leg], runs: dict[Slicing, dict[int, IntArray]], end: int) -> Iterator[Gap]:
+    for leg in legs:
+        slicing = leg.slicing
+        steps = (leg.first_step, min(slicing.num_steps_before(min(leg.stop, end)), slicing.num_steps))
         ranks_of: dict[tuple[int, int], list[int]] = {}
         for rank in range(slicing.world_size):
             gaps = without(intervals([steps]), runs[slicing].get(rank, intervals([])))
             for start, stop in gaps.tolist():
                 ranks_of.setdefault((start, stop), []).append(rank)
-        yield from (Gap(epoch, gap, ranks, stretch) for gap, ranks in sorted(ranks_of.items()))
+        yield from (Gap(epoch, gap, ranks, leg) for gap, ranks in sorted(ranks_of.items()))

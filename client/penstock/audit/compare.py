@@ -63,10 +63,10 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
     gaps = [gap for order in report.orders for epoch in order.epochs for gap in epoch.gaps]
     batches = ((gap, rank, step) for gap in gaps for step in range(*gap.steps) for rank in gap.ranks)
     for (gap, rank, step), _ in zip(batches, range(_MOST_BATCHES_SHOWN), strict=False):
-        begin = gap.stretch.begin
+        begin = gap.leg.begin
         source = _source(begin, servers, rank)
         with closing(source.connect()) as transport:
-            name = f"epoch {gap.epoch}, step {step:,} of start {gap.stretch.started.number + 1}, rank {rank}"
+            name = f"epoch {gap.epoch}, step {step:,} of start {gap.leg.started.number + 1}, rank {rank}"
             try:
                 yield name, source.provenance(transport, begin.spec, gap.epoch, step)
             except _REFUSALS as error:

@@ -46,8 +46,8 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """What one iteration of a rank gave, as far as it led to where the run is.
+class Leg:
+    """One leg of a course: what an iteration of a rank gave, as far as it led to where the run is.
 
     start, stop  positions from which on and up to which it is what counts; `stop` may be far behind the epoch's end
     runs         its steps that were recorded, half-open; a step that was recorded again is in a run of its own
@@ -86,11 +86,11 @@ class Thrown:
 
 @dataclass(frozen=True, slots=True)
 class RankHistory:
-    """What became of what a rank recorded. `stretches` are in the order in which they were trained on."""
+    """What became of what a rank recorded. `legs`, of its course, are in the order in which they were trained on."""
 
     rank: int
     starts: list[Start]
-    stretches: list[Stretch]
+    legs: list[Leg]
     thrown: list[Thrown]
 
 
@@ -123,7 +123,7 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
 def history_of(record: RankRecord, course: Course) -> RankHistory:
     """What became of it, with what of it led to where the run is."""
     thrown = list(_thrown(record, course))
-    return RankHistory(record.rank, record.starts, [_stretch(kept) for kept in course], thrown)
+    return RankHistory(record.rank, record.starts, [_leg(kept) for kept in course], thrown)
 
 
 def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
@@ -139,11 +139,11 @@ def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
     )
 
 
-def _stretch(kept: Kept) -> Stretch:
+def _leg(kept: Kept) -> Leg:
     iteration = kept.iteration
     epoch, position = iteration.place
     stop = kept.stop
-    return Stretch(
+    return Leg(
         begin=iteration.begin,
         slicing=iteration.slicing,
         start=position,

@@ -76,7 +76,7 @@ class Report:
     def by_workers(self) -> bool:
         """Whether loader workers noted some of what counts: what they handed to the loader, not what reached the loop."""
         histories = [history for order in self.orders for history in order.ranks]
-        return any(stretch.begin.num_workers for history in histories for stretch in history.stretches)
+        return any(leg.begin.num_workers for history in histories for leg in history.legs)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it. Positions are [start, stop) of the epoch, the first 1,000 ranges of each kind."""
@@ -264,7 +264,7 @@ def _samples(positions: IntArray) -> dict[str, Any]:
 
 def _gap(gap: Gap) -> Mapping[str, Any]:
     first, stop = gap.steps
-    slicing = gap.stretch.slicing
+    slicing = gap.leg.slicing
     return {
         "first_step": first,
         "last_step": stop - 1,

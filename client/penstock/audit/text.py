@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from penstock.audit.account import Epoch, Gap
 from penstock.audit.history import Start
 from penstock.audit.intervals import NONE, covered, join, size, without
-from penstock.audit.rank import Changed, Stretch, Thrown
+from penstock.audit.rank import Changed, Leg, Thrown
 from penstock.audit.reading import Damage, IntArray
 from penstock.audit.report import Apart, Order, Report
 from penstock.audit.slicing import Slicing
@@ -84,7 +84,7 @@ def _epoch(epoch: Epoch) -> str:
     if epoch.num_dropped:
         text += f"; {epoch.num_dropped:,} dropped at the end"
     if not epoch.is_finished:
-        text += f"; it is not over: all ranks came to step {epoch.steps_done:,} of {epoch.stretches[-1].slicing.num_steps:,}"
+        text += f"; it is not over: all ranks came to step {epoch.steps_done:,} of {epoch.legs[-1].slicing.num_steps:,}"
     if epoch.num_ahead:
         text += f", some took {counted(epoch.num_ahead, 'sample')} more"
     return text
@@ -95,7 +95,7 @@ def _thrown(thrown: Thrown, epochs: Iterable[Epoch]) -> str:
     steps = f"  epoch {thrown.epoch}, {_range('step', first, stop)} of start {thrown.started.number + 1}"
     resumed = f"start {thrown.resumed.number + 1} resumed from a checkpoint before them" if thrown.resumed else "abandoned"
     end = thrown.slicing.position(stop)
-    again = any(e.epoch == thrown.epoch and end <= e.stretches[-1].slicing.position(e.steps_done) for e in epochs)
+    again = any(e.epoch == thrown.epoch and end <= e.legs[-1].slicing.position(e.steps_done) for e in epochs)
     if again:
         return f"{steps} were trained twice: {resumed}; what counts is the second time"
     return f"{steps} were thrown away: {resumed}"
@@ -126,7 +126,7 @@ def _problems(order: Order) -> Iterator[str]:
                 f"files of the run here, from its first start on?"
             )
         if len(epoch.twice):
-            steps = ", ".join(_steps(epoch.stretches, epoch.twice))
+            steps = ", ".join(_steps(epoch.legs, epoch.twice))
             yield f"  TWICE   epoch {epoch.epoch}, {_positions(epoch.twice)}: {steps}"
     if order.absent and any(len(epoch.missing) for epoch in order.epochs):
         yield f"  MISSING the ledgers of {_ranks(order.absent)}: name the files of all ranks"
@@ -142,7 +142,7 @@ def _problems(order: Order) -> Iterator[str]:
 
 
 def _gap(gap: Gap) -> str:
-    steps = f"{_range('step', *gap.steps)} of start {gap.stretch.started.number + 1}"
+    steps = f"{_range('step', *gap.steps)} of start {gap.leg.started.number + 1}"
     return f"  MISSING epoch {gap.epoch}, {steps}, {_ranks(gap.ranks)}: {_positions(gap.positions)}"
 
 
@@ -167,12 +167,12 @@ def _damage(damage: Damage) -> str:
     return f"{damage.path}, {lines} cannot be read: the file was damaged or edited"
 
 
-def _steps(stretches: Iterable[Stretch], found: IntArray) -> Iterator[str]:
+def _steps(legs: Iterable[Leg], found: IntArray) -> Iterator[str]:
     """Of each start, the steps that it trained among which these samples are."""
     runs: dict[tuple[int, Slicing], IntArray] = {}
-    for stretch in stretches:
-        key = (stretch.started.number, stretch.slicing)
-        runs[key] = join([runs.get(key, NONE), stretch.runs])
+    for leg in legs:
+        key = (leg.started.number, leg.slicing)
+        runs[key] = join([runs.get(key, NONE), leg.runs])
     for (number, slicing), steps in runs.items():
         given = slicing.positions(dict.fromkeys(range(slicing.world_size), covered(steps)))
         inside = covered(join([found, given]), 2)
