@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from penstock.audit.account import Epoch, Gap
 from penstock.audit.history import Start
-from penstock.audit.intervals import NONE, covered, join, size, without
+from penstock.audit.intervals import NONE, covered, join, runs_of, size, without
 from penstock.audit.rank import Changed, Leg, Thrown
 from penstock.audit.reading import Damage, IntArray
 from penstock.audit.report import Apart, Order, Report
@@ -189,10 +191,8 @@ def _positions(found: IntArray) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    runs = [(rank, rank) for rank in ranks[:1]]
-    for rank in ranks[1:]:
-        runs[-1:] = [(runs[-1][0], rank)] if rank == runs[-1][1] + 1 else [runs[-1], (rank, rank)]
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RANGES])
+    runs = runs_of(np.array(ranks, np.int64)).tolist()
+    shown = ", ".join(str(first) if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in runs[:_MOST_RANGES])
     more = ", ..." if len(runs) > _MOST_RANGES else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
