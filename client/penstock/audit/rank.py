@@ -113,9 +113,10 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
     iterations: list[Iteration] = []
     starts: dict[tuple[str, int], Start] = {}
     for joined in by_iteration.values():
-        begin, *_, last = sorted([joined[0].begin, *(part.begin for part in joined)], key=lambda begin: begin.step)
+        begins = sorted((part.begin for part in joined), key=lambda begin: begin.step)
+        begin, last_step = begins[0], begins[-1].step
         resumes = trust_starts or begin.num_loads > 0
-        start = Start(len(starts), begin, last.step, Slicing.of(begin), resumes)
+        start = Start(len(starts), begin, last_step, Slicing.of(begin), resumes)
         iterations.append(_join(starts.setdefault((begin.launch, begin.num_loads), start), begin, joined))
     return RankRecord(rank, iterations, list(_changed(rank, parts)))
 
