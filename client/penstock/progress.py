@@ -111,7 +111,7 @@ class Progress:
         is_repetition = not (worker or is_ours or self._is_meant) and self._has_been_in(stretch, num_sets)
         self._is_meant = False
         if self._own and self._own[0] == num_sets:
-            stretch, is_repetition = self._own[1], False
+            stretch = self._own[1]
         self._own = None
         self._counted = _Counted(num_sets, stretch.position)
         steps = _steps_of(stretch, worker)
