@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed
 
 from penstock.errors import PenstockError
+from penstock.rank import is_distributed
 
 _asked = Counter[str]()  # by this process; a job may ask for the same again later, and get what is the latest then
 _forked: list[bool] = []
@@ -46,14 +47,14 @@ class Agreement:
 
 def _store() -> Any:
     """The store that the ranks of this job share; None where there is none."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or _forked:
+    if not is_distributed() or _forked:
         return None
     # Older versions of torch do not give it.
     return getattr(torch.distributed.group.WORLD, "get_group_store", lambda: None)()
 
 
 def _note_fork() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_distributed():
         _forked.append(True)  # its connection to the store is the parent's
 
 

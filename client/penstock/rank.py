@@ -12,6 +12,11 @@ from penstock.errors import PenstockError, SpecError
 from penstock.whole import plain
 
 
+def is_distributed() -> bool:
+    """Whether torch.distributed is initialized in this process."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size: as given, else torch.distributed's, else those of RANK and WORLD_SIZE, else 0 of 1.
 
@@ -20,7 +25,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise SpecError("give both rank and world_size, or neither", ("rank", "world_size"))
     if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if is_distributed():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return _of_environment()
     rank, world_size = plain(rank), plain(world_size)
@@ -34,7 +39,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 def check_rank(rank: int, world_size: int) -> None:
     """Whether this process is still the rank that was found for it. Raises PenstockError: it is another by now."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed():
         return
     now = find_rank(None, None)
     if now != (rank, world_size):
