@@ -21,7 +21,7 @@ from penstock.wire import VERSION, Address, Layout
 from penstock.wording import counted
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor, tensors_of
-from penstock_server.geometry.arrays import IntArray, by_value
+from penstock_server.geometry.arrays import IntArray, by_value, distinct
 from penstock_server.geometry.length_order import LARGEST_WINDOW
 from penstock_server.geometry.mixture import Mixture, mixture_of
 from penstock_server.geometry.packing import Spans
@@ -160,7 +160,7 @@ class Plan:
             packing, order = member.epoch(own_epoch)
             spans = packing.spans(*order.sequences(positions))
             spans = spans._replace(sequences=lines[spans.sequences])
-            found.append(MemberSpans(member, np.unique(spans.blocks).tolist(), spans))
+            found.append(MemberSpans(member, distinct(spans.blocks).tolist(), spans))
         return found
 
     def read_ahead(self, epoch: int, rank: int, step: int) -> None:

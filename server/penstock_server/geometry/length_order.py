@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, starts_of
+from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, distinct, starts_of
 from penstock_server.geometry.order import EpochOrder, permute
 
 _REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
@@ -70,7 +70,7 @@ class LengthOrder:
         start, stop = self._order.bounds_of_window(window)
         lengths = self._lengths(*self._order.sequences(np.arange(start, stop)))
         by_length = np.argsort(lengths, kind="stable")
-        borders = np.unique(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
+        borders = distinct(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
         sizes = np.diff(borders)
         # Cut once they have their places: if the short run were always that of the longest rows, tail=drop would drop those.
         ranks = permute(np.arange(len(sizes)), len(sizes), np.uint64(self._run_key ^ window))

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, find, starts_of
+from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, distinct, find, starts_of
 
 STREAM = -1  # in place of a row: the whole block's tokens, its rows one behind the other
 
@@ -155,7 +155,7 @@ class Concat:
         total = int(self._starts[-1])
         begin, end = int(self._starts[block]) + start - self._shift, int(self._starts[block]) + stop - self._shift
         turns = [np.arange((begin + turn) // self._seq_len, -(-(end + turn) // self._seq_len)) for turn in (0, total)]
-        sequences = np.unique(np.concatenate(turns))
+        sequences = distinct(np.concatenate(turns))
         sequences = sequences[(sequences >= 0) & (sequences < self.num_sequences)]
         pools = find(self._first, sequences)
         return pools, sequences - self._first[pools]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, find
+from penstock_server.geometry.arrays import IntArray, distinct, find
 from penstock_server.shuffling.luck import Range, num_distinct, range_of_count, range_of_mean
 from penstock_server.shuffling.sample import MemberEpoch, Sample
 
@@ -117,7 +117,7 @@ def distinct_per_batch(sample: Sample, unit: str) -> tuple[Measure, int]:
         sizes, by_count = np.diff(own), dict[int, float]()
         for batch in np.flatnonzero((batches.sources == number).any(axis=1)).tolist():
             drawn = batches.places[batch, batches.sources[batch] == number]
-            measured += len(np.unique(find(own, drawn)))
+            measured += len(distinct(find(own, drawn)))
             if len(drawn) not in by_count:
                 by_count[len(drawn)] = num_distinct(sizes, len(drawn))
             expected += by_count[len(drawn)]
@@ -190,7 +190,7 @@ def _parts(sample: Sample) -> tuple[str, list[IntArray]]:
             filled = np.flatnonzero(np.append(np.diff(own) > 0, True))
             if len(filled) - 1 > num_parts:
                 wanted = np.searchsorted(own, np.linspace(0, source.num_sequences, num_parts + 1))
-                filled = np.unique(wanted.clip(filled[0], filled[-1]))
+                filled = distinct(wanted.clip(filled[0], filled[-1]))
             cuts[source.member] = filled
     return kind, [own[cuts[source.member]] for source, own in zip(sample.sources, edges, strict=True)]
 
