@@ -7,22 +7,20 @@ import threading
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
 from penstock import __version__
 from penstock.answers import Fault, Stranger, failure_of
+from penstock.aside import ask_aside, by_proxy, has_proxies, http_client, plain_address
 from penstock.errors import SpecError, WireError
-from penstock.receive import Body, Buffers, Origin, Receiver, Request, tls_context
+from penstock.receive import Body, Buffers, Origin, Receiver, Request
 from penstock.wire import content_digest
-from penstock.wording import without_passwords
 
 _spare: deque[Buffers] = deque(maxlen=1)  # what the last connection of this process received into, for the next one
 _HEADERS = {
@@ -48,7 +46,7 @@ class Connection:
         self._buffers = _take_spare()
         self._is_fetching = False
         self._receiver = Receiver(self._remember)
-        self._client = _client(_HEADERS, None) if _has_proxies() else None  # a proxy is httpx's to find and to speak to
+        self._client = http_client(_HEADERS) if has_proxies() else None  # a proxy is httpx's to find and to speak to
 
     def fetch(self, server: str, target: str, *, then: str | None = None, silence_seconds: float) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
@@ -139,58 +137,6 @@ class Connection:
             # would take the encryption away from under that thread.
             with suppress(OSError):
                 socket.socket.shutdown(known, socket.SHUT_RDWR)
-
-
-def ask_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, Any]], None] | None = None) -> httpx.Response:
-    """What a GET gives that is no part of a run, on a connection of its own. Raises httpx.RequestError: nothing."""
-    with client_aside(url) as client:
-        return client.get(url, timeout=seconds, extensions={"trace": trace} if trace else {})
-
-
-def client_aside(server: str) -> httpx.Client:
-    """What asks a server for what is no part of a run. Raises SpecError: the environment's proxies cannot be used."""
-    if _has_proxies():
-        return _client({}, None)
-    # Where there is no proxy, httpx must not read the environment: it fails at what others take for a NO_PROXY.
-    return _client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))
-
-
-def plain_address(server: str, reason: str) -> str:
-    """What to say if a connection failed since the server speaks no TLS; "" if it failed otherwise."""
-    is_plain = "WRONG_VERSION_NUMBER" in reason
-    return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?" if is_plain else ""
-
-
-def proxy_of(server: str) -> str | None:
-    """The variable of the environment that names a proxy for this server; None if no proxy is taken."""
-    address, known = urlsplit(server), getproxies()
-    if proxy_bypass(address.hostname or ""):
-        return None
-    return next((f"{name.upper()}_PROXY" for name in (address.scheme, "all") if name in known), None)
-
-
-def by_proxy(server: str) -> str:
-    """What to put behind a failure that may be a proxy's, which nobody thinks of; "" if none is taken."""
-    variable = proxy_of(server)
-    return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
-
-
-def _has_proxies() -> bool:
-    return bool(getproxies().keys() - {"no"})  # NO_PROXY names no proxy, but what needs none
-
-
-def _client(headers: dict[str, str], transport: httpx.BaseTransport | None) -> httpx.Client:
-    """Raises SpecError: what the environment says of proxies and certificates is not understood."""
-    try:
-        return httpx.Client(headers=headers, transport=transport)
-    except (httpx.InvalidURL, ValueError, ImportError, OSError) as error:
-        named = ", ".join(f"{name}_proxy".upper() for name in getproxies())
-        reason = without_passwords(str(error)).rstrip(".")
-        raise SpecError(
-            f"the environment names proxies ({named}), and they cannot be used: {reason}. Correct or unset these, or "
-            f"SSL_CERT_FILE.",
-            ("servers",),
-        ) from error
 
 
 def _take_spare() -> Buffers:

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import httpx
 
 from penstock import wire
-from penstock.connection import ask_aside
+from penstock.aside import ask_aside
 from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
 from penstock.spec import Spec
 from penstock.transport import Transport

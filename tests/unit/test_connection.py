@@ -11,7 +11,8 @@ import pytest
 from answering import pages, response
 from penstock import SpecError
 from penstock.answers import Fault
-from penstock.connection import Connection, client_aside
+from penstock.aside import client_aside
+from penstock.connection import Connection
 
 BODY = bytes(range(256)) * 100
 

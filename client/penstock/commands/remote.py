@@ -10,8 +10,8 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
+from penstock.aside import ask_aside, by_proxy, plain_address
 from penstock.commands.address import Address
-from penstock.connection import ask_aside, by_proxy, plain_address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
 from penstock.transport import Transport
 from penstock.urls import DATASETS, dataset_path

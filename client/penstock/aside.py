@@ -1,0 +1,70 @@
+"""Aside of a run: questions that are no part of it, and the proxies that the environment names. Both are httpx's business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+from penstock.errors import SpecError
+from penstock.receive import tls_context
+from penstock.wording import without_passwords
+
+
+def ask_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, Any]], None] | None = None) -> httpx.Response:
+    """What a GET gives that is no part of a run, on a connection of its own. Raises httpx.RequestError: nothing."""
+    with client_aside(url) as client:
+        return client.get(url, timeout=seconds, extensions={"trace": trace} if trace else {})
+
+
+def client_aside(server: str) -> httpx.Client:
+    """What asks a server for what is no part of a run. Raises SpecError: the environment's proxies cannot be used."""
+    if has_proxies():
+        return http_client({})
+    # Where there is no proxy, httpx must not read the environment: it fails at what others take for a NO_PROXY.
+    return http_client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))
+
+
+def plain_address(server: str, reason: str) -> str:
+    """What to say if a connection failed since the server speaks no TLS; "" if it failed otherwise."""
+    is_plain = "WRONG_VERSION_NUMBER" in reason
+    return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?" if is_plain else ""
+
+
+def proxy_of(server: str) -> str | None:
+    """The variable of the environment that names a proxy for this server; None if no proxy is taken."""
+    address, known = urlsplit(server), getproxies()
+    if proxy_bypass(address.hostname or ""):
+        return None
+    return next((f"{name.upper()}_PROXY" for name in (address.scheme, "all") if name in known), None)
+
+
+def by_proxy(server: str) -> str:
+    """What to put behind a failure that may be a proxy's, which nobody thinks of; "" if none is taken."""
+    variable = proxy_of(server)
+    return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
+
+
+def has_proxies() -> bool:
+    """Whether the environment names any proxy."""
+    return bool(getproxies().keys() - {"no"})  # NO_PROXY names no proxy, but what needs none
+
+
+def http_client(headers: dict[str, str], transport: httpx.BaseTransport | None = None) -> httpx.Client:
+    """A client that goes by the environment's proxies, unless it has a transport.
+
+    Raises SpecError: what the environment says of proxies and certificates is not understood.
+    """
+    try:
+        return httpx.Client(headers=headers, transport=transport)
+    except (httpx.InvalidURL, ValueError, ImportError, OSError) as error:
+        named = ", ".join(f"{name}_proxy".upper() for name in getproxies())
+        reason = without_passwords(str(error)).rstrip(".")
+        raise SpecError(
+            f"the environment names proxies ({named}), and they cannot be used: {reason}. Correct or unset these, or "
+            f"SSL_CERT_FILE.",
+            ("servers",),
+        ) from error
