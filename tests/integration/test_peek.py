@@ -138,6 +138,18 @@ def test_each_passage_names_the_row_that_its_text_is_of(server: Server, data_dir
     assert seen >= 8
 
 
+@pytest.mark.parametrize("dataset", ["texts", "pairs", "both"])
+@pytest.mark.parametrize("spec", [PACKED, {"packing": "concat", "seq_len": 90}], ids=str)
+def test_each_passage_has_as_many_tokens_as_provenance_tells_of_its_row(
+    server: Server, dataset: str, spec: dict[str, Any]
+) -> None:
+    query = "&".join(f"{name}={value}" for name, value in {"batch_size": 4, **spec}.items())
+    lines = server.json(f"{batches_path(dataset, 0, 0)}/0/provenance?{query}")["sequences"]
+    assert any(len(line["sources"]) > 1 for line in lines)
+    for line, shown in zip(lines, views(server, dataset, 0, batch_size=4, **spec), strict=True):
+        assert [passage.num_tokens for passage in shown.passages] == [s["stop"] - s["start"] for s in line["sources"]]
+
+
 def test_a_batch_is_shown_with_its_address_and_a_curl_line_that_gives_it(server: Server, tmp_path: Path) -> None:
     done = penstock("peek", f"{server.url}/pairs?seq_len=64", "--step", "3", "--batch-size", "2", "--seed", "5")
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -127,10 +128,15 @@ class Sequences:
         return [self._source(*line) for line in zip(*(column.tolist() for column in documents[1:]), strict=True)]
 
     def line(self, tensor: Tensor, sequence: int) -> list[Turn]:
-        """The tokens of one line of a tensor, in runs."""
+        """The tokens of one line of a tensor, in runs; none is of two rows."""
         runs, tokens, own = self.runs(tensor), self.tokens(tensor.feature), self._runs_of(tensor, sequence)
-        spans = zip(*(column[own].tolist() for column in runs[1:5]), strict=True)
-        return [(tokens[number].values[start : start + length].tolist(), learned) for number, start, length, learned in spans]
+        begins = [] if tensor.turn else self.documents_of(sequence).offsets().tolist()
+        found: list[Turn] = []
+        for number, start, length, learned, offset in zip(*(column[own].tolist() for column in runs[1:]), strict=True):
+            inside = (begin - offset for begin in begins if offset < begin < offset + length)
+            for first, last in pairwise([0, *inside, length]):
+                found.append((tokens[number].values[start + first : start + last].tolist(), learned))
+        return found
 
     def num_tokens(self, tensor: Tensor, sequence: int) -> int:
         """The tokens of one line of a tensor."""
