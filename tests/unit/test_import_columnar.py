@@ -228,7 +228,7 @@ def test_objects_of_files_that_have_other_fields_get_all_of_them(tmp_path: Path)
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (None, "b.parquet: column 'n' is string, and int64 before. All shards have one schema.*--columns"),
+        (None, "b.parquet: column 'n' is string here, and int64 in what was read before. All shards .*--columns"),
         (["texd"], "no file has a column 'texd'. Did you mean 'text'\\? There are: text, n, other"),
         (["other"], "a.parquet has none of the columns other; its columns are text, n"),
     ],

@@ -135,15 +135,17 @@ def test_what_is_not_among_the_columns_may_be_of_any_type_or_number(tmp_path: Pa
 BAD = {
     b'{"a": 1}\n\n{"a": oops}\n{"a": 2}\n': "line 3: invalid value",
     b'{"a": 1}\n{"a": 2': "line 2: missing a comma",
-    b'{"a": 1}\n{"a": "x"}\n': "line 2: column 'a' is string, and (number|int64) before.*leave it out with --columns",
-    b'{"a": [{"b": 1}]}\n{"a": [{"b": true}]}\n': "line 2: column 'a.*' is .*bool.*, and .* before",
-    b'{"a": 1}\n7\n': "line 2: it is not an object.*Each line must be one JSON object",
+    b'{"a": 1}\n{"a": "x"}\n': "line 2: column 'a' is string here, and (number|int64) in .* before.*leave it out",
+    b'{"a": [{"b": 1}]}\n{"a": [{"b": true}]}\n': "line 2: column 'a.*' is .*bool.* here, and .* before",
+    b'{"a": 1}\n7\n': "line 2: it is not an object.*Each line must be one whole JSON object",
     b'{"a": 1}\n null\n': "line 2: it is not an object",
     b'{"a": 1}\n{"a": 1} {"a": 2}\n': "line 2: it is not exactly one object",
     b'{"a": 1}\n{\n"a": 1\n}\n': "line 2: missing a name",
-    b'{"a": 1}\n{"a": 1, "a": 2}\n': "line 2: column 'a' was specified twice",
-    b'{"a": "x"}\n{"a": "\xff"}\n': "line 2: byte 8 is not UTF-8",
+    b'{"a": 1}\n{"a": 1, "a": 2}\n': "line 2: column 'a' is given twice.*Remove one",
+    b'{"a": "x"}\n{"a": "\xff"}\n': "line 2: byte 8 is not UTF-8.*iconv",
     b'{"a": "x"}\n{"a": "\\ud800"}\n': "line 2: the surrogate pair",
+    b'{"a": 1}\n{"a": %s1%s}\n' % (b"[" * 100, b"]" * 100): "line 2: objects and lists stand more than 100 deep.*as text",
+    b'{"a": 1}\n' + b'{"a": ' * 60_000 + b"1" + b"}" * 60_000: "line 2: objects and lists stand more than 100 deep",
 }
 
 
@@ -159,6 +161,22 @@ def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, m
     if columns is None:
         assert re.search(message.split(": ", 1)[1], str(refused.value))
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_nested_too_deeply_to_be_read_from_parquet_is_refused(tmp_path: Path) -> None:
+    for depth, is_held in ((49, True), (50, False)):
+        path = write(tmp_path / "x.jsonl", [{"text": "x", "deep": json.loads("[" * depth + "1" + "]" * depth)}])
+        if is_held:
+            assert imported(tmp_path / f"{depth}", path).num_rows == 1
+            continue
+        with pytest.raises(ImportRefused, match="column 'deep': Parquet does not hold list.*Leave it out with --columns"):
+            imported(tmp_path / f"{depth}", path)
+        assert imported(tmp_path / f"{depth}", path, columns=["text"]).num_rows == 1
+
+
+def test_brackets_in_text_or_side_by_side_are_not_nested(tmp_path: Path) -> None:
+    rows = [{"text": '[{"' * 500, "lists": [[n] for n in range(500)]}] * 3
+    assert imported(tmp_path / "out", write(tmp_path / "x.jsonl", rows)).to_pylist() == rows
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def _merge_one(known: pa.Field, new: pa.Field) -> None:
     try:
         pa.unify_schemas([pa.schema([known]), pa.schema([new])], promote_options="permissive")
     except pa.ArrowException as error:
-        raise ColumnsDiffer(f"column {new.name!r} is {_short(new.type)}, and {_short(known.type)} before") from error
+        raise ColumnsDiffer(
+            f"column {new.name!r} is {_short(new.type)} here, and {_short(known.type)} in what was read before"
+        ) from error
 
 
 def _num_leaves(type_: pa.DataType) -> int:
@@ -131,11 +133,13 @@ def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | 
         raise ImportRefused(f"{', '.join(str(path) for path, _ in surveys)}: there is no column to import.")
     for field in fields:
         try:
-            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
-        except pa.ArrowException as error:
+            written = pa.BufferOutputStream()
+            pq.ParquetWriter(written, pa.schema([field])).close()
+            pq.read_schema(pa.BufferReader(written.getvalue()))  # what is nested deeply can be written and never be read
+        except (pa.ArrowException, OSError) as error:
             raise ImportRefused(
                 f"column {field.name!r}: Parquet does not hold {_short(field.type)}. Nothing was written. Leave it out with "
-                f"--columns, or write it as another type."
+                f"--columns, or write it as another type, such as text."
             ) from error
     return pa.schema(fields), left_out
 

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,6 +22,15 @@ from penstock_server.importing.stream import Portion, opened, portions
 _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
 _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
+_MEND_COLUMN = "Mend the column, or leave it out with --columns"
+_TWICE = " was specified twice"
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b"{[]}"))
+_DEEPEST = 100  # objects and lists within each other; beyond some thousands pyarrow's parser crashes
+
+
+class _TooDeep(ValueError):
+    """A line has more objects and lists within each other than anything can read."""
 
 
 class JsonLines:
@@ -60,6 +70,7 @@ class JsonLines:
                 advance(stream.position)
 
     def _infer(self, data: bytes, known: pa.Schema) -> pa.Table:
+        _check_depth(data)
         # What is not imported must not be able to fail, so it is taken out before any type is looked for.
         table = _parse(data if self._columns is None else _picked(data, self._columns))
         merge(known, normal_schema(table.schema, None, dates=False))
@@ -103,6 +114,15 @@ def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     return table
 
 
+def _check_depth(data: bytes) -> None:
+    """Raises _TooDeep: a line has more brackets open at once than is allowed; those in strings do not count."""
+    for line in data.split(b"\n"):
+        if line.count(b"{") + line.count(b"[") > _DEEPEST:
+            brackets = _STRING.sub(b"", line).translate(None, _NO_BRACKETS)
+            if max(accumulate(1 if bracket in b"{[" else -1 for bracket in brackets), default=0) > _DEEPEST:
+                raise _TooDeep(f"objects and lists stand more than {_DEEPEST} deep within each other")
+
+
 def _picked(data: bytes, columns: Sequence[str]) -> bytes:
     """The lines with these keys alone. Raises ValueError: a line is no JSON."""
 
@@ -141,14 +161,22 @@ def _first_failure(portion: Portion, parse: Callable[[bytes], pa.Table], error: 
 
 def _reason(error: ValueError) -> str:
     """What is wrong, what follows and what to do."""
-    what, columns = str(error), isinstance(error, ColumnsDiffer)
+    what, advice = str(error), "Each line must be one whole JSON object: mend it"
     if isinstance(error, UnicodeDecodeError):
         what = f"byte {error.start + 1:,} is not UTF-8"
+        advice = "Convert the file (iconv -f ITS_ENCODING -t UTF-8 FILE > NEW_FILE), or mend the line"
+    elif isinstance(error, _TooDeep):
+        advice = "Write them as text, or remove the line"
+    elif isinstance(error, ColumnsDiffer):
+        advice = _MEND_COLUMN
     elif found := _PARSE_ERROR.search(what):
         what = found[1][:1].lower() + found[1][1:]
         if column := _COLUMN.search(found[1]):
             path, before, here = column.groups()
-            name, columns = path.replace("/[]", "[]").replace("/", "."), bool(here)
-            what = f"column {name!r} is {here}, and {before} before" if here else f"column {name!r}{found[1][column.end() :]}"
-    advice = "Mend the column, or leave it out with --columns" if columns else "Each line must be one JSON object: mend it"
+            name, rest = path.replace("/[]", "[]").replace("/", "."), found[1][column.end() :]
+            what = f"column {name!r}{rest}"
+            if here:
+                what, advice = f"column {name!r} is {here} here, and {before} in lines before it", _MEND_COLUMN
+            elif rest == _TWICE:
+                what, advice = f"column {name!r} is given twice", "Remove one of the two"
     return f"{what}. Nothing was written. {advice}."
