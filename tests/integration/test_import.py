@@ -167,7 +167,7 @@ def test_whole_numbers_that_lose_digits_are_warned_of_in_a_line(tmp_path: Path) 
     assert done.returncode == 0
     assert done.stdout.splitlines()[1:] == ["  id: double", "  n: int64"]
     assert done.stderr.startswith(f"penstock import: {path}: column 'id' has whole numbers beyond 64 bits")
-    assert done.stderr.endswith("18446744073709551615 is now 18446744073709551616. Write them as text to keep every digit.\n")
+    assert "18446744073709551615 is now 18446744073709551616. To keep every digit, write them as text" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -178,9 +178,9 @@ def test_a_column_that_only_some_files_have_is_told(tmp_path: Path) -> None:
     done = run(*sorted(tmp_path.glob("*.jsonl")), tmp_path / "out")
     assert done.returncode == 0
     assert done.stdout.splitlines()[1:] == [
-        f"  text: string, null in all rows of 2 files without it, such as {tmp_path}/b.jsonl",
+        f"  text: string; null in all rows of 2 files without this column, such as {tmp_path}/b.jsonl",
         "  id: int64",
-        f"  body: string, null in all rows of 2 files without it, such as {tmp_path}/a.jsonl",
+        f"  body: string; null in all rows of 2 files without this column, such as {tmp_path}/a.jsonl",
     ]
 
 

@@ -259,7 +259,13 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
         imported(tmp_path / "out", *files, Path("/dev/null"))
     for line, message in zip(
         str(refused.value).splitlines(),
-        ["does not exist", "its ending is none that is known: .csv", "none that is known", "is a folder", "no regular file"],
+        [
+            "does not exist",
+            "its ending is not one that is read: .csv",
+            "JSON lines, a document a line",
+            "is a folder",
+            "no regular file",
+        ],
         strict=True,
     ):
         assert message in line

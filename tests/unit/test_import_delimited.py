@@ -137,14 +137,14 @@ def test_rows_larger_than_the_first_blocks_are_read_and_larger_ones_refused(tmp_
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"1,x\n3,NA,9\n", "line {2}: the header has 2 fields and this row 3: '3,NA,9'.*stands in quotes; mend the row"),
+        (b"1,x\n3,NA,9\n", "line {2}: the header has 2 fields and this row 3: '3,NA,9'.*Put quotes around a field"),
         (b"1,x\n3\n4,y\n", "line {2}: the header has 2 fields and this row 1: '3'"),
         (b'"x\ny",z\n\n"p\nq"\n', "line {4}: the header has 2 fields and this row 1"),
         (b"x" * 500 + b"\n", "line {1}: the header has 2 fields and this row 1: 'x{80}'"),
         (("é" * 90 + "\n").encode(), "line {1}: the header has 2 fields and this row 1: 'é"),
         (b'1,"x\n2,y\n3,z\n', "line {1}: a quote is opened and never closed.*'x.n2,y.n3,z.n'"),
         (b'1,"x\n2,y\n3,z', "line {1}: a quote is opened and never closed"),
-        (b"1,x\n2,y\xff\n", "line {2}: it is not UTF-8"),
+        (b"1,x\n2,y\xff\n", "line {2}: it is not UTF-8.*iconv"),
     ],
 )
 def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, content: bytes, message: str, columns: list[str] | None) -> None:
@@ -164,11 +164,17 @@ def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, content: bytes, mess
         ("x.csv", b"", "there is no column to import"),
         ("x.csv", b"a,b\n", "there is not one row to import"),
         ("x.csv", b"a,a\n1,2\n", "header: 2 columns are called 'a'.*Rename all but one"),
-        ("x.csv", b"a;b\n1;2\n", "header: it would be one column, 'a;b'.*--delimiter ';', or --delimiter ',' if it is one"),
+        (
+            "x.csv",
+            b"a;b\n1;2\n",
+            "header: it would be one column, 'a;b'.*--delimiter ';', or --delimiter ',' if it really is one",
+        ),
         ("x.csv", b"a\tb\n1\t2\n", r"--delimiter '\\t', or --delimiter ','"),
         ("x.tsv", b"a,b\n1,2\n", r"--delimiter ',', or --delimiter '\\t'"),
         ("x.csv", b"a,\xff\n1,2\n", "line 1: it is not UTF-8"),
         ("x.csv", "a,b\n1,2\n".encode("utf-16"), "is UTF-16.*iconv"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16-le"), "is UTF-16.*iconv"),
+        ("x.csv", gzip.compress(b"a,b\n1,2\n"), "x.csv is compressed.*Rename it to x.csv.gz"),
         ("x.csv.gz", b"a,b\n1,2\n", "cannot be read: .*not what its ending says"),
         ("x.csv.gz", gzip.compress(b"a,b\n1,2\n" * 90_000)[:-20], "cannot be read: Truncated"),
     ],

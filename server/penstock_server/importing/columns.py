@@ -130,7 +130,10 @@ def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | 
             narrow = is_tokens(type_) and name not in wide
             fields.append(pa.field(name, pa.list_(pa.int32()) if narrow else type_))
     if not fields:
-        raise ImportRefused(f"{', '.join(str(path) for path, _ in surveys)}: there is no column to import.")
+        raise ImportRefused(
+            f"{', '.join(str(path) for path, _ in surveys)}: there is no column to import: no row holds a value. Nothing was "
+            f"written."
+        )
     for field in fields:
         try:
             written = pa.BufferOutputStream()

@@ -93,19 +93,21 @@ def _summary(done: Imported, out_dir: Path) -> str:
         *(f"  {field.name}: {field.type}{_nulls(done.lacking[field.name])}" for field in done.schema),
     ]
     if done.left_out:
-        lines.append(f"  left out, since Parquet holds no objects without fields: {', '.join(done.left_out)}")
+        lines.append(
+            f"  left out, since their objects never have a field, and Parquet cannot hold that: {', '.join(done.left_out)}"
+        )
     return "\n".join(lines)
 
 
 def _nulls(lacking: Sequence[Path]) -> str:
     if not lacking:
         return ""
-    return f", null in all rows of {counted(len(lacking), 'file')} without it, such as {lacking[0]}"
+    return f"; null in all rows of {counted(len(lacking), 'file')} without this column, such as {lacking[0]}"
 
 
 def _loss(name: str, number: Decimal) -> str:
     before, after = (text if len(text) <= 40 else f"{text[:37]}..." for text in (f"{number:f}", f"{float(number):.0f}"))
     return (
-        f"column {name!r} has whole numbers beyond 64 bits or beside decimal ones. As float64 large ones are rounded: "
-        f"{before} is now {after}. Write them as text to keep every digit."
+        f"column {name!r} has whole numbers beyond 64 bits, or beside decimal ones. They are stored as float64, which rounds "
+        f"large ones: {before} is now {after}. To keep every digit, write them as text in the file and import it again."
     )

@@ -95,7 +95,7 @@ class Delimited:
                 "header",
                 f"it would be one column, {names[0][:80]!r}",
                 f"Say what is between the columns: --delimiter {others[0]!r}, or --delimiter "
-                f"{self._delimiter!r} if it is one column indeed",
+                f"{self._delimiter!r} if it really is one column",
             )
         return names
 
@@ -139,7 +139,7 @@ class Delimited:
             return self._refused(
                 self._first_line(lambda line: line.startswith(begin) if cut else line.rstrip(b"\r") == begin) or f"row {row}",
                 f"the header has {expected} fields and this row {found}: {text[:80]!r}",
-                "A field with a delimiter or a line break in it stands in quotes; mend the row, or remove it",
+                "Put quotes around a field with a delimiter or a line break in it, and close every quote; or remove the row",
             )
         if "straddling" in str(error):
             return _RowTooLarge(
@@ -148,7 +148,11 @@ class Delimited:
             )
         not_utf8 = self._first_line(_is_no_utf8)
         if not_utf8:
-            return self._refused(not_utf8, "it is not UTF-8", "Convert the file, or mend the line")
+            return self._refused(
+                not_utf8,
+                "it is not UTF-8",
+                "Convert the file (iconv -f ITS_ENCODING -t UTF-8 FILE > NEW_FILE), or mend the line",
+            )
         return self._refused(f"after row {num_rows + 1:,}", str(error), "Mend the file")
 
     def _refused(self, place: str, what: str, advice: str) -> ImportRefused:

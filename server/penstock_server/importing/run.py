@@ -62,7 +62,7 @@ class Import:
             )
             written = write_shards(row_groups(tables, self.shape), folder, schema, self.shape)
             if not written.num_rows:
-                raise ImportRefused(f"{', '.join(map(str, self.files))}: there is not one row to import.")
+                raise ImportRefused(f"{', '.join(map(str, self.files))}: there is not one row to import. Nothing was written.")
         rounded = [(path, name, number) for path, survey in found for name, number in survey.rounded.items()]
         lacking = {
             field.name: [path for path, survey in found if survey.names and field.name not in survey.names] for field in schema
@@ -93,8 +93,9 @@ class Import:
         if ending in _PARQUET and not compressed:
             return ParquetFile(path, self.columns)
         return (
-            f"{path}: its ending is none that is known: {', '.join([*_DELIMITERS, *_JSON])} (also with "
-            f"{' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET)}. Rename the file after what it holds."
+            f"{path}: its ending is not one that is read: {', '.join([*_DELIMITERS, *_JSON])} (also "
+            f"with {' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET)}. Rename the file if it holds one of these; write "
+            f'plain text as JSON lines, a document a line: {{"text": "..."}}.'
         )
 
 

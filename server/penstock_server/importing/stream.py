@@ -13,6 +13,7 @@ import pyarrow as pa
 from penstock_server.importing.source import TABLE_BYTES, ImportRefused
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # which such a file begins with
 _LARGEST_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
 _FIRST_PORTION_BYTES = 64 << 10
 
@@ -40,13 +41,22 @@ class Stream:
 def opened(path: Path) -> Iterator[Stream]:
     """The stream of a file.
 
-    Raises ImportRefused: it cannot be read, or not be decompressed, or its text is UTF-16.
+    Raises ImportRefused: it cannot be read, or not be decompressed, or is compressed though its ending is another, or its
+    text is UTF-16.
     """
     try:
-        if Stream(path).bytes.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+        begin = Stream(path).bytes.read(4)
+        if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or (begin[:1] == b"\0") != (begin[1:2] == b"\0"):
             raise ImportRefused(
-                f"{path} is UTF-16, and penstock reads UTF-8. Convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
+                f"{path} is UTF-16, and penstock reads UTF-8. Nothing was written. Convert it: iconv -f UTF-16 -t UTF-8 FILE > "
+                f"NEW_FILE"
             )
+        for ending, magic in _MAGIC.items():
+            if begin.startswith(magic):
+                raise ImportRefused(
+                    f"{path} is compressed, which its ending does not say. Nothing was written. Rename it to "
+                    f"{path.name}{ending}."
+                )
         yield Stream(path)
     except OSError as error:
         raise unreadable(path, error) from error
