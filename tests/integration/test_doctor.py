@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from commands import penstock, penstock_in_terminal
-from corpora import write_numbered
+from corpora import write_numbered, write_text, write_tokenizer
+from penstock import RemoteDataset
+from penstock.errors import SpecError
 from serving import Server
 
 
@@ -68,3 +70,19 @@ def test_a_dataset_whose_blocks_cannot_be_read_fails(serve: Callable[..., Server
     done = penstock("doctor", server.url, no_proxy="127.0.0.1")
     assert (done.returncode, levels(done.stdout)["bandwidth"]) == (1, "fail")
     assert "numbers gives no batches: " in " ".join(done.stdout.split())
+
+
+def test_a_filter_that_keeps_no_row_is_found_and_another_dataset_is_measured(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    write_text(tmp_path / "none", ["quick fox"] * 900).joinpath("penstock.toml").write_text("filter = \"text = '?'\"")
+    write_text(tmp_path / "some", ["quick fox"])
+    server = serve(tmp_path, "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json")))
+    for packing in ("rows", "concat"):
+        with pytest.raises(SpecError, match="none has no row that is kept by its filter and can be used. Mend the filter"):
+            RemoteDataset(server.url, "none", rank=0, world_size=1, packing=packing)
+    with pytest.raises(SpecError, match="some has fewer than seq_len=1,024 tokens in all"):
+        RemoteDataset(server.url, "some", rank=0, world_size=1, packing="concat")
+    done = penstock("doctor", server.url, no_proxy="127.0.0.1")
+    assert (done.returncode, levels(done.stdout)["bandwidth"]) == (1, "ok")
+    assert re.search(r"fail +dataset +none: 0 of 900 rows .*its filter keeps none", " ".join(done.stdout.split()))

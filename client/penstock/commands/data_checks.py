@@ -49,6 +49,8 @@ def _dataset(about: Mapping[str, Any]) -> Check:
     text = f"{name}: {rows} in {counted(about['shards'], 'shard')}, {tokens}, snapshot {about['snapshot']}"
     if refusal := bad["refusal"]:
         return Check("fail", "dataset", f"every batch is refused. {refusal}")
+    if about["rows_served"] == 0:
+        return Check("fail", "dataset", f"{text}; its filter keeps none of its rows", "mend filter in its penstock.toml")
     if unread := bad["unread_row_groups"]:
         return Check(
             "fail",
@@ -102,7 +104,8 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
 
 def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
     """A few MiB of batches, as the client fetches them."""
-    largest = sorted(known["datasets"], key=lambda one: one["size_bytes"], reverse=True)
+    filled = [one for one in known["datasets"] if one["rows_served"] != 0]
+    largest = sorted(filled, key=lambda one: one["size_bytes"], reverse=True)
     names = [one["name"] for one in (*largest, *known["mixtures"]) if dataset in (None, one["name"])]
     if names:
         try:

@@ -214,7 +214,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     mix, skipped = spec.mixed(), spec.skipped()
     mixture = mixture_of(mix) if mix else None
     sizes = tuple(member.num_sequences for member in members)
-    if empty := [member.name for member, size in zip(members, sizes, strict=True) if not size]:
+    if empty := [member for member, size in zip(members, sizes, strict=True) if not size]:
         raise BadParameter(_no_sequence(empty[0], spec))
     num_positions = mixture.epoch_length(sizes, spec.mix_stop or "first") if mixture else sizes[0]
     if num_positions is None:
@@ -264,9 +264,10 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
             )
 
 
-def _no_sequence(name: str, spec: Spec) -> str:
+def _no_sequence(member: Member, spec: Spec) -> str:
+    name = member.name
     where = "" if spec.split == "all" else f" in split={spec.split}"
     share = "" if spec.split == "all" else ", or raise the split's share (validation, in penstock.toml), or use split=all"
-    if spec.packing == "concat":
+    if spec.packing == "concat" and member.index.tokens_per_block(spec.split).any():
         return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. Lower seq_len{share}."
     return f"{name} has no row{where} that is kept by its filter and can be used. Mend the filter or the data{share}."
