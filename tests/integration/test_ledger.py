@@ -187,7 +187,7 @@ def test_ranks_that_go_on_from_different_states_are_no_proof(server: Server, led
         assert status == 0
     else:
         assert status == 1
-        assert "NOT PROVEN: 1 rank went on from another state than the first" in said
+        assert "NOT PROVEN: 1 rank resumed elsewhere than the others" in said
         assert f"APART rank 1 went on at epoch 0, step {second}, where the others went on at epoch 0, step {first}" in said
 
 

@@ -59,12 +59,20 @@ def test_of_what_loader_workers_noted_no_more_is_said_than_that_the_loader_was_h
     for worker in range(2):
         append(ledger, replace(begin_of(), worker=worker, num_workers=2), range(worker, 20, 2), ends=True)
     assert words(ledger).startswith(
-        "PROVEN: each sample that was due, 100 in 1 epoch, was handed to the loader exactly once. Of an epoch that the loop "
-        "left early, the last batches, as many as workers fetch ahead, may not have reached it\n"
+        "PROVEN: each sample that was due, 100 in 1 epoch, was handed to the loader exactly once. Where the loop left "
+        "an epoch early, the last batches, as many as the workers fetch ahead, may not have reached it\n"
     )
     assert [report_on(ledger).to_dict()[name] for name in ("proven", "by_workers")] == [True, True]
     append(ledger.with_name("other"), begin_of(), range(20), ends=True)
     assert report_on(ledger.with_name("other")).to_dict()["by_workers"] is False
+
+
+def test_an_order_is_named_by_all_that_tells_it_from_others(ledger: Path) -> None:
+    write_run(ledger)
+    assert "numbers, snapshot=abc, seed=0, shuffle=window, packing=rows\n" in words(ledger)
+    other = ledger.with_name("other")
+    write_run(other, split="train", mix="numbers:3,more:2", mix_stop="first", window=64)
+    assert "packing=rows, window=64, split=train, mix=numbers:3,more:2, mix_stop=first\n" in words(other)
 
 
 def test_steps_that_were_trained_twice_around_a_resume_are_told_and_counted_once(ledger: Path) -> None:
@@ -73,8 +81,8 @@ def test_steps_that_were_trained_twice_around_a_resume_are_told_and_counted_once
         append(ledger, begin_of(rank, world_size=2, start=1, step=5), range(5, 10), ends=True)
     assert report_on(ledger).is_proven
     assert (
-        "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed from a checkpoint before them; what counts is the "
-        "second time" in words(ledger)
+        "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed from a checkpoint before them; only the second "
+        "time counts" in words(ledger)
     )  # fmt: skip
     assert report_on(ledger).to_dict()["orders"][0]["thrown_away"] == [
         {"epoch": 0, "first_step": 5, "last_step": 7, "start": 1, "resumed_by": 2}
@@ -87,7 +95,7 @@ def test_steps_that_a_resumed_run_has_not_come_to_again_were_thrown_away(ledger:
     assert "epoch 0, steps 2-7 of start 1 were thrown away: start 2 resumed" in words(ledger)
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.is_proven, epoch.is_finished, epoch.steps_done, epoch.num_due) == (True, False, 4, 20)
-    assert "epoch 0: 20 of 100 samples, each once; it is not over: all ranks came to step 4 of 20" in words(ledger)
+    assert "epoch 0: 20 of 100 samples, each once; it is not finished: all ranks reached step 4 of 20" in words(ledger)
 
 
 def test_an_epoch_that_came_to_its_end_is_not_over_once_a_start_goes_back_into_it(ledger: Path) -> None:
@@ -118,7 +126,7 @@ def test_another_world_size_and_batch_size_go_on_at_the_same_sample(ledger: Path
     report = report_on(ledger)
     assert report.is_proven
     assert [(e.epoch, e.num_due, e.num_dropped) for e in report.orders[0].epochs] == [(0, 96, 4), (1, 100, 0)]
-    assert "start 2, 2025-01-01 01:00:00, resumed at epoch 0, step 0 behind the first 40 samples, on 2 ranks" in words(ledger)
+    assert "start 2, 2025-01-01 01:00:00, resumed at epoch 0, step 0 after the first 40 samples, on 2 ranks" in words(ledger)
 
 
 @pytest.mark.parametrize(("tail", "steps", "due"), [("drop", 11, 99), ("wrap", 12, 100)])
@@ -157,7 +165,7 @@ def test_the_ledgers_of_a_rank_that_are_not_there_are_missed(ledger: Path) -> No
 
 def test_a_run_whose_beginning_is_not_there_is_not_proven(ledger: Path) -> None:
     append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
-    assert "MISSING epoch 0, 25 samples at positions 0-24: no iteration in these ledgers goes over them" in words(ledger)
+    assert "MISSING epoch 0, 25 samples at positions 0-24: no pass in these ledgers covers them" in words(ledger)
 
 
 @pytest.mark.parametrize(("behind", "is_proven"), [(3, True), (16, True), (17, False)])
@@ -235,7 +243,7 @@ def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_
     report = report_on(ledger)
     assert not report.is_proven
     assert not len(report.orders[0].epochs[0].missing)
-    assert words(ledger).startswith("NOT PROVEN: 1 line cannot be read, whatever they said\n")
+    assert words(ledger).startswith("NOT PROVEN: 1 line cannot be read, and may say anything\n")
     assert f"{ledger}, line 8 cannot be read: the file was damaged or edited" in words(ledger)
 
 
@@ -379,6 +387,6 @@ def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
 def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:
     append(ledger, begin_of(num_sequences=1000), range(0, 200, 2), ends=True)
     text = words(ledger)
-    assert "... 80 lines more, see --json" in text
+    assert "... 80 more lines, see --json" in text
     assert text.count("MISSING") == 20
     assert len(report_on(ledger).to_dict()["orders"][0]["epochs"][0]["gaps"]) == 100

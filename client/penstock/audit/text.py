@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 
 import numpy as np
 
@@ -13,8 +14,10 @@ from penstock.audit.rank import Changed, Leg, Thrown
 from penstock.audit.reading import Damage, IntArray
 from penstock.audit.report import Apart, Order, Report
 from penstock.audit.slicing import Slicing
+from penstock.spec import Spec
 from penstock.wording import counted
 
+_ALWAYS_NAMED = ("snapshot", "seed", "shuffle", "packing")
 _MOST_RANGES = 8
 _MOST_LINES = 20
 
@@ -23,10 +26,8 @@ def lines_of(report: Report) -> Iterator[str]:
     """The report, line by line; the first is the verdict."""
     yield _verdict(report)
     for order in report.orders:
-        key = dict(order.key)
         yield ""
-        named = ", ".join(f"{name}={key[name]}" for name in ("snapshot", "seed", "shuffle", "packing"))
-        yield f"{order.dataset}, {named}"
+        yield f"{order.dataset}, {', '.join(_named(dict(order.key)))}"
         yield from _some(_start(start) for start in order.leader.starts)
         yield from (_epoch(epoch) for epoch in order.epochs)
         yield from _some(_thrown(thrown, order.epochs) for thrown in order.leader.thrown)
@@ -45,8 +46,8 @@ def _verdict(report: Report) -> str:
         if not report.by_workers:
             return f"{verdict} trained on exactly once"
         return (
-            f"{verdict} handed to the loader exactly once. Of an epoch that the loop left early, the last batches, as many as "
-            f"workers fetch ahead, may not have reached it"
+            f"{verdict} handed to the loader exactly once. Where the loop left an epoch early, the last batches, as many as "
+            f"the workers fetch ahead, may not have reached it"
         )
     reasons = {
         "{} not trained on": sum(size(epoch.missing) for epoch in epochs),
@@ -54,18 +55,26 @@ def _verdict(report: Report) -> str:
     }
     found = [text.format(counted(count, "sample")) for text, count in reasons.items() if count]
     if apart := sum(len(order.apart) for order in report.orders):
-        found.append(f"{counted(apart, 'rank')} went on from another state than the first")
+        found.append(f"{counted(apart, 'rank')} resumed elsewhere than the others")
     if changed := sum(len(order.changed) for order in report.orders):
         found.append(f"{counted(changed, 'batch', 'batches')} changed")
     if lines := sum(d.last - d.first + 1 for d in report.damages if not d.is_torn):
-        found.append(f"{counted(lines, 'line')} cannot be read, whatever they said")
+        found.append(f"{counted(lines, 'line')} cannot be read, and may say anything")
     return f"NOT PROVEN: {', '.join(found) or 'no batch is recorded'}"
+
+
+def _named(key: dict[str, object]) -> Iterator[str]:
+    """What tells an order from others of its dataset: some always, the rest where it is set."""
+    usual = asdict(Spec())
+    for name in (*_ALWAYS_NAMED, *(name for name in key if name in usual and name not in _ALWAYS_NAMED)):
+        if name in _ALWAYS_NAMED or key[name] not in (None, usual[name]):
+            yield f"{name}={key[name]}"
 
 
 def _start(start: Start) -> str:
     slicing, begin = start.slicing, start.begin
     how = "resumed" if begin.num_loads else "began"
-    behind = f" behind the first {slicing.offset:,} samples" if slicing.offset else ""
+    behind = f" after the first {slicing.offset:,} samples" if slicing.offset else ""
     return (
         f"  start {start.number + 1}, {begin.time:%Y-%m-%d %H:%M:%S}, {how} at epoch {begin.epoch}, step {begin.step:,}{behind}"
         f", on {counted(slicing.world_size, 'rank')} with batches of {slicing.batch_size:,}"
@@ -78,17 +87,16 @@ def _epoch(epoch: Epoch) -> str:
     else:
         missing, twice = size(epoch.missing), size(epoch.twice)
         once = size(without(epoch.due, epoch.twice)) - missing
-        text = (
-            f"  epoch {epoch.epoch}: of {epoch.num_sequences:,} samples {once:,} once, {missing:,} never, {twice:,} more often"
-        )
+        text = f"  epoch {epoch.epoch}: of {epoch.num_sequences:,} samples, {once:,} once, {missing:,} never, "
+        text += f"{twice:,} more than once"
     if epoch.num_skipped:
         text += f"; {epoch.num_skipped:,} skipped"
     if epoch.num_dropped:
         text += f"; {epoch.num_dropped:,} dropped at the end"
     if not epoch.is_finished:
-        text += f"; it is not over: all ranks came to step {epoch.steps_done:,} of {epoch.legs[-1].slicing.num_steps:,}"
+        text += f"; it is not finished: all ranks reached step {epoch.steps_done:,} of {epoch.legs[-1].slicing.num_steps:,}"
     if epoch.num_ahead:
-        text += f", some took {counted(epoch.num_ahead, 'sample')} more"
+        text += f", some ranks took {counted(epoch.num_ahead, 'more sample')}"
     return text
 
 
@@ -99,7 +107,7 @@ def _thrown(thrown: Thrown, epochs: Iterable[Epoch]) -> str:
     end = thrown.slicing.position(stop)
     again = any(e.epoch == thrown.epoch and end <= e.legs[-1].slicing.position(e.steps_done) for e in epochs)
     if again:
-        return f"{steps} were trained twice: {resumed}; what counts is the second time"
+        return f"{steps} were trained twice: {resumed}; only the second time counts"
     return f"{steps} were thrown away: {resumed}"
 
 
@@ -107,7 +115,7 @@ def _apart(apart: Apart) -> str:
     (own, own_step), (first, first_step) = ((s.begin.epoch, s.begin.step) for s in (apart.start, apart.leader))
     return (
         f"  APART rank {apart.rank} went on at epoch {own}, step {own_step:,}, where the others went on at epoch {first}, step "
-        f"{first_step:,}: they loaded different states, or of each start a rank was killed before its first batch"
+        f"{first_step:,}: they loaded different states, or in each of these two starts a rank was killed before its first batch"
     )
 
 
@@ -124,7 +132,7 @@ def _problems(order: Order) -> Iterator[str]:
         rest = without(epoch.missing, join([gap.positions for gap in epoch.gaps]))
         if len(rest):
             yield (
-                f"  MISSING epoch {epoch.epoch}, {_positions(rest)}: no iteration in these ledgers goes over them. Are all "
+                f"  MISSING epoch {epoch.epoch}, {_positions(rest)}: no pass in these ledgers covers them. Are all "
                 f"files of the run here, from its first start on?"
             )
         if len(epoch.twice):
@@ -186,7 +194,7 @@ def _steps(legs: Iterable[Leg], found: IntArray) -> Iterator[str]:
 def _positions(found: IntArray) -> str:
     ranges = found[:_MOST_RANGES].tolist()
     shown = ", ".join(f"{start:,}-{stop - 1:,}" if stop - start > 1 else f"{start:,}" for start, stop in ranges)
-    more = f" and {len(found) - _MOST_RANGES:,} ranges more" if len(found) > _MOST_RANGES else ""
+    more = f" and {len(found) - _MOST_RANGES:,} more ranges" if len(found) > _MOST_RANGES else ""
     return f"{counted(size(found), 'sample')} at positions {shown}{more}"
 
 
@@ -208,5 +216,5 @@ def _some(lines: Iterable[str]) -> Iterator[str]:
         yield from found
         return
     yield from found[: _MOST_LINES // 2]
-    yield f"  ... {len(found) - _MOST_LINES:,} lines more, see --json"
+    yield f"  ... {len(found) - _MOST_LINES:,} more lines, see --json"
     yield from found[-_MOST_LINES // 2 :]
