@@ -59,7 +59,7 @@ def test_where_lengths_go_with_places_grouping_by_length_says_so(server: Server)
     spec = SPEC | {"group_by_length": 16, "seq_len": 64}
     found = server.json_when_ready("/v1/datasets/sorted/shuffle-report", **spec)
     assert found["grade"] == "weak"
-    assert "lengths go with places in the source" in found["verdict"]
+    assert "lengths differ from place to place in the source" in found["verdict"]
     assert "on purpose (group_by_length=16)" in found["verdict"]
 
 

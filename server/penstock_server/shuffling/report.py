@@ -129,8 +129,8 @@ def _of_neighbours(sample: Sample) -> Iterator[Finding]:
     yield Finding(
         name="neighbour_distance",
         unit="samples",
-        says=f"Half of the neighbours in the source are served within {samples(median.measured, sample)} of each other; in a "
-        f"uniform shuffle within {samples(median.expected, sample)}.",
+        says=f"Half of the rows that are neighbours in the source are served within {samples(median.measured, sample)} of each "
+        f"other; in a uniform shuffle within {samples(median.expected, sample)}.",
         measure=median,
         quantiles=distances,
     )
@@ -150,8 +150,8 @@ def _of_consecutive(distances: IntArray, sizes: IntArray) -> Iterator[Finding]:
     yield Finding(
         name="consecutive_distance",
         unit="share of the source",
-        says=f"Samples that follow each other come from places {percent(measure.measured)} of the source apart, on average; in "
-        f"a uniform shuffle {percent(measure.expected)}.",
+        says=f"Two samples served one after the other lie {percent(measure.measured)} of the source apart, on average; "
+        f"in a uniform shuffle {percent(measure.expected)}.",
         measure=measure,
     )
 
@@ -176,6 +176,6 @@ def _of_spread(name: str, stretches: str, spread: Spread) -> Finding:
         name=name,
         unit="share of the samples",
         says=f"{percent(measure.measured)} of the samples would have to move for {stretches} to show the same share of all "
-        f"{spread.kind}; in a uniform shuffle, and so small a sample, {percent(measure.expected)}.",
+        f"{spread.kind}; in a uniform shuffle of as many samples {percent(measure.expected)}.",
         measure=measure,
     )

@@ -1,6 +1,6 @@
 """The verdict of the shuffle report: what its measures mean for who trains on this order, and what to do about it.
 
-uniform   nothing tells the order from an exact uniform shuffle
+uniform   no difference from an exact uniform shuffle is seen
 windowed  mixed, but not over the whole epoch
 weak      mixed so little that a global batch is made of few places in the source
 none      as it is stored
@@ -80,11 +80,11 @@ def verdict(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -
     spec = sample.plan.spec
     text = _text(sample, grade, measures)
     if (measured := sample.num_samples) < (all_samples := num_served(sample.plan)):
-        text += f" Measured is the beginning of the epoch, {number(measured)} of {number(all_samples)} samples."
+        text += f" Only the beginning of the epoch was measured: {number(measured)} of {number(all_samples)} samples."
     if spec.group_by_length:
         text += (
-            f" Sequences of similar length are side by side on purpose (group_by_length={spec.group_by_length:,}); measured is "
-            f"where they are from, not how long they are."
+            f" Sequences of similar length are side by side on purpose (group_by_length={spec.group_by_length:,}); what was "
+            f"measured is where they come from, not how long they are."
         )
     return text
 
@@ -92,11 +92,11 @@ def verdict(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -
 def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> str:
     windows = windows_of(sample)
     if grade == "unclear":
-        return f"Too short to tell: of {sample.num_samples} sequences any order is about as good as another."
+        return f"Too short to tell: with {sample.num_samples} sequences, any order is about as good as another."
     if grade == "uniform":
         looked_at = len(sample.scattered.samples)
         of = f" of {number(sample.num_samples)}" if looked_at < sample.num_samples else ""
-        return f"As good as uniform: in {number(looked_at)}{of} samples nothing tells this order from an exact uniform shuffle."
+        return f"As good as uniform: {number(looked_at)}{of} samples show no difference from an exact uniform shuffle."
     if windows and all(window.windows == 1 for window in windows):
         return _uneven(sample, measures)
     if grade == "none":
@@ -110,9 +110,10 @@ def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> 
     opening = "Weakly mixed" if grade == "weak" else "Mixed"
     text = f"{opening} within windows of {size}: {_shown(sample, measures)}."
     if grade == "weak":
-        return f"{text} What neighbours have in common, the model learns in lumps: {_advice(sample, 0.5)}."
+        lumps = "A batch then holds much of what is alike in the source, and the next batch something else"
+        return f"{text} {lumps}: {_advice(sample, 0.5)}."
     return (
-        f"{text} That will do where the source is in no particular order. Where its parts differ, by language, date or "
+        f"{text} That is enough if the source is in no particular order. If its parts differ, by language, date or "
         f"difficulty, {_advice(sample, 4)}."
     )
 
@@ -120,11 +121,11 @@ def _text(sample: Sample, grade: str, measures: Mapping[str, list[Measure]]) -> 
 def _uneven(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
     """The verdict on an order that should be uniform, since one window holds all, and is not."""
     if sample.plan.spec.group_by_length:
-        return f"Mixed over the whole epoch, but lengths go with places in the source: {_shown(sample, measures)}."
+        return f"Mixed over the whole epoch, but lengths differ from place to place in the source: {_shown(sample, measures)}."
     unusual = " and ".join(name for name, values in measures.items() if not all(value.is_usual for value in values))
     return (
         f"Not what shuffle={sample.plan.spec.shuffle} promises where one window holds the whole epoch: {unusual} differ from "
-        f"an exact uniform shuffle by more than luck explains. That is a fault of penstock; report it, with this answer."
+        f"an exact uniform shuffle by more than chance explains. That is a fault of penstock: report it, with this answer."
     )
 
 
