@@ -62,12 +62,14 @@ class Advice:
         rows = source.some_lengths(spec, self._epoch)
         num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
         if num_cut > _CUT_SHARE * sum(rows):
-            is_pair = any(name.startswith("chosen_") for name in batch)
-            packings = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
+            way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
+            if any(name.startswith("chosen_") for name in batch):
+                way_out = "Preference pairs can be neither split nor packed: raise seq_len."
+            data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
             _warn(
-                f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} longer than "
-                f"seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of those first rows are in no batch "
-                f"of any epoch. {'Preference pairs can be neither split nor packed: raise seq_len.' if is_pair else packings}"
+                f"{data}: {num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} "
+                f"longer than seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of those first rows are in "
+                f"no batch of any epoch. {way_out}"
             )
 
 

@@ -168,8 +168,9 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
 
         [said] = warnings_of()
         expected = "8 of the epoch's first 16 rows are longer than seq_len=20, and 73% of the tokens of those first rows are in"
-        assert said.startswith(expected)
-        assert warnings_of(batch_size=1)[0].startswith(expected)  # whatever a batch is
+        assert said.startswith(f"long: {expected}")
+        assert warnings_of(batch_size=1)[0].startswith(f"long: {expected}")  # whatever a batch is
+        assert warnings_of(split="train", batch_size=1)[0].startswith("long, split=train: ")  # it may not be the only dataset
         for spec in (
             {"seq_len": 95},
             {"long_rows": "split"},
