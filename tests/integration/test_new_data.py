@@ -317,7 +317,7 @@ def test_datasets_come_and_go_and_a_job_on_one_that_is_gone_is_told(
     until(lambda: server.get(NUMBERS).status_code == 200)
     assert contents(data) == expected
     more, odd = (server.json(f"/v1/datasets/{name}")["snapshot"] for name in ("more", "odd"))
-    assert {f"more: is new: 3 shards; snapshot {more}", f"odd: is new: 1 shard; snapshot {odd}"} < {*told(server.stop())}
+    assert {f"more: new, 3 shards; snapshot {more}", f"odd: new, 1 shard; snapshot {odd}"} < {*told(server.stop())}
 
 
 def test_an_emptied_data_folder_is_taken_for_a_lost_disk_and_jobs_go_on_from_the_cache(

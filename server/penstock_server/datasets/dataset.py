@@ -60,7 +60,7 @@ class Change:
     def __str__(self) -> str:
         """The change as the log tells it."""
         if self.previous is None:
-            return f"is new: {counted(self.added, 'shard')}; snapshot {self.snapshot}"
+            return f"new, {counted(self.added, 'shard')}; snapshot {self.snapshot}"
         if not self.changed and self.recipe:
             return f"its recipe changed, and no batch by that; snapshot {self.snapshot} stays"
         if not self.changed:
