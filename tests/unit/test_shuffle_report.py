@@ -78,6 +78,11 @@ def test_a_window_of_few_large_blocks_is_weak_however_many_sequences_it_has(tmp_
     assert "a global batch draws on 4 blocks (uniform: 77)" in found.verdict
 
 
+def test_a_batch_of_one_block_is_told_in_the_singular(tmp_path: Path) -> None:
+    plan = synthetic_plan(tmp_path, {"a": [[500] * 4] * 10}, batch_size=4, window=64)
+    assert "a global batch draws on 1 block (uniform: 3.9)" in report(plan, 0).verdict
+
+
 @pytest.mark.parametrize(("window", "grade"), [(500, "weak"), (1500, "windowed")])
 def test_where_many_neighbours_meet_in_a_batch_the_order_is_weak(tmp_path: Path, window: int, grade: str) -> None:
     found = report(synthetic_plan(tmp_path, {"a": [[10] * 10] * 60}, batch_size=8, world_size=4, window=window), 0)

@@ -131,7 +131,8 @@ def _uneven(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
 
 def _shown(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
     [blocks] = measures["blocks_per_batch"]
-    shown = f"a global batch draws on {number(blocks.measured)} blocks (uniform: {number(blocks.expected)})"
+    drawn = number(blocks.measured)
+    shown = f"a global batch draws on {drawn} block{'s' * (drawn != '1')} (uniform: {number(blocks.expected)})"
     if "neighbour_distance" not in measures:
         return shown
     median, [meet] = measures["neighbour_distance"][0], measures["neighbours_in_one_batch"]
