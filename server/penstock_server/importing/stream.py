@@ -47,9 +47,10 @@ def opened(path: Path) -> Iterator[Stream]:
     try:
         begin = Stream(path).bytes.read(4)
         if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or (begin[:1] == b"\0") != (begin[1:2] == b"\0"):
+            encoding = "UTF-16BE" if begin[:1] == b"\0" else "UTF-16"  # without a mark iconv takes it for little-endian
             raise ImportRefused(
-                f"{path} is UTF-16, and penstock reads UTF-8. Nothing was written. Convert it: iconv -f UTF-16 -t UTF-8 FILE > "
-                f"NEW_FILE"
+                f"{path} is UTF-16, and penstock reads UTF-8. Nothing was written. Convert it: iconv -f {encoding} -t UTF-8 "
+                f"FILE > NEW_FILE"
             )
         for ending, magic in _MAGIC.items():
             if begin.startswith(magic):
