@@ -15,6 +15,7 @@ from penstock.wording import counted
 
 _MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
 _CUT_SHARE = 0.1  # of their tokens; who cuts fewer means to
+_PADDING_SHARE = 0.9  # of what is trained on
 
 
 class Advice:
@@ -55,17 +56,27 @@ class Advice:
         return is_fine
 
     def _check_rows(self, source: Source, batch: Batch) -> None:
-        """Else most of a dataset of long documents would be left out without a word."""
+        """Else most of long documents would be left out without a word, or most of a GPU's time would go into padding."""
         spec = self._spec
         if not spec.cuts_rows or spec.task != "causal":
             return
         rows = source.some_lengths(spec, self._epoch)
+        data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
+        is_pair = any(name.startswith("chosen_") for name in batch)
+        num_positions = len(rows) * spec.seq_len
+        padding = 1 - sum(min(row, spec.seq_len) for row in rows) / max(num_positions, 1)
+        if spec.pad == "seq_len" and rows and padding > _PADDING_SHARE:
+            or_packed = "" if is_pair else ", or put several into one sequence with packing='best_fit'"
+            _warn(
+                f"{data}: {padding:.0%} of the tokens of a batch are padding: the epoch's first {counted(len(rows), 'row')} "
+                f"have {sum(rows) / len(rows):.0f} tokens on average, and each is padded to seq_len={spec.seq_len:,}. Pad "
+                f"only to the longest of a batch with pad='longest'{or_packed}."
+            )
         num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
         if num_cut > _CUT_SHARE * sum(rows):
             way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
-            if any(name.startswith("chosen_") for name in batch):
+            if is_pair:
                 way_out = "Preference pairs can be neither split nor packed: raise seq_len."
-            data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
             _warn(
                 f"{data}: {num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} "
                 f"longer than seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of those first rows are in "

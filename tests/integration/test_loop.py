@@ -178,6 +178,11 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
             {"rank": 1, "world_size": 2, "batch_size": 4},
         ):
             assert warnings_of(**spec) == []
+        [said] = warnings_of(seq_len=2000)
+        assert said.startswith(
+            "long: 97% of the tokens of a batch are padding: the epoch's first 16 rows have 55 tokens on average"
+        )
+        assert warnings_of(seq_len=2000, pad="longest") == []
         data = RemoteDataset(long.url, "long", batch_size=8, seq_len=20, retry_seconds=0.1)
         long.kill()
         assert Source(long.url, "long", rank=0, retry_seconds=0.1).some_lengths(data.spec, 0) == []
