@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -88,10 +89,21 @@ def test_what_is_no_file_but_has_the_name_of_one_is_in_nobodys_way(tmp_path: Pat
     assert cache.read("8")
 
 
-def test_what_is_larger_than_the_budget_is_not_stored(tmp_path: Path) -> None:
-    cache = CacheFolder(tmp_path, KIB)
+def test_what_is_larger_than_the_budget_is_not_stored_and_nothing_makes_room_for_it(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 2 * KIB)
+    assert cache.write("small", content(0))
     assert not cache.write("large", content(1, 2 * KIB))
-    assert (files(tmp_path), cache.used_bytes) == ({}, 0)
+    assert (files(tmp_path), cache.used_bytes) == ({"small.block": KIB + OVERHEAD}, KIB + OVERHEAD)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_what_fails_half_way_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    assert cache.write("a", content(1))
+    monkeypatch.setattr(cache_module, "seal_of", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
+        assert not cache.write("b", content(2))
+    assert (files(tmp_path), cache.used_bytes) == ({"a.block": KIB + OVERHEAD}, KIB + OVERHEAD)
 
 
 def test_a_lower_budget_takes_effect_at_the_start(tmp_path: Path) -> None:
@@ -105,6 +117,15 @@ def test_a_lower_budget_takes_effect_at_the_start(tmp_path: Path) -> None:
 def test_without_a_budget_half_of_the_free_disk_is_taken(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     assert 0.4 * free < CacheFolder(tmp_path).budget_bytes < 0.6 * free
+
+
+def test_a_restart_without_a_budget_takes_no_less_for_what_the_folder_holds_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Disk(100 * KIB - sum(files(folder).values())))
+    before = CacheFolder(tmp_path)
+    assert all(before.write(str(number), content(number)) for number in range(40))
+    assert CacheFolder(tmp_path).budget_bytes == before.budget_bytes == 50 * KIB
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "empty"])
@@ -127,7 +148,7 @@ def test_files_that_changed_places_are_dropped(tmp_path: Path) -> None:
     for source, target in [("a.block", "aside"), ("b.block", "a.block"), ("aside", "b.block")]:
         (tmp_path / source).rename(tmp_path / target)
     assert [cache.read(name) for name in "ab"] == [None, None]
-    assert files(tmp_path) == {}
+    assert (files(tmp_path), cache.used_bytes) == ({}, 0)
 
 
 def test_what_takes_the_place_of_a_file_that_was_evicted_is_looked_at(tmp_path: Path) -> None:
@@ -285,8 +306,12 @@ def test_a_process_that_was_stopped_while_it_held_the_folder_is_waited_for_once(
                     cache.write("b", content(2))
                 assert naps.called != has_waited
         assert cache.read("a")
+        (tmp_path / "torn").write_bytes(bytes(KIB + OVERHEAD))
+        (tmp_path / "torn").replace(tmp_path / "a.block")
+        assert cache.read("a") is None  # and it stays, since nobody can remove it now
         with pytest.raises(OSError, match="another process holds it"):
             CacheFolder(tmp_path, 100 * KIB)
+    assert cache.read("a") is None
     assert cache.write("b", content(2))
     assert cache.used_bytes == sum(files(tmp_path).values())
 
@@ -328,8 +353,11 @@ def test_the_budget_rises_again_once_the_disk_has_room(
     free[0] = 10 * KIB
     assert cache.write("a", content(0))
     assert cache.budget_bytes == 5 * KIB
+    free[0] = 20 * KIB
+    assert cache.write("a", content(1))
+    assert cache.budget_bytes == 11 * KIB + OVERHEAD  # half of that, and what it has
     free[0] = 1000 * KIB
     assert cache.write("b", content(0))
     assert cache.budget_bytes == cache.configured_bytes == 100 * KIB
     said = [record.getMessage().partition("; ")[2] for record in caplog.records]
-    assert said[1:] == [f"the budget of the block cache is {n:,} bytes" for n in (5 * KIB, 100 * KIB)]
+    assert said[1:] == [f"the budget of the block cache is {n:,} bytes" for n in (5 * KIB, 11 * KIB + OVERHEAD, 100 * KIB)]
