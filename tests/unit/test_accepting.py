@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from unittest.mock import Mock
 
 import pytest
@@ -77,6 +79,9 @@ def test_a_process_takes_no_more_than_another_that_is_alive(clock: Clock) -> Non
     assert other.tell(5)
     assert one.tell(5)
     assert not one.tell(6)
+    other.leave()
+    assert one.tell(6)
+    assert other.tell(5)
     clock.now += 0.9
     assert not one.tell(6)
     clock.now += 0.2
@@ -118,9 +123,12 @@ def test_a_process_that_is_alive_but_takes_nothing_holds_up_nobody(listener: soc
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("clock")
 def test_connections_that_one_process_cannot_hold_go_to_another(
-    listener: socket.socket, caplog: pytest.LogCaptureFixture
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(accepting, "_MOST_LOOKS", math.inf)  # so that they go there at once or never
+
     async def main() -> None:
         full, other = Seat.of(2)
         refuses = Mock(wraps=listener)
@@ -139,3 +147,32 @@ def test_connections_that_one_process_cannot_hold_go_to_another(
         assert "no connection can be taken: [Errno 24] Too many open files" in caplog.text
 
     asyncio.run(main())
+
+
+def test_who_goes_while_it_is_taken_holds_up_nobody(listener: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
+    gone = ConnectionAbortedError(errno.ECONNABORTED, "Software caused connection abort")
+
+    async def main() -> None:
+        loop, accepts_some = asyncio.get_running_loop(), Mock(wraps=listener)
+        accepts_some.fileno = listener.fileno
+        accepts_some.accept.side_effect = chain([gone], iter(listener.accept, None))
+        open_, goes = loop.connect_accepted_socket, [gone]
+
+        async def opening(protocol: Callable[[], asyncio.Protocol], accepted: socket.socket) -> object:
+            if goes:
+                accepted.close()
+                raise goes.pop()
+            return await open_(protocol, accepted)
+
+        loop.connect_accepted_socket = opening  # type: ignore[method-assign, assignment]
+        [seat] = Seat.of(1)
+        with ExitStack() as stack, accepts(accepts_some, seat) as taken:
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+            async with asyncio.timeout(60):
+                while goes:
+                    await asyncio.sleep(0.001)
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+            await until_taken(1, taken)
+
+    asyncio.run(main())
+    assert not caplog.records  # a crowd that goes would fill the log
