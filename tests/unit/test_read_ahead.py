@@ -98,6 +98,24 @@ def test_what_nobody_asks_for_any_more_is_dropped(monkeypatch: pytest.MonkeyPatc
     assert len(loaded) < 10
 
 
+def test_a_job_that_goes_on_asking_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, gate, loaded = Mock(), threading.Semaphore(0), list[int]()
+    clock.monotonic.return_value = 0.0
+    monkeypatch.setattr(penstock_server.storage.read_ahead, "time", clock)
+
+    def load(block: int) -> None:
+        assert gate.acquire(timeout=20)
+        loaded.append(block)
+
+    ahead = ReadAhead()
+    for seconds in (0.0, 20.0, 40.0):
+        clock.monotonic.return_value = seconds
+        ahead.want("job", 0, lambda: [1, 2], load)
+        clock.monotonic.return_value += 20.0
+    gate.release(2)
+    until(lambda: loaded == [1, 2])
+
+
 def test_a_run_has_its_next_window_loaded_and_a_look_at_where_a_batch_is_from_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
