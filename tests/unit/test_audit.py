@@ -341,6 +341,31 @@ def test_a_rank_that_alone_was_killed_and_resumed_goes_on_where_it_was(ledger: P
     assert report_on(ledger).is_proven
 
 
+def test_a_state_is_not_of_a_start_in_which_some_rank_did_not_come_so_far(ledger: Path) -> None:
+    for rank, steps in ((0, 8), (1, 4)):
+        append(ledger, begin_of(rank, world_size=2), range(8))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=2), range(2, steps))
+        append(ledger, begin_of(rank, world_size=2, start=2, step=6), range(6, 10), ends=True)  # from a state of the first
+    assert report_on(ledger).is_proven
+
+
+def test_of_several_starts_from_one_state_the_last_counts_on_each_rank(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(8))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=5), range(5, 7))
+        append(ledger, begin_of(rank, world_size=2, start=2, step=5), range(5, 10), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_what_a_process_goes_on_with_behind_another_ones_start_counts_too(ledger: Path) -> None:
+    one = replace(begin_of(), launch="one")
+    two = replace(begin_of(epoch=1), launch="two", time=FIRST + timedelta(seconds=1))
+    append(ledger, one, range(20), ends=True)
+    append(ledger, two, range(20), ends=True)
+    append(ledger, replace(one, epoch=1, iteration=1, time=FIRST + timedelta(seconds=2)), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: 100 samples trained on more than once\n")
+
+
 def test_an_epoch_is_begun_with_the_state_of_a_start_that_ended_the_one_before_it(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
     append(ledger, begin_of(start=1, step=14), [])  # began again from an older state, and was given up
