@@ -263,6 +263,15 @@ def test_files_may_be_joined_into_one(ledger: Path) -> None:
     ledger.write_text(whole)
     assert report_on(ledger).is_proven
     assert [history.rank for history in report_on(ledger).orders[0].ranks] == [0, 1]
+    later = ledger.with_name("later")
+    write_run(later, epochs=1)
+    joined = ledger.with_name("joined")
+    joined.write_text("".join(path.read_text() for path in find_ledgers(later)))
+    for path in find_ledgers(later):
+        path.unlink()
+    for rank in range(2):
+        append(later, begin_of(rank, start=1, epoch=1, world_size=2), range(10), ends=True)
+    assert audit([joined, *find_ledgers(later)]).is_proven
 
 
 def test_runs_on_other_data_or_in_another_order_are_accounted_for_apart(ledger: Path) -> None:
@@ -306,19 +315,45 @@ def test_another_order_of_which_no_batch_was_trained_on_leaves_nothing(ledger: P
     assert report_on(ledger).is_proven
 
 
-def test_an_order_that_was_begun_by_mistake_is_not_left_where_the_run_goes_on_from_its_own_state(ledger: Path) -> None:
+def test_an_epoch_of_which_no_batch_was_trained_on_is_not_left(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
-    append(ledger, begin_of(epoch=1), range(9))
-    append(ledger, replace(begin_of(start=1, seed=1), num_loads=0), range(4))
-    append(ledger, begin_of(start=2, epoch=1, step=7), range(7, 20), ends=True)
-    append(ledger, begin_of(start=2, epoch=2), range(20), ends=True)
+    append(ledger, begin_of(epoch=1), [])
+    append(ledger, replace(begin_of(start=1, epoch=1, seed=1), num_loads=0), range(20), ends=True)
     assert report_on(ledger).is_proven
 
 
+def test_a_rank_that_only_one_of_two_orders_has_is_in_nobodys_way(ledger: Path) -> None:
+    write_run(ledger, epochs=1, seed=9)
+    append(ledger, begin_of(start=1, epoch=1), range(20), ends=True)
+    assert "MISSING" not in words(ledger)
+
+
+def test_a_rank_that_takes_part_no_more_is_not_apart(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(4))
+    append(ledger, begin_of(1, world_size=2, start=1, step=4), [4])  # rank 0 came to no batch
+    append(ledger, begin_of(start=2, offset=40), range(12), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_an_order_that_was_begun_by_mistake_is_not_left_where_the_run_goes_on_from_its_own_state(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(epoch=1), range(9))
+    append(ledger, begin_of(start=1, epoch=1, step=2), range(2, 4))  # from which it does not go on
+    append(ledger, replace(begin_of(start=2, seed=1), num_loads=0), range(4))
+    append(ledger, begin_of(start=3, epoch=1, step=7), range(7, 20), ends=True)
+    append(ledger, begin_of(start=3, epoch=2), range(20), ends=True)
+    assert report_on(ledger).is_proven
+
+
+@pytest.mark.parametrize("num_loads", [0, 1])
 @pytest.mark.parametrize(("last", "is_proven"), [("one", False), ("two", True)])
-def test_orders_that_take_turns_in_a_process_do_not_leave_each_other(ledger: Path, last: str, is_proven: bool) -> None:
+def test_orders_that_take_turns_in_a_process_do_not_leave_each_other(
+    ledger: Path, last: str, is_proven: bool, num_loads: int
+) -> None:
     """Whichever goes on last has left the other, if that was not over."""
-    one, two = replace(begin_of(), launch="one"), replace(begin_of(seed=1), launch="two", time=FIRST + timedelta(seconds=1))
+    one = replace(begin_of(), launch="one")
+    two = replace(begin_of(seed=1), launch="two", num_loads=num_loads, time=FIRST + timedelta(seconds=1))
     append(ledger, one, range(5))
     append(ledger, two, range(20), ends=True)
     append(ledger, one, range(5, 8))
@@ -355,6 +390,23 @@ def test_of_several_starts_from_one_state_the_last_counts_on_each_rank(ledger: P
         append(ledger, begin_of(rank, world_size=2, start=1, step=5), range(5, 7))
         append(ledger, begin_of(rank, world_size=2, start=2, step=5), range(5, 10), ends=True)
     assert report_on(ledger).is_proven
+
+
+def test_a_rank_that_came_to_no_batch_of_a_start_has_trained_what_counts_before_it(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(8))
+    append(ledger, begin_of(0, world_size=2, start=1, step=5), [5, 6])
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2, start=2, step=6), range(6, 10), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_starts_without_a_state_are_each_the_same_one_on_all_ranks(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(4))
+        append(ledger, replace(begin_of(rank, world_size=2, start=1), num_loads=0), range(10), ends=True)
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.missing.tolist(), epoch.twice.tolist()) == ([], [[0, 40]])
 
 
 def test_what_a_process_goes_on_with_behind_another_ones_start_counts_too(ledger: Path) -> None:
@@ -410,8 +462,9 @@ def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
 
 
 def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:
-    append(ledger, begin_of(num_sequences=1000), range(0, 200, 2), ends=True)
+    append(ledger, begin_of(num_sequences=11_000), range(0, 2200, 2), ends=True)
     text = words(ledger)
-    assert "... 80 more lines, see --json" in text
+    assert "... 1,080 more lines, see --json" in text
     assert text.count("MISSING") == 20
-    assert len(report_on(ledger).to_dict()["orders"][0]["epochs"][0]["gaps"]) == 100
+    [epoch] = report_on(ledger).to_dict()["orders"][0]["epochs"]
+    assert (len(epoch["gaps"]), epoch["missing"]["ranges"], len(epoch["missing"]["positions"])) == (1100, 1100, 1000)
