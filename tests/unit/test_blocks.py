@@ -1,6 +1,7 @@
 import errno
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -228,6 +229,17 @@ def test_a_damaged_cache_file_is_dropped_and_made_again(
     assert path.read_bytes() == content
 
 
+def test_a_damaged_cache_file_that_cannot_be_removed_is_in_nobodys_way(
+    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = rows_of(open_blocks().get([0])[0])
+    [path] = cache_dir.glob("*.block")
+    path.write_bytes(b"not a block")
+    monkeypatch.setattr(CacheFolder, "drop", lambda *_: None)
+    [future] = loading(open_blocks(), [0])
+    assert rows_of(future.result(30)) == expected
+
+
 def test_no_flipped_byte_in_a_cache_file_reaches_a_batch(open_blocks: Callable[[], Blocks], cache_dir: Path) -> None:
     expected = rows_of(open_blocks().get([0])[0])
     [path] = cache_dir.glob("*.block")
@@ -357,6 +369,20 @@ def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_re
     path.unlink()
     assert blocks.mapped([0])
     assert blocks.mapped([0]) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_block_that_another_process_has_removed_takes_no_disk_space_once_another_is_stored(
+    open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_TOUCH_SECONDS", 0.0)
+    blocks = open_blocks()
+    blocks.get([0])
+    [path] = cache_dir.glob("*.block")
+    assert str(path) in Path("/proc/self/maps").read_text()
+    path.unlink()
+    blocks.get([4])
+    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(

@@ -1,9 +1,19 @@
-import pytest
+from pathlib import Path
+from unittest.mock import Mock
 
+import pytest
+from starlette.testclient import TestClient
+
+from corpora import write_numbered
+from penstock_server import respond
+from penstock_server.app import create_app
+from penstock_server.datasets.catalog import open_catalog
 from penstock_server.inflight import InFlight
 from penstock_server.machine import memory_bytes
-from penstock_server.problems import Busy
+from penstock_server.problems import BadRow, Busy
 from penstock_server.settings import Settings
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 
 
 def test_what_is_beyond_the_budget_is_refused_until_something_is_given_back() -> None:
@@ -54,6 +64,24 @@ def test_what_a_chunk_takes_counts_once_it_is_known_beyond_the_budget_too_and_is
     for _ in range(2):
         hold.release()
     assert (in_flight.num_holds, in_flight.held_bytes) == (0, 0)
+
+
+def test_a_request_that_fails_or_wants_no_body_gives_back_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 40)
+    catalog, in_flight = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache"))), InFlight(1 << 30)
+    client = TestClient(create_app(catalog, in_flight))
+    url = "/v1/datasets/numbers/epochs/0/ranks/0/batches?batch_size=2&seq_len=4"
+
+    def held_behind(method: str, status: int) -> tuple[int, int]:
+        assert client.request(method, url).status_code == status
+        return in_flight.num_holds, in_flight.held_bytes
+
+    for _ in range(2):  # the first time its blocks are waited for, and then they are there
+        with monkeypatch.context() as patch:
+            patch.setattr(respond, "frames", Mock(side_effect=BadRow("no")))
+            assert held_behind("GET", 500) == (0, 0)
+        assert held_behind("HEAD", 200) == (0, 0)
+        assert held_behind("GET", 200) == (0, 0)
 
 
 def test_the_budget_is_what_was_set_or_a_quarter_of_the_memory() -> None:
