@@ -20,11 +20,13 @@ from corpora import write_numbered
 from damage import damaged
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
+from penstock_server.counts import counting as counting_module
 from penstock_server.counts import index as index_module
 from penstock_server.counts import lengths as lengths_module
 from penstock_server.counts.counting import Counting
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.problems import BadRow, IndexFailed, IndexNotReady
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 from planned import plan_of
@@ -128,6 +130,47 @@ def test_counting_begins_again_after_no_thread_could_be_started(monkeypatch: pyt
         with pytest.raises(RuntimeError, match="start new thread"):
             counting.get()
     assert counting.get() == 7
+
+
+@pytest.mark.parametrize(("fault", "told"), [(BadRow("no"), BadRow), (ZeroDivisionError(), IndexFailed)])
+def test_what_stopped_counting_is_told_for_half_a_minute_and_then_it_begins_again(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception, told: type[Exception]
+) -> None:
+    clock, make = Mock(), Mock(side_effect=[fault, 7])
+    monkeypatch.setattr(counting_module, "time", clock)
+    monkeypatch.setattr(counting_module, "_PATIENCE_SECONDS", 30.0)
+    counting = Counting("the rows", 1, make, list)
+    for clock.monotonic.return_value in (0.0, 29.0):
+        with pytest.raises(told):
+            counting.get()
+    assert make.call_count == 1
+    clock.monotonic.return_value = 30.0
+    assert counting.get() == 7
+
+
+def test_it_is_counted_once_however_many_ask_and_they_are_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting_module, "_PATIENCE_SECONDS", 0.0)
+    began, go_on, num_made = threading.Event(), threading.Event(), 0
+
+    def make(advance: Callable[[int], None]) -> int:
+        nonlocal num_made
+        num_made += 1
+        advance(1)
+        began.set()
+        assert go_on.wait(30)
+        return 7
+
+    counting = Counting("the rows", 4, make, list)
+    with pytest.raises(IndexNotReady):
+        counting.get()
+    assert began.wait(30)
+    for _ in range(2):
+        with pytest.raises(IndexNotReady, match=r"the rows are being counted: 1 of 4 blocks are done \(25%\)"):
+            counting.get()
+    go_on.set()
+    while not counting.is_ready:
+        time.sleep(0.001)
+    assert (counting.get(), num_made) == (7, 1)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files

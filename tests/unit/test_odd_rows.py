@@ -22,6 +22,8 @@ from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes.chat import says_something
 from penstock_server.recipes.tokenizer import load_tokenizer
+from penstock_server.snapshots import snapshot as snapshot_module
+from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -321,6 +323,25 @@ def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more
         blocks = open_blocks(data)
         blocks.get([0])
         assert (blocks.quarantine.num_bad_rows, blocks.quarantine.refusal is None) == (num_bad, num_bad == 2)
+
+
+def test_bad_rows_are_listed_in_their_order_up_to_a_limit_and_counted_beyond_it(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 2)
+    monkeypatch.setattr(quarantine_module, "_LISTED_ROWS", 3)
+    shards = [["fox", None, "", "", "dog", None], ["fox", None]]
+    write(data, 'on_bad_row = "substitute"', *({"text": texts} for texts in shards))
+    blocks = open_blocks(data)
+    for index in (2, 1, 0):
+        blocks.get([index])
+    assert [(row.row, row.row_in_group) for row in blocks.quarantine.rows()] == [(2, 2), (3, 3), (5, 5)]
+    assert [group.shard for group in blocks.quarantine.groups()] == ["part-1.parquet"]  # of the other more are listed
+    assert blocks.quarantine.num_bad_rows == 4
+    for _ in range(2):  # the second time the counts are there, and no block need be looked at
+        blocks = open_blocks(data)
+        index_of(blocks, data).lengths.make(lambda _: None)
+        assert blocks.quarantine.num_bad_rows == 5
 
 
 def test_a_row_that_is_longer_than_lengths_can_tell_is_bad(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
