@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from typing import Any
@@ -26,15 +27,28 @@ def test_a_process_that_dies_again_and_again_holds_up_no_other(monkeypatch: pyte
 
     monkeypatch.setattr(_Child, "start", start)
     children = [
-        child("dies soon", is_alive=False, lived_seconds=0, delay_seconds=8.0),
+        child("dies soon", is_alive=False, lived_seconds=0, delay_seconds=12.0),
         child("was steady", is_alive=False, lived_seconds=3600),
         child("lives", is_alive=True, lived_seconds=3600),
     ]
     for _ in range(2):
         children = [one.followed(Mock(), Mock()) for one in children]
         assert started == ["was steady"]
-    later = time.monotonic() + 8.0
+    later = time.monotonic() + 12.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
     children = [one.followed(Mock(), Mock()) for one in children]
     assert started == ["was steady", "dies soon"]
     assert [one.delay_seconds for one in children] == [16.0, 0.5, 0.5]
+
+
+def test_where_no_process_can_be_started_it_is_tried_again_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = child("seat", is_alive=True, lived_seconds=0)
+    start = Mock(side_effect=[BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), again])
+    monkeypatch.setattr(_Child, "start", start)
+    one = child("seat", is_alive=False, lived_seconds=3600)
+    for _ in range(3):
+        one = one.followed(Mock(), Mock())
+        assert start.call_count == 1
+    later = time.monotonic() + 0.5
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert one.followed(Mock(), Mock()).process is again.process

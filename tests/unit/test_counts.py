@@ -20,6 +20,7 @@ from corpora import write_numbered
 from damage import damaged
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
+from penstock_server.counts import bins as bins_module
 from penstock_server.counts import counting as counting_module
 from penstock_server.counts import index as index_module
 from penstock_server.counts import lengths as lengths_module
@@ -121,6 +122,20 @@ def test_snapshots_share_what_is_read_of_their_shards_and_little_of_it_is_mapped
         served(catalog, {"packing": "concat"})
         assert num_maps() == number - 2
         shutil.copy(tmp_path / "data" / "d" / "part-000.parquet", tmp_path / "data" / "d" / f"part-{number:03}.parquet")
+
+
+def test_counts_that_cannot_be_stored_are_held_in_memory(
+    open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [served(open_all(), way) for way in WAYS]
+    for name in counts(tmp_path / "cache"):
+        (tmp_path / "cache" / name).unlink()
+    monkeypatch.setattr(lengths_module, "_read", WeakValueDictionary())
+    for module in (bins_module, index_module, lengths_module):
+        monkeypatch.setattr(module, "write_sealed", lambda *_: None)
+    catalog = open_all()
+    assert [served(catalog, way) for way in WAYS] == expected
+    assert counts(tmp_path / "cache") == {}
 
 
 def test_counting_begins_again_after_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
