@@ -4,7 +4,8 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -265,3 +266,22 @@ def test_a_worker_whose_loader_was_killed_waits_no_longer(monkeypatch: pytest.Mo
     finally:
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
+
+
+def test_who_is_no_loader_worker_outlives_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run does whose shell was closed."""
+    monkeypatch.setattr(penstock.prefetch, "_ORPHAN_SECONDS", 0.01)
+    gate = threading.Event()
+
+    def groups() -> Generator[list[bytes], None, None]:
+        assert gate.wait(30)
+        yield from groups_of(1)
+
+    def look() -> BaseProcess:
+        gate.set()  # not before it has looked whether it is an orphan
+        return current_process()
+
+    ahead = prefetch(groups(), KIB)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(penstock.prefetch, "current_process", look)
+    assert list(ahead) == [item(0)]
