@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from ledgers import FIRST, append, begin_of
-from penstock.audit import Report, audit
+from penstock.audit import Report, audit, reading
 from penstock.audit.text import lines_of as words_of
+from penstock.errors import LedgerError
 from penstock.ledger import Begin
 from penstock.ledger_file import find_ledgers
 
@@ -459,6 +460,13 @@ def test_a_start_of_which_rank_0_came_to_no_batch_is_known_by_the_others(ledger:
 def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
     append(ledger, begin_of(), [])
     assert words(ledger).startswith("NOT PROVEN: no batch is recorded\n")
+
+
+def test_a_large_file_without_lines_is_not_read_to_its_end(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", 1000)
+    ledger.write_bytes(bytes(2500))
+    with pytest.raises(LedgerError, match="is no ledger: it has lines of more than 1,000 bytes"):
+        report_on(ledger)
 
 
 def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:

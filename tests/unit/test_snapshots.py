@@ -295,6 +295,18 @@ def test_what_was_never_asked_for_is_forgotten_first_and_then_what_was_asked_for
     assert [record.fingerprint for record in History(tmp_path / "notes").records()] == [*names[:5:-1], *names[2::-1]]
 
 
+def test_what_is_made_last_is_the_latest_also_after_the_clock_was_set_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, now = [], time.time_ns()
+    for number, hours in enumerate((0, -1, -2)):
+        monkeypatch.setattr(time, "time_ns", lambda hours=hours: now + hours * 3_600_000_000_000)
+        write_shard(folder, 9, number)
+        made.append(open_snapshot(folder, None).fingerprint)
+        History(tmp_path / "notes").add(open_snapshot(folder, None))
+    assert [record.fingerprint for record in History(tmp_path / "notes").records()] == made[::-1]
+
+
 def test_what_was_asked_for_stays_so_though_it_becomes_the_latest_again(folder: Path, tmp_path: Path) -> None:
     history, first = History(tmp_path / "notes"), open_snapshot(folder, None)
     history.add(first)
