@@ -21,6 +21,7 @@ from starlette.testclient import TestClient
 from penstock.spec import Spec
 from penstock_server.app import create_app
 from penstock_server.batches.gather import Chunk
+from penstock_server.datasets import history as history_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.datasets.watch import watching
@@ -139,7 +140,9 @@ def test_what_is_unchanged_is_not_made_anew(folder: Path, open_all: Callable[[],
     assert catalog["d"].served(before.snapshot.fingerprint).index is before.index
     write_shard(folder, 9, 0)  # the same content, but blocks of it are named by its date, too
     catalog.refresh("d")
-    assert catalog["d"].served(before.snapshot.fingerprint).index is not before.index
+    again = catalog["d"].served(before.snapshot.fingerprint)
+    assert again.index is not before.index
+    assert catalog["d"].served(before.snapshot.fingerprint) is again
 
 
 def test_a_policy_that_changes_takes_effect_without_another_snapshot(folder: Path, open_all: Callable[[], Catalog]) -> None:
@@ -162,6 +165,21 @@ def test_an_older_snapshot_follows_a_policy_and_keeps_its_recipe(folder: Path, o
         catalog.refresh("d")
     older = catalog["d"].served(before.fingerprint).snapshot
     assert (older.fingerprint, older.recipe.eos_id, older.recipe.on_bad_row) == (before.fingerprint, None, "substitute")
+    held = open_all()["d"].held  # of a server that never knew that recipe
+    assert before.fingerprint not in [record.fingerprint for record in held.snapshots]
+
+
+def test_of_a_folder_that_grows_for_months_no_more_is_held_than_is_remembered(
+    folder: Path, open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "_KEPT", 2)
+    catalog = open_all()
+    for number in range(5):
+        write_shard(folder, number, 0)
+        catalog.refresh("d")
+    held = catalog["d"].held
+    assert len(held.records) == 3
+    assert held.former.keys() <= held.records.keys()
 
 
 def test_a_cache_folder_that_lost_its_notes_costs_only_what_a_restart_would_need(
