@@ -290,6 +290,13 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SpecError, match="no RANK, so every process would take itself for rank 0"):
         dataset(server)
+    for wrong in ("2", "\N{SUPERSCRIPT ONE}"):
+        monkeypatch.setenv("RANK", wrong)
+        with pytest.raises(SpecError, match="RANK must be a whole number below WORLD_SIZE"):
+            dataset(server)
+    for rank in (-1, 2):
+        with pytest.raises(SpecError, match="must be whole numbers, rank from 0 and below world_size"):
+            dataset(server, rank=rank, world_size=2)
     monkeypatch.setenv("RANK", "1")
     early, named = dataset(server), dataset(server, rank=1, world_size=2)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)

@@ -61,6 +61,12 @@ def test_all_workers_of_one_round_take_it_and_those_of_the_next_do_not() -> None
     assert start.is_with_workers
 
 
+def test_rounds_of_loaders_with_one_seed_are_told_apart_though_not_all_workers_of_the_first_began() -> None:
+    start = SharedStart(RESUMED)
+    assert take(start, 1, worker(0, loader_seed=99))
+    assert [take(start, 1, worker(n, loader_seed=99)) for n in range(3)] == [False] * 3
+
+
 def test_rounds_of_workers_that_live_on_are_told_apart() -> None:
     start = SharedStart(RESUMED)
     for number, taken in ((1, True), (2, False), (3, False)):
