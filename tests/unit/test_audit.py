@@ -144,6 +144,13 @@ def test_what_is_skipped_is_not_missed(ledger: Path) -> None:
     assert "80 of 100 samples, each once; 20 skipped" in words(ledger)
 
 
+def test_a_skip_that_a_later_start_has_excuses_nothing_before_it(ledger: Path) -> None:
+    append(ledger, begin_of(), [0, 1, *range(3, 8)])
+    append(ledger, begin_of(start=1, offset=40, skip="samples:10-14"), range(12), ends=True)
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.missing.tolist(), epoch.num_due, epoch.num_skipped) == ([[10, 15]], 100, 0)
+
+
 def test_a_missing_batch_is_named_by_step_rank_and_positions(ledger: Path) -> None:
     write_run(ledger)
     path = ledger.with_name("run.ledger.1")
