@@ -1,4 +1,11 @@
-"""What an answer that is no batch means: a refusal that holds whoever asks, or a fault that another attempt may not meet."""
+"""What an answer that is no batch means: a refusal that holds whoever asks, or a fault that another attempt may not meet.
+
+PenstockError  refused, for the reason that the answer names: final once every server has refused
+Fault          this attempt failed: another server is asked at once, and all of them again for up to retry_seconds
+├── NotYet     the server is at work on what was asked for: it is asked again for as long as that takes
+├── Busy       the server has no room for another answer: it is asked again, and retry_seconds does not run
+└── Stranger   no penstock server would answer so: where a run begins that is a refusal, in its midst a fault
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Where the next iteration starts, in memory that the training loop's process shares with its loader workers."""
+"""Where the next iteration starts, in memory that the training loop's process shares with its loader workers.
+
+event      by whom                    when                                what changes
+set        the loop                   set_epoch, load_state_dict          the stretch; nobody has taken it yet
+begin      the loop, or each worker   an iteration begins                 a worker notes that it began for this setting
+take       the loop, or a worker      it gives its first batch            the stretch is its round's; later rounds begin anew
+give_back  a worker                   it failed before its first batch    its note goes
+move       a worker                   a state was loaded there            the stretch, but not whether it is taken
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,14 @@
 
 A start that loaded a state goes on where that was saved. What was recorded behind that place is thrown away: it trained weights
 that nobody kept. A start goes on from the latest one before it that came as far as this place, with all that led to that one.
+
+Start 2 loads a state of step 60. Start 3 loads one of step 90, so it cannot be start 2's:
+
+    start 1   0 ............ 60 ............ 90 ... 100
+    start 2                  60 ..... 80
+    start 3                                  90 ............ 150
+
+    course    start 1 [0, 90), start 3 [90, 150); thrown away: start 1 [90, 100), start 2 [60, 80)
 """
 
 from __future__ import annotations

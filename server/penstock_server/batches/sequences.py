@@ -1,6 +1,14 @@
 """Sequences: the lines of some batches before they are written, still in their blocks; and where each comes from.
 
 All is in columns: a run of batches has thousands of sequences, and an object takes longer to make than its tokens to copy.
+An example: packing=concat with seq_len=5, and a block of two rows, each of five tokens: a prompt of two and a response of
+three, then a prompt of one and a response of four. Sequence 7 begins at the block's fourth token:
+
+Spans       tokens [3, 8) of the block's stream                                  what the plan says
+RowSpans    tokens [3, 5) of row 0, [0, 3) of row 1                              cut where rows end
+TokenRuns   [3, 5) learned, [5, 6) not learned, [6, 8) learned, of the values    cut where turns end
+Runs        these go to tokens 0, 2 and 3 of line 7 of a tensor                  laid into the lines of batches
+Pieces      bytes of the values that go to bytes of the body                     laid into the frames
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """A dataset: a folder of shards under a name. What changes in the folder is taken in as a whole, once it can be opened.
 
 One thread at a time looks at the folder and puts another Held in place; requests read whichever is there, once.
+
+event      when                                               what is held from then on
+poll       two looks, some seconds apart, see the same        the folder as it is, or what was held, and why not the new
+refresh    somebody says that the folder is whole             the same; why not is the answer
+catch_up   a request for the latest, or one unknown here      what another server took in last, if its shards are here
+fail       the folder cannot be looked at                     what was held, and why
+remove     the folder is gone, and others are still there     nothing, and why
 """
 
 from __future__ import annotations
