@@ -116,7 +116,8 @@ def _telling(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LedgerError(cannot_be_written(path, error)) from error
+        where = "name a file in a folder that is there, and that this user may write to"
+        raise LedgerError(f"{cannot_be_written(path, error)}; {where}") from error
 
 
 def cannot_be_written(path: Path, error: OSError) -> str:

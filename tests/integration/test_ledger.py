@@ -273,7 +273,7 @@ def test_an_audit_that_cannot_be_made_says_why(ledger: Path, arguments: list[str
 
 
 def test_a_ledger_that_cannot_be_written_is_an_error_before_the_first_batch(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="cannot be written: No such file or directory"):
+    with pytest.raises(LedgerError, match="No such file or directory; name a file in a folder that is there"):
         dataset(server, tmp_path / "none" / "run.ledger")
     with pytest.raises(LedgerError, match="cannot be written: Is a directory"):
         dataset(server, tmp_path)

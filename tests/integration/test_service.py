@@ -185,6 +185,7 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
         ("numbers/spec?batch_size=70000", 422, "bad-parameter", "batch_size must be from 1 to 65,536, not 70,000"),
         ("numbers/spec?batch_size=1000&seq_len=1000000", 422, "bad-parameter", "the limit is 1,073,741,824"),
         ("numbers/spec?batch_size=1201", 422, "bad-parameter", "no step fits: numbers has 1,200 sequences"),
+        ("numbers/spec?batch_size=1201&split=train", 422, "bad-parameter", "no step fits: numbers, split=train, has 1,1"),
         ("numbers/spec?offset=1201", 422, "bad-parameter", "offset=1,201 is past the epoch's end"),
         ("numbers/spec?task=seq2seq", 422, "bad-parameter", "rows of numbers are made of tokens"),
         ("numbers/spec?target_len=5", 422, "bad-parameter", "target_len=5 needs task=seq2seq"),

@@ -449,7 +449,8 @@ def test_a_worker_after_the_first_iteration_tells_at_once_that_its_ledger_cannot
     (tmp_path / "run.ledger.worker0").mkdir()
     ledger = data.open(SPEC, Position(epoch=1), Worker(0, 2, 7))
     record(ledger, 0, epoch=1)
-    assert caplog.text.count("run.ledger.worker0 cannot be written: Is a directory. Training goes on") == 1
+    assert caplog.text.count("run.ledger.worker0 cannot be written: Is a directory; name a file in a folder") == 1
+    assert caplog.text.count("Training goes on") == 1
     ledger.close()
 
 

@@ -103,7 +103,9 @@ def _epoch(epoch: Epoch) -> str:
 def _thrown(thrown: Thrown, epochs: Iterable[Epoch]) -> str:
     first, stop = thrown.steps
     steps = f"  epoch {thrown.epoch}, {_range('step', first, stop)} of start {thrown.started.number + 1}"
-    resumed = f"start {thrown.resumed.number + 1} resumed from a checkpoint before them" if thrown.resumed else "abandoned"
+    resumed = "no later start went on from them"
+    if thrown.resumed:
+        resumed = f"start {thrown.resumed.number + 1} resumed from a checkpoint before them"
     end = thrown.slicing.position(stop)
     again = any(e.epoch == thrown.epoch and end <= e.legs[-1].slicing.position(e.steps_done) for e in epochs)
     if again:

@@ -233,12 +233,13 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         skipped=skipped,
     )
     if skipped and not kept(skipped, num_positions):
-        raise BadParameter(f"skip={spec.skip} leaves nothing of the epoch: it has {counted(num_positions, 'sequence')}.")
+        raise BadParameter(f"skip leaves out the whole epoch: all of its {counted(num_positions, 'sequence')}. Skip fewer.")
     if spec.offset == 0 and schedule.num_steps == 0:
         may_split = spec.cuts_rows and spec.task == "causal"
         more = "make several sequences of long rows with long_rows=split or packing=concat, " if may_split else ""
         raise BadParameter(
-            f"no step fits: {dataset} has {counted(num_positions, 'sequence')}"
+            f"no step fits: {dataset}{'' if spec.split == 'all' else f', split={spec.split},'} has "
+            f"{counted(num_positions, 'sequence')}"
             f"{', of which too many are skipped' if skipped else ''}, and one step takes batch_size x world_size = "
             f"{spec.samples_per_step:,}. Lower one of these, {more}or use tail=wrap, which "
             f"fills the step from the epoch's start."

@@ -55,7 +55,7 @@ class Schedule:
         if not 0 <= step < self.num_steps:
             raise StepOutOfRange(
                 f"step {step} does not exist: this epoch has {counted(self.num_steps, 'step')}, 0 to {self.num_steps - 1}. "
-                f"Go on with step 0 of the next epoch."
+                f"What follows is step 0 of the next epoch."
             )
 
     def positions(self, steps: Sequence[int], rank: int) -> IntArray:

@@ -91,10 +91,10 @@ def load_tokenizer(path: Path) -> TokenizerFile:
         found = path.resolve(strict=True)
         return _load(found, found.stat().st_ctime_ns)  # nobody can set it, as an archive sets the mtime
     except OSError as error:
-        raise DatasetRefused(
-            f"the tokenizer {path} cannot be read: {error.strerror}. Name a file as the tokenizers library writes it, such as "
-            f"the tokenizer.json in the repository of a model."
-        ) from error
+        way_out = "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model."
+        if isinstance(error, PermissionError):
+            way_out = "Let the server's user read it."
+        raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. {way_out}") from error
 
 
 @lru_cache(maxsize=64)
