@@ -23,7 +23,7 @@ from penstock_server.datasets.lookup import show_quarantine
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
-from penstock_server.storage import store as store_module
+from penstock_server.storage import maps as maps_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -339,7 +339,7 @@ def test_storage_that_fails_is_no_change_of_the_data(
 def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
     data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str]
 ) -> None:
-    monkeypatch.setattr(store_module, "_TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
     snapshot = open_snapshot(data, None)
     measured = BlockStore(CacheFolder(cache_dir))
     Blocks(snapshot, measured).get([0])
@@ -349,7 +349,7 @@ def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
         blocks.get([index])
     assert not store.cache.evicted  # all were let go of
     assert not store.cache.has(blocks._find_key(2))
-    assert len(store._open) == len(list(cache_dir.glob("*.block"))) <= 2
+    assert len(store.maps) == len(list(cache_dir.glob("*.block"))) <= 2
     before = len(count_reads)
     blocks.get([0])
     assert len(count_reads) == before  # used all the time, so never the one used longest ago
@@ -359,7 +359,7 @@ def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_re
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = open_blocks()
-    monkeypatch.setattr(store_module, "_TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
     blocks.get([0])
     path = cache_dir / f"{blocks._find_key(0)}.block"
     os.utime(path, (0, 0))
@@ -375,7 +375,7 @@ def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_re
 def test_a_block_that_another_process_has_removed_takes_no_disk_space_once_another_is_stored(
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
     blocks = open_blocks()
     blocks.get([0])
     [path] = cache_dir.glob("*.block")
@@ -388,7 +388,7 @@ def test_a_block_that_another_process_has_removed_takes_no_disk_space_once_anoth
 def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_OPEN_BLOCKS", 2)
+    monkeypatch.setattr(maps_module, "_OPEN_BLOCKS", 2)
     blocks = open_blocks()
     expected = [rows_of(block) for block in blocks.get(range(4))]
     read = Mock(side_effect=sealed.seal_of)
@@ -398,7 +398,7 @@ def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(
         assert again
         assert [rows_of(block) for block in again] == expected
     assert read.call_count == 0
-    assert len(blocks._store._open) == 2
+    assert len(blocks._store.maps) == 2
     for path in cache_dir.glob("*.block"):
         path.unlink()
     assert blocks.mapped(range(4)) is None
@@ -408,7 +408,7 @@ def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(
 def test_a_block_that_is_damaged_after_it_was_let_go_is_made_again(
     open_blocks: Callable[[], Blocks], cache_dir: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(store_module, "_OPEN_BLOCKS", 1)
+    monkeypatch.setattr(maps_module, "_OPEN_BLOCKS", 1)
     blocks = open_blocks()
     expected = [rows_of(block) for block in blocks.get([0, 1])]
     path = cache_dir / f"{blocks._find_key(0)}.block"

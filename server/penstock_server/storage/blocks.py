@@ -68,7 +68,7 @@ class Blocks:
     def request(self, indices: Sequence[int]) -> list[Asked]:
         """The blocks at these indices, each in [0, num_blocks), or futures of them, which raise what `get` raises."""
         asked = list[Asked]()
-        for index, block in zip(indices, self._store.mapped([self._key(index) for index in indices]), strict=True):
+        for index, block in zip(indices, self._store.maps.known([self._key(index) for index in indices]), strict=True):
             found = block or self._ask(index)
             if isinstance(found, Block):
                 self.quarantine.look_in(index, found)
@@ -79,7 +79,7 @@ class Blocks:
 
     def mapped(self, indices: Sequence[int]) -> list[Block] | None:
         """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
-        blocks = [block for block in self._store.mapped([self._key(index) for index in indices]) if block]
+        blocks = [block for block in self._store.maps.known([self._key(index) for index in indices]) if block]
         if len(blocks) < len(indices):
             return None
         for index, block in zip(indices, blocks, strict=True):

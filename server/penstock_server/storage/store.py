@@ -1,14 +1,17 @@
-"""The store: blocks of tokens, in the cache folder and mapped into memory. Made by whoever asks first, once for all.
+"""The store: blocks of tokens, mapped if they are stored, and made if not: once, however many ask for them.
 
-A block is stored as an uncompressed Arrow IPC stream of what `encode` makes.
+Of a row group it is known what is wanted (a future a block), and whether a thread makes it:
+
+request    a mapped block is given at once; of another a future, the same for all who ask, and a mapper looks for it
+_find      a mapper answers it from the cache folder, or has the row group made, unless that is under way
+_make      a thread decodes the row group, and answers what is wanted of it, also what comes to be wanted meanwhile
+forget     who asked has left: a future that nobody waits for is given up, and what nobody wants is not made
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,14 +23,12 @@ from penstock_server.machine import num_cores
 from penstock_server.problems import Problem
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.maps import Maps
 from penstock_server.storage.read_ahead import ReadAhead
 from penstock_server.storage.splits import Splits
 
 log = logging.getLogger("penstock.store")
 
-_OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, and more where rows are bad
-_TOUCH_SECONDS = 10.0
-_TELL_SECONDS = 60.0  # between lines of the log on a cache that cannot be written to: it fails for each block
 _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
 
@@ -36,12 +37,6 @@ Asked = Block | Future[Block]
 
 # Gives (number, encoded rows) of each block of a row group for which its argument says that it is needed.
 Decoder = Callable[[Callable[[int], bool]], Generator[tuple[int, pa.RecordBatch], None, None]]
-
-
-@dataclass(slots=True)
-class _Open:
-    block: Block
-    touched_at: float
 
 
 @dataclass(slots=True)
@@ -69,15 +64,12 @@ class BlockStore:
     """
 
     def __init__(self, cache: CacheFolder, num_threads: int | None = None) -> None:
-        self.cache = cache
+        self.cache, self.maps = cache, Maps(cache)
         self.ahead = ReadAhead()
         self.splits = Splits()
         self._mappers = ThreadPoolExecutor(_MAPPERS, thread_name_prefix="penstock-map")
         self._threads = ThreadPoolExecutor(num_threads or num_cores(), thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._checked_at = time.monotonic()
-        self._tells_at = 0.0
         self._wanted: dict[str, _Wanted] = {}  # by the key of the first block, of each row group of which something is wanted
         self._loads: dict[Future[Block], _Load] = {}  # of each future that is not answered yet
 
@@ -88,9 +80,9 @@ class BlockStore:
         for of the same row group, and its neighbours if the cache can keep them: the group is decoded from its start. The
         future raises whatever `decode` raises; the next request tries again.
         """
+        if found := self.maps.open_now(group[number]):
+            return found
         with self._lock:
-            if found := self._open.get(group[number]):
-                return found.block
             wanted = self._wanted.setdefault(group[0], _Wanted())
             future = wanted.futures.get(number)
             if future is None:
@@ -116,29 +108,6 @@ class BlockStore:
             del self._loads[future]
             del load.wanted.futures[load.number]
         future.cancel()
-
-    def mapped(self, keys: Sequence[str]) -> list[Block | None]:
-        """The blocks of these keys; None for those that would have to be read, since they were never mapped here."""
-        blocks: list[Block | None] = []
-        long_ago = []
-        now = time.monotonic()
-        with self._lock:  # once for all: where many threads wait for a lock, to have it takes longer than what it guards
-            for key in keys:
-                found = self._open.get(key)
-                blocks.append(found.block if found else None)
-                if found is None:
-                    continue
-                self._open.move_to_end(key)
-                if found.touched_at < now - _TOUCH_SECONDS:
-                    found.touched_at = now
-                    long_ago.append(key)
-        # Else a block in constant use would look like the one used longest ago; and what another process has removed would
-        # hold disk space, that no budget counts, for as long as it is mapped.
-        for key in long_ago:
-            if not self.cache.touch(key):
-                with self._lock:
-                    self._open.pop(key, None)
-        return [block or self._known(key) for key, block in zip(keys, blocks, strict=True)]
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
@@ -186,7 +155,7 @@ class BlockStore:
         for number in asked:
             if number not in wanted.futures:
                 continue
-            block = self._stored(group[number])
+            block = self.maps.read(group[number])
             if block is None:
                 missing.append(number)
             elif future := self._take(wanted, number):
@@ -231,11 +200,11 @@ class BlockStore:
         batches = decode(needed)
         try:
             for number, batch in batches:
-                nbytes = self._store(group[number], batch)
+                nbytes = self.maps.write(group[number], batch)
                 # Neighbours are worth their tokenizing only if the whole group has room beside what else is in use.
                 keeps = keeps and 0 < 2 * nbytes * len(group) <= self.cache.budget_bytes
                 if number in wanted.futures:
-                    block = self._stored(group[number]) or Block.of(batch)  # first: what it raises is to reach who waits
+                    block = self.maps.read(group[number]) or Block.of(batch)  # first: what it raises is to reach who waits
                     if future := self._take(wanted, number):
                         served = True
                         future.set_result(block)
@@ -247,55 +216,3 @@ class BlockStore:
             log.warning("what was asked for is served, but not all of its row group can be: %s", problem)
         finally:
             batches.close()
-
-    def _known(self, key: str) -> Block | None:
-        """A block that was mapped before, and was let go for others; None: it was not, or is gone."""
-        return self._opened(key, self.cache.read_again(key))
-
-    def _stored(self, key: str) -> Block | None:
-        return self._opened(key, self.cache.read(key))
-
-    def _opened(self, key: str, content: pa.Buffer | None) -> Block | None:
-        if content is None:
-            return None
-        try:
-            block = Block.of(pa.ipc.open_stream(content).read_next_batch())
-        except (pa.ArrowException, KeyError, StopIteration) as error:
-            log.warning("the cached block %s is damaged and will be made again: %s", key, error)
-            self.cache.drop(key)
-            return None
-        with self._lock:
-            self._open[key] = _Open(block, time.monotonic())
-            while len(self._open) > _OPEN_BLOCKS:
-                self._open.popitem(last=False)
-        return block
-
-    def _let_go(self) -> None:
-        """Closes the maps of evicted files: until then they hold disk space that the budget no longer counts."""
-        with self._lock:
-            while self.cache.evicted:
-                self._open.pop(self.cache.evicted.popleft(), None)
-            if time.monotonic() - self._checked_at < _TOUCH_SECONDS:
-                return
-            self._checked_at = time.monotonic()
-            keys = list(self._open)
-        gone = [key for key in keys if not self.cache.has(key)]  # by another process
-        with self._lock:
-            for key in gone:
-                self._open.pop(key, None)
-
-    def _store(self, key: str, batch: pa.RecordBatch) -> int:
-        """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
-        stream = pa.BufferOutputStream()
-        with pa.ipc.new_stream(stream, batch.schema) as writer:
-            writer.write_batch(batch)
-        content = memoryview(stream.getvalue())
-        try:
-            return content.nbytes if self.cache.write(key, content) else 0
-        except OSError as error:
-            if time.monotonic() >= self._tells_at:
-                self._tells_at = time.monotonic() + _TELL_SECONDS
-                log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
-            return 0
-        finally:
-            self._let_go()
