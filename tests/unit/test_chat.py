@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
 from penstock_server.recipes import chat_sandbox
-from penstock_server.recipes.chat import ChatError, ChatTemplate, TemplateError, load_chat_template, load_special_tokens
+from penstock_server.recipes.chat import ChatError, ChatTemplate, TemplateError
+from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens
 
 Chat = list[dict[str, Any]]
 

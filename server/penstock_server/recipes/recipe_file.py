@@ -8,7 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.chat import ChatTemplate, TemplateError, load_chat_template, load_special_tokens
+from penstock_server.recipes.chat import ChatTemplate, TemplateError
+from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens
 from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError

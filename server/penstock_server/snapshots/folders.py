@@ -11,7 +11,7 @@ from errno import ELOOP
 from pathlib import Path
 
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.chat import FILES_BESIDE_TOKENIZER
+from penstock_server.recipes.chat_files import FILES_BESIDE_TOKENIZER
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
 from penstock_server.snapshots.shard import Date, spelled
 

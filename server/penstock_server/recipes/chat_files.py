@@ -1,0 +1,64 @@
+"""What lies beside a tokenizer for chats: its chat template, and the special tokens that the template may write."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock_server.recipes.chat import TemplateError
+
+FILES_BESIDE_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def load_chat_template(tokenizer_path: Path) -> str | None:
+    """The chat template beside a tokenizer.json: chat_template.jinja, else the one in tokenizer_config.json; None for none.
+
+    `tokenizer_path` is where the tokenizer lies by name: in a folder of links, the template is where the link is.
+
+    Raises TemplateError: a file cannot be read, or has several templates and none of them is the default.
+    """
+    path = tokenizer_path.with_name("chat_template.jinja")
+    if os.path.lexists(path):
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise TemplateError(f"{path} cannot be read: {error}.") from error
+    given = _read_json(tokenizer_path.with_name("tokenizer_config.json")).get("chat_template")
+    if isinstance(given, list):
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        if "default" not in named:
+            raise TemplateError(
+                f"tokenizer_config.json beside {tokenizer_path} has the chat templates {', '.join(map(str, named))}, and none "
+                f"of them is called default. Put the one to use there as chat_template.jinja."
+            )
+        given = named["default"]
+    return given if isinstance(given, str) else None
+
+
+def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
+    """The special tokens that the files beside a tokenizer.json name: eos_token and others, of those that are there.
+
+    Raises TemplateError: a file cannot be read.
+    """
+    config = _read_json(tokenizer_path.with_name("tokenizer_config.json"))
+    files = [_read_json(tokenizer_path.with_name("special_tokens_map.json")), config]
+    if "added_tokens_decoder" not in config:  # written before tokenizer_config.json had all of them
+        files.reverse()
+    tokens: dict[str, str] = {}
+    for name, value in (item for file in files for item in file.items()):
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"{path} cannot be read: {error}.") from error
+    return content if isinstance(content, dict) else {}
