@@ -49,7 +49,7 @@ class CacheFolder:
     def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.evicted: deque[str] = deque()  # names of files that this process removed; the store takes them and drops its maps
+        self.evicted: deque[str] = deque()  # names of files that this process removed; Maps takes them and closes theirs
         self._sound = Sound(_KNOWN_FILES)
         self._threads = threading.Lock()
         self._patience_seconds = _PATIENCE_SECONDS
