@@ -25,7 +25,7 @@ from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.counts.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.shard import Date, Shard
+from penstock_server.snapshots.shard import Date, Shard, numbers
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -43,9 +43,9 @@ def synthetic(num_blocks: int) -> Snapshot:
             Path(f"part-{n:06}.parquet"),
             Date(1, 0, 0, 0),
             f"{n:032x}",
-            tuple(rows),
-            (1 << 20,) * GROUPS,
-            (0,) * GROUPS,
+            numbers(rows),
+            numbers([1 << 20] * GROUPS),
+            numbers([0] * GROUPS),
             (0, 50_000),
         )
         for n, rows in enumerate(sizes.tolist())

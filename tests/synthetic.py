@@ -14,7 +14,7 @@ from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.counts.index import Index
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.shard import Date, Shard
+from penstock_server.snapshots.shard import Date, Shard, numbers
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -43,9 +43,9 @@ def _snapshot(name: str, geometry: Geometry) -> Snapshot:
             path=Path(f"{name}-{number:05}.parquet"),
             date=Date(1, 0, 0, 0),
             digest=f"{number:032x}",
-            rows_per_group=tuple(rows),
-            bytes_per_group=(1 << 20,) * len(rows),
-            null_rows=(0,) * len(rows),
+            rows_per_group=numbers(rows),
+            bytes_per_group=numbers([1 << 20] * len(rows)),
+            null_rows=numbers([0] * len(rows)),
             token_range=(0, 50_000),
         )
         for number, rows in enumerate(geometry)

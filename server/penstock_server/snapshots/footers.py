@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,7 +22,7 @@ from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.snapshots.folders import is_quiet
 from penstock_server.snapshots.notes import read_note, write_note
-from penstock_server.snapshots.shard import Date, Shard, read_schema, read_shard
+from penstock_server.snapshots.shard import Date, Shard, numbers, read_schema, read_shard
 
 _FORMAT = 1  # of the note: to be raised when a field of Shard comes to mean something else
 _THREADS = 16  # waiting for disks, not for cores
@@ -93,7 +95,7 @@ def _load(folder: Path, note: Path) -> _Known:
     kept = read_note(note)
     if kept is None or kept["version"] != _VERSION:
         return _Known()
-    shards = {name: Shard(folder / name, Date(*date), *values) for name, (date, *values) in kept["shards"].items()}
+    shards = {name: Shard(folder / name, *map(_unpacked, _FIELDS, values)) for name, values in kept["shards"].items()}
     schema = None
     if kept["schema"]:
         name, date, serialized = kept["schema"]
@@ -105,10 +107,20 @@ def _store(note: Path, known: _Known) -> None:
     content = {
         "version": _VERSION,
         "recipe": known.recipe,
-        "shards": {name: [getattr(shard, f.name) for f in _FIELDS] for name, shard in known.shards.items()},
+        "shards": {name: [_packed(getattr(shard, f.name)) for f in _FIELDS] for name, shard in known.shards.items()},
         "schema": (*known.schema[:2], known.schema[2].serialize().to_pybytes()) if known.schema else None,
     }
     write_note(note, content)
+
+
+def _packed(value: Any) -> Any:
+    return value.tobytes() if isinstance(value, array) else value
+
+
+def _unpacked(field: Field[Any], value: Any) -> Any:
+    if field.type == "Date":
+        return Date(*value)
+    return numbers(memoryview(value).cast("q")) if isinstance(value, bytes) else value
 
 
 def _key(recipe: Recipe) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EINVAL
@@ -42,6 +43,11 @@ class Date(NamedTuple):
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns)
 
 
+def numbers(values: Iterable[int]) -> array[int]:
+    """Whole numbers, in 64 bits each."""
+    return array("q", values)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One Parquet file as its footer describes it, and the date that it had then.
@@ -49,15 +55,15 @@ class Shard:
     `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for
     byte, and yet other tokens. Of the columns that the recipe reads, `bytes_per_group[g]` is the size in row group g,
     uncompressed, `null_rows[g]` the number of rows known to be null, and `token_range` the least and the largest token id of
-    the file, None where the footer does not tell.
+    the file, None where the footer does not tell. A dataset may have ten million row groups: each is a few bytes of an array.
     """
 
     path: Path
     date: Date
     digest: str
-    rows_per_group: tuple[int, ...]
-    bytes_per_group: tuple[int, ...]
-    null_rows: tuple[int, ...]
+    rows_per_group: array[int]
+    bytes_per_group: array[int]
+    null_rows: array[int]
     token_range: tuple[int, int] | None
 
 
@@ -78,9 +84,9 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         path=path,
         date=date,
         digest=digest,
-        rows_per_group=tuple(g.num_rows for g in groups),
-        bytes_per_group=tuple(_bytes(g, recipe) for g in groups),
-        null_rows=tuple(_null_rows(g, recipe) for g in groups),
+        rows_per_group=numbers(g.num_rows for g in groups),
+        bytes_per_group=numbers(_bytes(g, recipe) for g in groups),
+        null_rows=numbers(_null_rows(g, recipe) for g in groups),
         token_range=_token_range(groups, schema, recipe),
     )
 

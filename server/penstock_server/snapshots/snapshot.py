@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -70,8 +71,7 @@ class Snapshot:
         self.folder = folder
         self.shards = tuple(shards)
         self.recipe = recipe
-        rows = np.array([n for s in shards for n in s.rows_per_group], np.int64)
-        nbytes = np.array([n for s in shards for n in s.bytes_per_group], np.int64)
+        rows, nbytes = _joined(s.rows_per_group for s in shards), _joined(s.bytes_per_group for s in shards)
         self._first_group = starts_of(np.array([len(s.rows_per_group) for s in shards], np.int64))
         self._block_size, self.blocks_per_group = _split(rows, nbytes)
         self._first_block = starts_of(self.blocks_per_group)
@@ -109,7 +109,7 @@ class Snapshot:
     @cached_property
     def largest_block_bytes(self) -> int:
         """About the bytes of the largest block's columns, uncompressed; see BlockAddress.nbytes."""
-        nbytes = np.array([n for shard in self.shards for n in shard.bytes_per_group], np.int64)
+        nbytes = _joined(shard.bytes_per_group for shard in self.shards)
         return int((nbytes // self.blocks_per_group).max())
 
     def locate(self, row: int) -> tuple[int, int]:
@@ -185,6 +185,10 @@ def read_folder(
     read = footers.read(dates, recipe, settled=settled)
     shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
     return Reading(folder, recipe, shards, tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused)))
+
+
+def _joined(numbers: Iterable[array[int]]) -> IntArray:
+    return np.concatenate([np.zeros(0, np.int64), *map(np.asarray, numbers)])
 
 
 def _part_of_recipe(recipe: Recipe) -> dict[str, Any]:
