@@ -29,7 +29,7 @@ _BLOCK_BYTES, _BLOCK_ROWS = 8 << 20, 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class BlockAddress:
-    """Where a block lies: rows [first_row, first_row + num_rows) of one row group of one shard.
+    """Where a block lies: rows [first_row, first_row + num_rows) of one row group of one shard, from its row `row_in_shard` on.
 
     `index` is its number among all blocks, `group` that of its row group among all, `number` its number in the group, whose
     blocks have `rows_per_block` rows each but the last.
@@ -39,6 +39,7 @@ class BlockAddress:
     shard: Shard
     row_group: int
     first_row: int
+    row_in_shard: int
     num_rows: int
     group: int
     number: int
@@ -47,7 +48,7 @@ class BlockAddress:
     @property
     def place(self) -> Place:
         """Where its rows are in the whole shard."""
-        return Place(self.shard.path.name, sum(self.shard.rows_per_group[: self.row_group]) + self.first_row)
+        return Place(self.shard.path.name, self.row_in_shard)
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +128,7 @@ class Snapshot:
             shard=self.shards[shard],
             row_group=group - int(self._first_group[shard]),
             first_row=number * size,
+            row_in_shard=int(self._first_row[index] - self._first_row[self.first_block_of_shard[shard]]),
             num_rows=int(self.rows_per_block[index]),
             group=group,
             number=number,
