@@ -146,6 +146,7 @@ BAD = {
     b'{"a": "x"}\n{"a": "\\ud800"}\n': "line 2: the surrogate pair",
     b'{"a": 1}\n{"a": %s1%s}\n' % (b"[" * 100, b"]" * 100): "line 2: objects and lists stand more than 100 deep.*as text",
     b'{"a": 1}\n' + b'{"a": ' * 60_000 + b"1" + b"}" * 60_000: "line 2: objects and lists stand more than 100 deep",
+    b'{"a": 1}\n{"a": "' + b'[\\"' * 100_000: "line 2: missing a closing quotation mark",  # at once, not in hours
 }
 
 

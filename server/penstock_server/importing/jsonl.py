@@ -24,7 +24,7 @@ _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
 _MEND_COLUMN = "Mend the column, or leave it out with --columns"
 _TWICE = " was specified twice"
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # or one that is never closed: else each quote in that would be tried anew
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{[]}"))
 _DEEPEST = 100  # objects and lists within each other; beyond some thousands pyarrow's parser crashes
 
