@@ -173,6 +173,9 @@ def test_what_is_nested_too_deeply_to_be_read_from_parquet_is_refused(tmp_path: 
         with pytest.raises(ImportRefused, match="column 'deep': Parquet does not hold list.*Leave it out with --columns"):
             imported(tmp_path / f"{depth}", path)
         assert imported(tmp_path / f"{depth}", path, columns=["text"]).num_rows == 1
+    path.write_bytes(b'{"deep": ' + b"[" * 60_000 + b"]" * 60_000 + b"}\n")
+    with pytest.raises(ImportRefused, match="line 1: objects and lists stand more than 100 deep"):
+        imported(tmp_path / "deep", path, columns=["deep"])
 
 
 def test_brackets_in_text_or_side_by_side_are_not_nested(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def _picked(data: bytes, columns: Sequence[str]) -> bytes:
 def _first_keys(data: bytes) -> dict[str, None]:
     try:
         row = json.loads(next((line for line in data.split(b"\n") if line.strip()), b"{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # it is refused when it is parsed
     return dict.fromkeys(row) if isinstance(row, dict) else {}
 
