@@ -189,6 +189,7 @@ def test_brackets_in_text_or_side_by_side_are_not_nested(tmp_path: Path) -> None
         ("x.json", b' [{"a": 1},\n{"a": 2}]', "is one JSON array.*jq -c '.\\[\\]'"),
         ("x.jsonl", '{"a": 1}\n'.encode("utf-16"), "is UTF-16.*iconv"),
         ("x.jsonl", '{"a": 1}\n'.encode("utf-16-be"), "is UTF-16.*iconv -f UTF-16BE -t"),
+        ("x.jsonl", '{"a": 1}\n'.encode("utf-16-le"), "is UTF-16.*iconv -f UTF-16LE -t"),
         ("x.jsonl", gzip.compress(b'{"a": 1}\n'), "x.jsonl is compressed.*Rename it to x.jsonl.gz"),
         ("x.jsonl", pa.compress(b'{"a": 1}\n', "zstd", asbytes=True), "Rename it to x.jsonl.zst"),
         ("x.jsonl", b"null", "line 1: it is not an object"),

@@ -46,8 +46,10 @@ def opened(path: Path) -> Iterator[Stream]:
     """
     try:
         begin = Stream(path).bytes.read(4)
-        if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or (begin[:1] == b"\0") != (begin[1:2] == b"\0"):
-            encoding = "UTF-16BE" if begin[:1] == b"\0" else "UTF-16"  # without a mark iconv takes it for little-endian
+        has_mark = begin[:2] in (b"\xff\xfe", b"\xfe\xff")
+        if has_mark or (begin[:1] == b"\0") != (begin[1:2] == b"\0"):
+            # Without a mark some iconv take UTF-16 for little-endian, others for big-endian.
+            encoding = "UTF-16" if has_mark else "UTF-16BE" if begin[:1] == b"\0" else "UTF-16LE"
             raise ImportRefused(
                 f"{path} is UTF-16, and penstock reads UTF-8. Nothing was written. Convert it: iconv -f {encoding} -t UTF-8 "
                 f"FILE > NEW_FILE"
