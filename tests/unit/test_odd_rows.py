@@ -142,6 +142,14 @@ def test_rows_are_split_by_times_of_every_type(data: Path, type_: pa.DataType) -
     assert not block.bad
 
 
+def test_rows_are_split_by_what_holds_a_date_that_python_has_not(data: Path) -> None:
+    dates = pa.array([1, 1, 5_000_000, 5_000_000], pa.int32()).cast(pa.date32())
+    write(data, "split_by = 'at'\nvalidation = 0.5", {"tokens": [[1]] * 4, "at": pa.StructArray.from_arrays([dates], ["day"])})
+    [block] = open_blocks(data).get([0])
+    assert block.splits[0] == block.splits[1] != block.splits[2] == block.splits[3]
+    assert not block.bad
+
+
 def test_a_message_may_hold_a_time_of_nanoseconds(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     messages = [{"role": role, "content": "fox", "at": 1_000_000_001} for role in ("user", "assistant")]

@@ -90,7 +90,7 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
 
 
 def _values(array: pa.Array) -> list[Any]:
-    """The values as Python objects; a date that Python has not as its number."""
+    """The values as Python objects; a date that Python has not as its number, and what holds such a date as a text."""
     try:
         return python_values(array)
     except OverflowError:
@@ -101,7 +101,7 @@ def _value(one: pa.Array) -> Any:
     try:
         [value] = python_values(one)
     except OverflowError:
-        value = one[0].value
+        value = one.to_string() if pa.types.is_nested(one.type) else one[0].value
     return value
 
 
