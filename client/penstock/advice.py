@@ -68,9 +68,9 @@ class Advice:
         if spec.pad == "seq_len" and rows and padding > _PADDING_SHARE:
             or_packed = "" if is_pair else ", or put several into one sequence with packing='best_fit'"
             _warn(
-                f"{data}: {padding:.0%} of the tokens of a batch are padding: the epoch's first {counted(len(rows), 'row')} "
-                f"have {sum(rows) / len(rows):.0f} tokens on average, and each is padded to seq_len={spec.seq_len:,}. Pad "
-                f"only to the longest of a batch with pad='longest'{or_packed}."
+                f"{data}: {int(100 * padding)}% of the tokens of a batch are padding: the epoch's first "
+                f"{counted(len(rows), 'row')} have {sum(rows) / len(rows):.0f} tokens on average, and each is padded to "
+                f"seq_len={spec.seq_len:,}. Pad only to the longest of a batch with pad='longest'{or_packed}."
             )
         num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
         if num_cut > _CUT_SHARE * sum(rows):

@@ -182,6 +182,7 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
         assert said.startswith(
             "long: 97% of the tokens of a batch are padding: the epoch's first 16 rows have 55 tokens on average"
         )
+        assert warnings_of(seq_len=20_000)[0].startswith("long: 99% of ")  # never all
         assert warnings_of(seq_len=2000, pad="longest") == []
         data = RemoteDataset(long.url, "long", batch_size=8, seq_len=20, retry_seconds=0.1)
         long.kill()
