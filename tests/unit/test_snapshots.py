@@ -348,6 +348,18 @@ def test_a_snapshot_that_a_disk_refused_to_note_is_noted_when_a_job_asks_for_it(
     assert History(tmp_path / "notes").records() == [known]
 
 
+def test_a_note_that_is_refused_for_good_does_not_fill_the_log(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "notes").write_bytes(b"in the way")
+    history, snapshot, began = History(tmp_path / "notes"), open_snapshot(folder, None), time.monotonic()
+    history.add(snapshot)
+    for minute in range(60):
+        monkeypatch.setattr(time, "monotonic", lambda minute=minute: began + 61 * minute)
+        history.touch(snapshot.fingerprint)
+    assert caplog.text.count("cannot be stored") == 2
+
+
 @pytest.mark.parametrize("content", [{"some": "map"}, (), 7, None])
 def test_a_note_of_another_kind_is_none(folder: Path, tmp_path: Path, content: object) -> None:
     """As where a backup was put back under other names."""

@@ -21,6 +21,7 @@ _FORMAT = 1
 _SUFFIX = ".snapshot"
 _KEPT = 16  # older snapshots of a dataset
 _TOUCH_SECONDS = 60.0
+_REFUSED_SECONDS = 3600.0  # between attempts to write a note that is refused, of each of which the log tells
 
 ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its digest
 
@@ -86,6 +87,8 @@ class History:
             path, record = self._path(fingerprint), self._records.get(fingerprint)
             if record and _inode(path) is None:  # a full disk refused it, or another server forgot it
                 _write(path, record)
+                if _inode(path) is None:
+                    self._touched_at[fingerprint] = now + _REFUSED_SECONDS
             with suppress(OSError):
                 os.utime(path)
                 os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
