@@ -66,7 +66,8 @@ class Advice:
         num_positions = len(rows) * spec.seq_len
         padding = 1 - sum(min(row, spec.seq_len) for row in rows) / max(num_positions, 1)
         if spec.pad == "seq_len" and rows and padding > _PADDING_SHARE:
-            or_packed = "" if is_pair else ", or put several into one sequence with packing='best_fit'"
+            may_pack = batch.keys() <= {"input_ids", "attention_mask", "labels"}  # columns go with rows alone
+            or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
             _warn(
                 f"{data}: {int(100 * padding)}% of the tokens of a batch are padding: the epoch's first "
                 f"{counted(len(rows), 'row')} have {sum(rows) / len(rows):.0f} tokens on average, and each is padded to "

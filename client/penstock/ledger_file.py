@@ -116,8 +116,9 @@ def _telling(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = "name a file in a folder that is there, and that this user may write to"
-        raise LedgerError(f"{cannot_be_written(path, error)}; {where}") from error
+        is_elsewhere = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+        way_out = "; name a file in a folder that is there, and that this user may write to" if is_elsewhere else ""
+        raise LedgerError(cannot_be_written(path, error) + way_out) from error
 
 
 def cannot_be_written(path: Path, error: OSError) -> str:
