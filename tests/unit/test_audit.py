@@ -409,6 +409,17 @@ def test_a_rank_that_came_to_no_batch_of_a_start_has_trained_what_counts_before_
     assert report_on(ledger).is_proven
 
 
+def test_each_of_many_starts_may_go_on_behind_what_the_ledger_lost(ledger: Path) -> None:
+    for rank in range(2):
+        for start in range(40):  # a machine that goes down loses the last lines of each
+            begin = begin_of(rank, world_size=2, start=start, step=5 * start, num_sequences=2000)
+            append(ledger, begin, range(5 * start, 5 * start + 4), ends=start == 39)
+    [epoch] = report_on(ledger).orders[0].epochs
+    lost = [[50 * start + 40, 50 * start + 50] for start in range(40)]
+    assert (epoch.missing.tolist(), len(epoch.twice)) == (lost, 0)
+    assert [leg.started.number for leg in epoch.legs] == list(range(40))
+
+
 def test_starts_without_a_state_are_each_the_same_one_on_all_ranks(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, begin_of(rank, world_size=2), range(4))

@@ -56,8 +56,21 @@ def course_of(iterations: Sequence[Iteration], reach: Mapping[StartKey, Place]) 
     return courses[-1]
 
 
-def follow(iterations: Sequence[Iteration], course: Course, leader: Sequence[Iteration]) -> Course | None:
-    """What of a rank's iterations is on the course of its leader; None if it started when the leader did not.
+def cuts_of(course: Course) -> dict[int, list[Iteration]]:
+    """Of each start on a course, by its number, what took over from it, and from that in turn; each once."""
+    cuts: dict[int, dict[int, Iteration]] = {}
+    for kept in reversed(course):
+        own = cuts.setdefault(kept.iteration.start.number, {})
+        for cut in kept.resumed:
+            for later in (cut, *cuts.get(cut.start.number, {}).values()):
+                own.setdefault(id(later), later)
+    return {number: list(own.values()) for number, own in cuts.items()}
+
+
+def follow(
+    iterations: Sequence[Iteration], course: Course, cuts: Mapping[int, Sequence[Iteration]], leader: Sequence[Iteration]
+) -> Course | None:
+    """What of a rank's iterations is on the course of its leader, with its cuts; None if it started when the leader did not.
 
     A rank has no part in a start that stops before its first batch, nor in those of a world size that leaves it out.
     """
@@ -69,12 +82,7 @@ def follow(iterations: Sequence[Iteration], course: Course, leader: Sequence[Ite
         again[-1].append(iteration)
     if not own.keys() <= {iteration.start.key for iteration in leader}:
         return None
-    cuts: dict[int, list[Iteration]] = {}  # of each start, what took over from it, and from that in turn
-    firsts: dict[int, Iteration] = {}
-    for kept in reversed(course):
-        number = kept.iteration.start.number
-        cuts.setdefault(number, []).extend(later for cut in kept.resumed for later in (cut, *cuts.get(cut.start.number, ())))
-        firsts[number] = kept.iteration
+    firsts = {kept.iteration.start.number: kept.iteration for kept in reversed(course)}
     found: Course = []
     for number in reversed(firsts):
         first, again = firsts[number], own.get(firsts[number].start.key, [])

@@ -79,6 +79,8 @@ class Iteration:
             return runs if self.begin.epoch < other.begin.epoch else NONE
         if self.slicing != other.slicing:
             return clip(runs, 0, self.slicing.num_steps_before(other.place[1]))
+        if not len(runs) or runs[-1, 1] <= other.begin.step:
+            return runs  # as mostly: of hundreds of starts only the next few begin before their end
         behind = [clip(runs, step, step + 1) for step in other.steps_of_others()]
         return join([clip(runs, 0, other.begin.step), *behind])
 

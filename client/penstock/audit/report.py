@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.audit.account import Epoch, Gap, account_for
-from penstock.audit.course import Course, course_of, follow, reaches
+from penstock.audit.course import Course, course_of, cuts_of, follow, reaches
 from penstock.audit.history import Iteration, Place, Start, StartKey
 from penstock.audit.intervals import size
 from penstock.audit.rank import Changed, OrderKey, RankHistory, RankRecord, Thrown, history_of, order_of, record_of
@@ -129,7 +129,8 @@ def _make_order(key: OrderKey, orders: Mapping[OrderKey, Sequence[RankRecord]]) 
     first = _leader(records)
     course = course_of(first.iterations, reach)
     leader = history_of(first, course)
-    courses = [course if record is first else _own_course(record, course, first, reach) for record in records]
+    cuts = cuts_of(course)
+    courses = [course if record is first else _own_course(record, course, cuts, first, reach) for record in records]
     histories = [leader if record is first else history_of(record, own) for record, own in zip(records, courses, strict=True)]
     apart = [_apart(record, own, first, course) for record, own in zip(records, courses, strict=True)]
     left_by = _left_by(course, records, [orders[other] for other in orders if other != key and _is_of_same_data(other, key)])
@@ -159,8 +160,14 @@ def _leader(records: Sequence[RankRecord]) -> RankRecord:
     return first
 
 
-def _own_course(record: RankRecord, course: Course, leader: RankRecord, reach: Mapping[StartKey, Place]) -> Course:
-    on_course = follow(record.iterations, course, leader.iterations)
+def _own_course(
+    record: RankRecord,
+    course: Course,
+    cuts: Mapping[int, Sequence[Iteration]],
+    leader: RankRecord,
+    reach: Mapping[StartKey, Place],
+) -> Course:
+    on_course = follow(record.iterations, course, cuts, leader.iterations)
     return course_of(record.iterations, reach) if on_course is None else on_course
 
 
