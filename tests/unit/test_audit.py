@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ledgers import FIRST, append, begin_of
-from penstock.audit import Report, audit, reading
+from penstock.audit import Report, audit, compare, reading
 from penstock.audit.text import lines_of as words_of
 from penstock.errors import LedgerError
 from penstock.ledger import Begin
@@ -242,6 +242,12 @@ def test_data_that_changed_altogether_is_told_about_as_fast_as_it_is_read(ledger
     before = time.process_time()
     assert len(report_on(ledger).orders[0].changed) == num_steps
     assert time.process_time() - before < 1.5  # a look at all steps for each of them takes several times as long
+
+
+def test_of_many_batches_those_that_were_chosen_are_asked_for_again(ledger: Path) -> None:
+    write_run(ledger)
+    asked = [(begin.rank, begin.epoch, *steps) for begin, steps in compare._runs(find_ledgers(ledger), [3, 4, 9, 10, 25, 39])]
+    assert asked == [(0, 0, 3, 4), (0, 0, 9), (0, 1, 0), (1, 0, 5), (1, 1, 9)]
 
 
 def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:

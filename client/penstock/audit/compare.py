@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -79,10 +80,10 @@ def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Beg
     for path in paths:
         for part in read_ledger(path).parts:
             own = range(first, first + len(part.steps))
-            numbers = [number - first for number in (own if chosen is None else chosen) if number in own]
+            numbers = own if chosen is None else chosen[bisect_left(chosen, own.start) : bisect_left(chosen, own.stop)]
             first = own.stop
             digests: dict[int, str] = {}
-            for number in numbers:
+            for number in (number - own.start for number in numbers):
                 step = int(part.steps[number])
                 if digests and (step - 1 not in digests or len(digests) == _STEPS_AT_ONCE):
                     yield part.begin, digests

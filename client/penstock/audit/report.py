@@ -217,6 +217,7 @@ def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Mapping[Star
 
 
 def _order(order: Order) -> dict[str, Any]:
+    num_ranks = Counter(key for history in order.ranks for key in {start.key for start in history.starts})
     return {
         "proven": order.is_proven,
         **dict(order.key),
@@ -236,7 +237,7 @@ def _order(order: Order) -> dict[str, Any]:
                 "offset": start.slicing.offset,
                 "batch_size": start.slicing.batch_size,
                 "world_size": start.slicing.world_size,
-                "ranks": sum(any(s.key == start.key for s in history.starts) for history in order.ranks),
+                "ranks": num_ranks[start.key],
             }
             for start in order.leader.starts
         ],
