@@ -1,6 +1,7 @@
 """The mix of a mixture: exact on every prefix, invertible, and spelled in one way."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import SpecError
-from penstock.mix import Mix, parse_mix, spell_mix
+from penstock.mix import Mix, Phase, parse_mix, spell_mix
 from penstock_server.geometry.mixture import Mixture
 
 shares = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any)
@@ -141,6 +142,19 @@ def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
 def test_what_spells_no_mix_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse_mix(text)
+
+
+@given(shares)
+def test_of_the_datasets_that_may_come_the_one_that_must_come_first_does(shares: list[int]) -> None:
+    period, present = sum(shares), [i for i, share in enumerate(shares) if share]
+    chosen: list[int] = []
+    margin = max(1, 2 * len(present) - 2)
+    for n in range(1, period + 1):
+        owed = {i: shares[i] * n - chosen.count(i) * period for i in present}
+        may_come = [i for i in present if owed[i] * margin >= period] or present
+        chosen.append(min(may_come, key=lambda i: Fraction(period * (margin - 1) - owed[i] * margin, shares[i])))
+    mix = Mix(tuple(map(str, range(len(shares)))), (Phase(0, tuple(shares)),))
+    assert Mixture(mix).locate(np.arange(period))[0].tolist() == chosen
 
 
 def test_a_dataset_that_ends_with_a_phase_has_no_sample_behind_it() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
 
 from penstock.mix import Mix
-from penstock_server.geometry.arrays import IntArray, find
+from penstock_server.geometry.arrays import IntArray, by_value, find, numbered
 
 ENDLESS = 1 << 52  # samples of an epoch that never ends; they and what is made of them stay below 2^53
 
@@ -29,28 +30,34 @@ def _schedule(shares: tuple[int, ...]) -> IntArray:
     if len(present) == 1:
         return np.full(period, present[0])
     margin = 2 * len(present) - 2
-    owed = dict.fromkeys(present, 0)  # share * n - count * period, exactly, in whole numbers
+    datasets, numbers = numbered(np.array(shares))
+    turns, own = 1 + numbers * margin, np.array(shares)[datasets]
+    firsts = -(-period * turns // (margin * own)) - 1  # from which on the dataset's sample of this number may come
+    # By when it must come, in a unit of its own: two that differ do so by 4 / period^2 at least, which float64 tells apart.
+    deadlines = (turns + margin - 2) / own
+    by_first = np.argsort(firsts, kind="stable")
+    coming = list(zip(deadlines[by_first].tolist(), datasets[by_first].tolist(), strict=True))
+    num_come = np.searchsorted(firsts[by_first], np.arange(period), side="right").tolist()
     chosen = np.empty(period, np.int64)
-    for n in range(period):
-        best, best_deadline = -1, (0, 1)
-        for i in present:
-            owed[i] += shares[i]
-            if owed[i] * margin >= period:
-                deadline = (period * (margin - 1) - owed[i] * margin, shares[i])
-                if best < 0 or deadline[0] * best_deadline[1] < best_deadline[0] * deadline[1]:
-                    best, best_deadline = i, deadline
-        owed[best] -= period
-        chosen[n] = best
+    may_come: list[tuple[float, int]] = []
+    for n, (before, now) in enumerate(pairwise([0, *num_come])):
+        for one in coming[before:now]:
+            heappush(may_come, one)
+        _, chosen[n] = heappop(may_come)
     return chosen
 
 
 @dataclass(frozen=True, slots=True)
 class _Period:
-    """One period of a phase: of each sample its dataset, and how many of that dataset came before it; and where each's are."""
+    """One period of a phase: of each sample its dataset, and how many of that dataset came before it.
+
+    `counts` are the samples of each dataset, and `places` where they are.
+    """
 
     schedule: IntArray
     numbers: IntArray
-    places: tuple[IntArray, ...]
+    counts: IntArray
+    places: list[IntArray]
 
     def num_before(self, dataset: int, samples: int) -> int:
         """Samples of a dataset among the first `samples` of the phase."""
@@ -62,10 +69,9 @@ class _Period:
 @lru_cache(maxsize=64)
 def _period(shares: tuple[int, ...]) -> _Period:
     schedule, numbers = _schedule(shares), np.empty(sum(shares), np.int64)
-    places = tuple(np.flatnonzero(schedule == i) for i in range(len(shares)))
-    for own in places:
-        numbers[own] = np.arange(len(own))
-    return _Period(schedule, numbers, places)
+    counts, by_dataset = np.array(shares), np.argsort(schedule, kind="stable")
+    numbers[by_dataset] = numbered(counts)[1]
+    return _Period(schedule, numbers, counts, np.split(by_dataset, np.cumsum(counts)[:-1]))
 
 
 @lru_cache(maxsize=64)
@@ -79,47 +85,41 @@ class Mixture:
 
     def __init__(self, mix: Mix) -> None:
         self._starts = np.array([phase.start for phase in mix.phases])
-        num_datasets = len(mix.datasets)
         self._periods = [_period(phase.shares) for phase in mix.phases]
-        self._before = [np.zeros(num_datasets, np.int64)]  # samples of each dataset in the phases before
+        before = [np.zeros(len(mix.datasets), np.int64)]
         for period, (start, stop) in zip(self._periods, pairwise(self._starts.tolist()), strict=False):
-            of_phase = [period.num_before(i, stop - start) for i in range(num_datasets)]
-            self._before.append(self._before[-1] + np.array(of_phase))
+            rounds, rest = divmod(stop - start, len(period.schedule))
+            begun = np.bincount(period.schedule[:rest], minlength=len(mix.datasets))
+            before.append(before[-1] + rounds * period.counts + begun)
+        self._before = np.stack(before, axis=1)  # samples of each dataset in the phases before each
 
     def locate(self, samples: IntArray) -> tuple[IntArray, IntArray]:
         """The dataset of each sample and its number in that dataset's stream, both of the shape of `samples`."""
         datasets, numbers = np.empty_like(samples), np.empty_like(samples)
         phases = find(self._starts, samples)
-        for phase in np.unique(phases).tolist():
-            mine, period = phases == phase, self._periods[phase]
+        for phase, mine in by_value(phases):
+            period = self._periods[phase]
             rounds, rest = np.divmod(samples[mine] - self._starts[phase], len(period.schedule))
             chosen = period.schedule[rest]
-            per_round = np.array([len(places) for places in period.places])
             datasets[mine] = chosen
-            numbers[mine] = self._before[phase][chosen] + rounds * per_round[chosen] + period.numbers[rest]
+            numbers[mine] = self._before[chosen, phase] + rounds * period.counts[chosen] + period.numbers[rest]
         return datasets, numbers
 
     def num_before(self, dataset: int, sample: int) -> int:
         """Samples of a dataset before this one."""
         phase = int(find(self._starts, np.array([sample]))[0])
         of_phase = self._periods[phase].num_before(dataset, sample - int(self._starts[phase]))
-        return int(self._before[phase][dataset]) + of_phase
+        return int(self._before[dataset, phase]) + of_phase
 
     def sample(self, dataset: int, number: int) -> int | None:
         """The inverse: the sample that is the given one of a dataset's stream, or None: it never comes."""
-        for phase in reversed(range(len(self._periods))):
-            period, before = self._periods[phase], int(self._before[phase][dataset])
-            if number < before:
-                continue
-            places = period.places[dataset]
-            if not len(places):
-                continue
-            rounds, rest = divmod(number - before, len(places))
-            found = int(self._starts[phase]) + rounds * len(period.schedule) + int(places[rest])
-            last = phase + 1 == len(self._periods)
-            if last or found < self._starts[phase + 1]:
-                return found
-        return None
+        phase = int(find(self._before[dataset], np.array([number]))[0])
+        period = self._periods[phase]
+        places = period.places[dataset]
+        if not len(places):  # it ends with an earlier phase
+            return None
+        rounds, rest = divmod(number - int(self._before[dataset, phase]), len(places))
+        return int(self._starts[phase]) + rounds * len(period.schedule) + int(places[rest])
 
     def epoch_length(self, sizes: Sequence[int], stop: str) -> int | None:
         """Samples of an epoch over datasets of these sizes, in sequences; None if the rule never ends it.
