@@ -139,6 +139,28 @@ def test_best_fit_loses_no_document_and_repeats_none(
         assert all(start == 0 or lengths[b][row] > seq_len for b, row, start, _ in spans)
 
 
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=60).map(np.array), st.integers(1, 40))
+def test_best_fit_takes_the_fullest_bin_that_has_room_and_of_several_the_one_filled_last(
+    lengths: npt.NDArray[np.int64], seq_len: int
+) -> None:
+    parts = [min(seq_len, int(n) - first) for n in lengths for first in range(0, n, seq_len)]
+    room_of: list[int] = []
+    filled = list[int]()  # bins, in the order in which they were filled last
+    for size in sorted(parts, reverse=True):
+        fits = [room_of[number] for number in filled if room_of[number] >= size]
+        if fits:
+            chosen = [number for number in filled if room_of[number] == min(fits)][-1]
+            filled.remove(chosen)
+        else:
+            chosen = len(room_of)
+            room_of.append(seq_len)
+        room_of[chosen] -= size
+        filled.append(chosen)
+    bins = pack(lengths, seq_len)
+    tokens = [int((bins.lasts - bins.firsts)[a:b].sum()) for a, b in pairwise(bins.starts)]
+    assert tokens == [seq_len - room for room in room_of]
+
+
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60).map(np.array), st.integers(16, 40))
 def test_best_fit_opens_a_bin_only_where_no_other_has_room(lengths: npt.NDArray[np.int64], seq_len: int) -> None:
     bins = pack(lengths, seq_len)

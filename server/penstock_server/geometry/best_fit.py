@@ -6,6 +6,7 @@ is packed like a document. The bins are the same in every epoch; their order is 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,23 +55,25 @@ def pack(lengths: IntArray, seq_len: int) -> Bins:
     sizes = lasts - firsts
     order = np.argsort(-sizes, kind="stable")
     bin_of = np.empty(len(sizes), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # the bins with so many tokens of room
-    some = 0  # bit r is set where with_room[r] has a bin
+    with_room: dict[int, list[int]] = {}  # the bins with so many tokens of room
+    rooms: list[int] = []  # its keys, ascending
     num_bins = 0
     for part, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
-        fits = some >> size
-        if fits:
-            room = size + (fits & -fits).bit_length() - 1
+        at = bisect_left(rooms, size)
+        if at < len(rooms):
+            room = rooms[at]
             chosen = with_room[room].pop()
             if not with_room[room]:
-                some ^= 1 << room
+                del with_room[room], rooms[at]
         else:
             room, chosen = seq_len, num_bins
             num_bins += 1
         bin_of[part] = chosen
-        if room > size:
-            with_room[room - size].append(chosen)
-            some |= 1 << (room - size)
+        if rest := room - size:
+            if rest not in with_room:
+                with_room[rest] = []
+                insort(rooms, rest)
+            with_room[rest].append(chosen)
     by_bin = np.lexsort((-sizes, bin_of))
     counts = np.bincount(bin_of, minlength=num_bins)
     return Bins(starts_of(counts), rows[by_bin], firsts[by_bin], lasts[by_bin])
