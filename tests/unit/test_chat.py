@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,16 @@ def test_a_turn_costs_two_renderings_and_a_marked_chat_two_in_all(
     monkeypatch.setattr(chat_sandbox, "render", counted)
     chatml.render(turns("Q", "A", "R", "B", "S"))
     assert len(renderings) == most
+
+
+def test_of_a_chat_of_very_many_turns_little_more_than_its_text_is_in_memory() -> None:
+    chat, chatml = turns(*("word " * 1000 for _ in range(400))), template(CHATML)
+    tracemalloc.start()
+    rendered = chatml.render(chat)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(rendered.spans) == 200
+    assert most < 20 * len(rendered.text)
 
 
 def test_tools_speak_between_two_turns_of_the_assistant() -> None:
