@@ -231,7 +231,7 @@ class Block:
     @cached_property
     def substitutes(self) -> IntArray:
         """For each row the row to serve in its place: itself, or the next good one, round the block's end; there is one."""
-        good = np.setdiff1d(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
+        good = np.delete(np.arange(self.num_rows), np.fromiter(self.bad, np.int64, len(self.bad)))
         return good[np.searchsorted(good, np.arange(self.num_rows)) % len(good)]
 
 
