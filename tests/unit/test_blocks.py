@@ -576,3 +576,14 @@ def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path:
     blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(tmp_path / "cache")))
     actual = sum(block.nbytes for block in blocks.get(range(6)))
     assert actual / 2 < blocks.estimated_bytes < 2 * actual
+
+
+def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> None:
+    rows = [[n] for n in range(100)]
+    folder = write_shards(tmp_path / "parts", "tokens", [rows, rows[:7]], type_=pa.list_(pa.int32()), row_group_size=50)
+    found = open_snapshot(folder, None)
+    large = replace(found.shards[0], rows_per_group=(200_000, 0), bytes_per_group=(40 << 20, 0))
+    snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe)
+    assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
+    assert snapshot.bytes_per_block.tolist() == [8 << 20] * 5 + [0, found.shards[1].bytes_per_group[0]]
+    assert snapshot.largest_block_bytes == 8 << 20

@@ -58,7 +58,7 @@ def _fill(served: Served) -> int:
     with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
         for first in range(0, len(missing), LOADED_TOGETHER):
             some = missing[first : first + LOADED_TOGETHER]
-            needed = sum(served.snapshot.block(index).nbytes for index in some)
+            needed = int(served.snapshot.bytes_per_block[some].sum())
             if cache.used_bytes + 2 * needed > cache.budget_bytes:  # beyond it blocks would put each other out
                 break
             blocks.get(some)

@@ -50,11 +50,6 @@ class BlockAddress:
         """Where its rows are in the whole shard."""
         return Place(self.shard.path.name, self.row_in_shard)
 
-    @property
-    def nbytes(self) -> int:
-        """About the bytes of its columns, uncompressed; its tokens seldom take more."""
-        return self.shard.bytes_per_group[self.row_group] * self.num_rows // max(self.shard.rows_per_group[self.row_group], 1)
-
 
 class Snapshot:
     """A dataset's shards and recipe, named by a fingerprint of both; never changed once made.
@@ -108,8 +103,17 @@ class Snapshot:
         return sum(sum(shard.bytes_per_group) for shard in self.shards)
 
     @cached_property
+    def bytes_per_block(self) -> IntArray:
+        """About the bytes of each block's columns, uncompressed, shape [num_blocks]; its tokens seldom take more."""
+        rows = _joined(shard.rows_per_group for shard in self.shards)
+        nbytes = _joined(shard.bytes_per_group for shard in self.shards)
+        group, _ = numbered(self.blocks_per_group)
+        found: IntArray = nbytes[group] * self.rows_per_block // np.maximum(rows[group], 1)
+        return found
+
+    @cached_property
     def largest_block_bytes(self) -> int:
-        """About the bytes of the largest block's columns, uncompressed; see BlockAddress.nbytes."""
+        """About the bytes of the largest block's columns, uncompressed; see bytes_per_block."""
         nbytes = _joined(shard.bytes_per_group for shard in self.shards)
         return int((nbytes // self.blocks_per_group).max())
 

@@ -110,11 +110,11 @@ class Blocks:
     @cached_property
     def estimated_bytes(self) -> int:
         """About the bytes of all blocks in the cache, by what a few of them take there. Raises what `get` raises."""
-        nbytes = [self._snapshot.block(index).nbytes for index in range(self._snapshot.num_blocks)]
+        nbytes = self._snapshot.bytes_per_block
         # From all over the dataset: its shards may be of several sources.
         looked_at: list[int] = np.unique(np.linspace(0, len(nbytes) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
         taken = sum(block.nbytes for block in self.get(looked_at))
-        return sum(nbytes) * taken // max(sum(nbytes[index] for index in looked_at), 1)
+        return int(nbytes.sum()) * taken // max(int(nbytes[looked_at].sum()), 1)
 
     def expected_bytes(self, nbytes: int) -> int:
         """About what so many bytes of shards take in the cache, without a look at them: some four bytes of text are a token."""
@@ -129,14 +129,14 @@ class Blocks:
     def is_stored(self, index: int) -> bool:
         """Whether a block is in the cache."""
         at = self._snapshot.block(index)
-        return self._store.cache.has(self._keys(at)[at.number])
+        return self._store.cache.has(self._key_in(at, at.number))
 
     def read_ahead(self, job: Hashable, window: int, indices: Callable[[], list[int]]) -> None:
         """Has blocks loaded in the background that a job needs next; see ReadAhead.want."""
 
         def affordable() -> list[int]:
             wanted = indices()
-            nbytes = sum(self._snapshot.block(index).nbytes for index in wanted)
+            nbytes = int(self._snapshot.bytes_per_block[wanted].sum())
             # As large again is what the job needs now: loading both into less room would evict the one for the other.
             return wanted if 2 * nbytes <= self._store.cache.budget_bytes else []
 
@@ -175,12 +175,19 @@ class Blocks:
 
     def _find_key(self, index: int) -> str:
         address = self._snapshot.block(index)
-        return self._keys(address)[address.number]
+        return self._key_in(address, address.number)
+
+    def _key_in(self, address: BlockAddress, number: int) -> str:
+        """The name in the cache of block `number` of the row group that a block is of."""
+        return f"{self._group_key(address)}-{number}"
 
     def _keys(self, address: BlockAddress) -> list[str]:
         """The names in the cache of all blocks of the row group that a block is of."""
-        group = _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity])
+        group = self._group_key(address)
         return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
+
+    def _group_key(self, address: BlockAddress) -> str:
+        return _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity])
 
     def _ask(self, index: int) -> Asked:
         at = self._snapshot.block(index)
