@@ -587,3 +587,23 @@ def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> Non
     assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
     assert snapshot.bytes_per_block.tolist() == [8 << 20] * 5 + [0, found.shards[1].bytes_per_group[0]]
     assert snapshot.largest_block_bytes == 8 << 20
+
+
+def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, read = [], pq.read_metadata
+
+    def counted(path: Path) -> pq.FileMetaData:
+        parsed.append(path)
+        return read(path)
+
+    monkeypatch.setattr(pq, "read_metadata", counted)
+    path = tmp_path / "one" / "part-000.parquet"
+    for day in range(2):
+        tokens = [[500 * day + n] for n in range(60)]
+        write_shards(path.parent, "tokens", [tokens], type_=pa.list_(pa.int32()), row_group_size=10)
+        os.utime(path, (day, day))  # what was written just now is not remembered
+        blocks = Blocks(open_snapshot(path.parent, None), BlockStore(CacheFolder(cache_dir)))
+        assert [row for index in range(6) for row in rows_of(blocks.get([index])[0])] == tokens
+    assert parsed == [path, path]
