@@ -38,7 +38,7 @@ class Schedule:
     @cached_property
     def num_steps(self) -> int:
         """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
-        left = self._num_kept - before(self.skipped, self.offset)
+        left = self._num_kept - self._num_left_out
         return left // self.samples_per_step if self.tail == "drop" else -(-left // self.samples_per_step)
 
     def check(self, step: int, rank: int) -> None:
@@ -65,12 +65,11 @@ class Schedule:
         """
         for step in steps:
             self.check(step, rank)
-        starts = before(self.skipped, self.offset) + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
+        starts = self._num_left_out + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
         samples = (starts[:, None] + np.arange(self.batch_size)) % self._num_kept
         if not self.skipped:
             return samples
-        starts, stops = np.array(kept(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
-        firsts = starts_of(stops - starts)
+        starts, firsts = self._runs
         run = find(firsts, samples)
         return starts[run] + samples - firsts[run]
 
@@ -93,9 +92,20 @@ class Schedule:
         """The samples that show a position."""
         if any(start <= position < stop for start, stop in self.skipped):
             return range(0)
-        begin, number = before(self.skipped, self.offset), before(self.skipped, position)
+        begin, number = self._num_left_out, before(self.skipped, position)
         first = number - begin + (self._num_kept if number < begin else 0)
         return range(first, self.num_steps * self.samples_per_step, self._num_kept)
+
+    @cached_property
+    def _runs(self) -> tuple[IntArray, IntArray]:
+        """Between what is skipped: where each run of positions starts, and the samples before it, and at last all of them."""
+        starts, stops = np.array(kept(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
+        return starts, starts_of(stops - starts)
+
+    @cached_property
+    def _num_left_out(self) -> int:
+        """Samples before `offset`."""
+        return before(self.skipped, self.offset)
 
     @cached_property
     def _num_kept(self) -> int:
