@@ -24,6 +24,7 @@ from penstock_server.problems import ShardUnavailable, ShardUnreadable, Snapshot
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.storage import maps as maps_module
+from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -451,7 +452,12 @@ def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_ser
     assert caplog.text.count("row group 0 of part-000.parquet cannot be read") == 1
 
 
-def test_a_list_of_bad_rows_reads_each_block_once(tmp_path: Path, cache_dir: Path, count_reads: list[str]) -> None:
+@pytest.mark.parametrize(("most", "listed_rows", "num_reads"), [(100_000, [1, 2], 2), (1, [1], 1)])
+def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str],
+    most: int, listed_rows: list[int], num_reads: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(quarantine_module, "_LISTED_ROWS", most)
     data = write_shards(tmp_path / "bad", "input_ids", [[[1], None, None, [2]]], type_=pa.list_(pa.int32()), row_group_size=2)
     snapshot = open_snapshot(data, None)
 
@@ -464,8 +470,8 @@ def test_a_list_of_bad_rows_reads_each_block_once(tmp_path: Path, cache_dir: Pat
     served = started()
     listed = [show_quarantine(served, 0, 10) for _ in range(2)]
     assert listed[0] == listed[1]
-    assert [row["row"] for row in listed[0]["rows"]] == [1, 2]
-    assert len(count_reads) == 2
+    assert [row["row"] for row in listed[0]["rows"]] == listed_rows
+    assert (listed[0]["num_bad_rows"], len(count_reads)) == (2, num_reads)
 
 
 def test_who_leaves_at_the_moment_of_the_answer_breaks_nobody_elses(

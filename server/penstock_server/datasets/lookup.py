@@ -78,6 +78,8 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
     quarantine = served.blocks.quarantine
     if served.index.lengths.is_ready:
         for index in np.flatnonzero(served.index.lengths.get().per_block("all")[2]).tolist():
+            if quarantine.is_full:
+                break
             if not quarantine.has_met(index):  # a restart forgets reasons, but not where to find them
                 served.blocks.get([index])
     return {

@@ -75,7 +75,7 @@ class Quarantine:
         if block.bad and not self.has_met(index):
             at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
             numbers = block.rows.tolist()
-            place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())]
+            place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())[: self._num_to_list]]
             rows = [
                 Quarantined(
                     row=first + row,
@@ -88,9 +88,18 @@ class Quarantine:
             ]
             with self._lock:
                 if not self.has_met(index):
-                    self._num_met += len(rows)
-                    self._rows[index] = rows[: max(0, _LISTED_ROWS - self._num_listed)]
+                    self._num_met += len(block.bad)
+                    self._rows[index] = rows[: self._num_to_list]
                     self._num_listed += len(self._rows[index])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more rows are listed, whatever is met."""
+        return self._num_to_list == 0
+
+    @property
+    def _num_to_list(self) -> int:
+        return max(0, _LISTED_ROWS - self._num_listed)
 
     def has_met(self, index: int) -> bool:
         """Whether the bad rows of a block have been noted."""
