@@ -613,3 +613,10 @@ def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(
         blocks = Blocks(open_snapshot(path.parent, None), BlockStore(CacheFolder(cache_dir)))
         assert [row for index in range(6) for row in rows_of(blocks.get([index])[0])] == tokens
     assert parsed == [path, path]
+
+
+def test_the_name_of_all_tokens_is_made_once(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, again = open_blocks(), open_blocks()
+    assert blocks.identity == again.identity
+    monkeypatch.delattr(Blocks, "identity_of_shard")  # of each of ten thousand shards, whenever datasets are listed
+    assert blocks.identity == again.identity

@@ -53,7 +53,7 @@ class Blocks:
             [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
         )
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A name for the tokens and splits of all blocks: they depend on nothing else."""
         return _digest([*map(self.identity_of_shard, range(len(self._snapshot.shards)))])
