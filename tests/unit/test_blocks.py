@@ -23,6 +23,7 @@ from penstock_server.datasets.lookup import show_quarantine
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
+from penstock_server.snapshots.shard import numbers
 from penstock_server.storage import maps as maps_module
 from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
@@ -588,7 +589,7 @@ def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> Non
     rows = [[n] for n in range(100)]
     folder = write_shards(tmp_path / "parts", "tokens", [rows, rows[:7]], type_=pa.list_(pa.int32()), row_group_size=50)
     found = open_snapshot(folder, None)
-    large = replace(found.shards[0], rows_per_group=(200_000, 0), bytes_per_group=(40 << 20, 0))
+    large = replace(found.shards[0], rows_per_group=numbers([200_000, 0]), bytes_per_group=numbers([40 << 20, 0]))
     snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe)
     assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
     assert snapshot.bytes_per_block.tolist() == [8 << 20] * 5 + [0, found.shards[1].bytes_per_group[0]]

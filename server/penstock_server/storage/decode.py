@@ -23,7 +23,7 @@ from penstock_server.snapshots.shard import Date, Shard, date_of, shard_changed
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 
 _BUFFER_BYTES = 1 << 20
-_FOOTER_BYTES = 16 << 20  # of footers as they are stored; parsed they take some ten times as much
+_FOOTER_BYTES = 4 << 20  # of footers as they are stored; parsed they take some ten times as much
 
 
 def rows_of_group(
