@@ -52,7 +52,7 @@ def before(ranges: Ranges, position: int) -> int:
 
 def kept(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
     """The runs of the first `num_positions` positions between what is skipped, half-open, none of them empty."""
-    inside = [(start, min(stop, num_positions)) for start, stop in ranges if start < num_positions]
+    inside = [(start, stop) for start, stop in ranges if start < num_positions]
     starts = [0, *(stop for _, stop in inside)]
     stops = [*(start for start, _ in inside), num_positions]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
@@ -62,8 +62,6 @@ def behind(ranges: Ranges, offset: int, num_samples: int) -> int:
     """The position behind the last of `num_samples` samples that are not skipped, counted from position `offset` on."""
     position, left = offset, num_samples
     for start, stop in (*ranges, (1 << 62, 1 << 62)):
-        if stop <= position:
-            continue
         room = max(0, start - position)
         if left <= room:
             return position + left

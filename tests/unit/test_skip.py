@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import SpecError
-from penstock.skip import behind, parse_skip, spell_skip
+from penstock.skip import behind, kept, parse_skip, spell_skip
 from penstock_server.geometry.schedule import Schedule
 
 ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), min_size=1, max_size=4).map(
@@ -67,6 +67,15 @@ def test_behind_counts_the_samples_that_are_not_skipped(skipped: tuple[tuple[int
     position = behind(skipped, offset, number)
     inside = [p for p in range(offset, position) if not any(start <= p < stop for start, stop in skipped)]
     assert len(inside) == number
+    assert position == (inside[-1] + 1 if inside else offset)  # what is skipped next is of whoever goes on
+
+
+@given(ranges, st.integers(0, 150))
+def test_what_is_kept_are_the_runs_between_what_is_skipped(skipped: tuple[tuple[int, int], ...], number: int) -> None:
+    runs = kept(skipped, number)
+    inside = [p for p in range(number) if not any(start <= p < stop for start, stop in skipped)]
+    assert [p for start, stop in runs for p in range(start, stop)] == inside
+    assert all(start < stop for start, stop in runs)
 
 
 def test_steps_are_samples_of_the_global_batch() -> None:
