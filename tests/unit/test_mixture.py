@@ -126,6 +126,7 @@ def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
         ("wiki", "'wiki' is not a dataset's name, a colon and a weight"),
         ("a,b:1,c:1", r"'a' is not .* \(a dataset with , or ; in its name cannot be mixed\)"),
         ("wiki:-1", "is not a dataset's name"),
+        (":1", "is not a dataset's name"),
         ("wiki:1,wiki:2", "wiki is named twice"),
         ("wiki:0", "all weights are 0"),
         ("a:1;b:1", "the first phase must have no @"),
@@ -136,6 +137,7 @@ def test_the_names_of_datasets_may_hold_what_a_mix_is_spelled_with() -> None:
         ("a:0.3333333333333333,b:1", "0.3333333333333333, the weight of a, has more than nine digits"),
         ("a:1e-05,b:1", "1e-05, the weight of a, has more than nine digits"),
         ("a:1;a:2@" + "9" * 5000, "after @ is not the number of a sample"),
+        ("a:1;a:2@" + "9" * 16, "after @ is not the number of a sample"),
         (";".join(["a:1,b:1", *(f"a:1,b:{99_000 + n}@{n}" for n in range(1, 20))]), "round the weights"),
     ],
 )
@@ -155,6 +157,10 @@ def test_of_the_datasets_that_may_come_the_one_that_must_come_first_does(shares:
         chosen.append(min(may_come, key=lambda i: Fraction(period * (margin - 1) - owed[i] * margin, shares[i])))
     mix = Mix(tuple(map(str, range(len(shares)))), (Phase(0, tuple(shares)),))
     assert Mixture(mix).locate(np.arange(period))[0].tolist() == chosen
+
+
+def test_phases_that_take_turns_count_once_each() -> None:
+    assert len(parse_mix("a:1,b:99998" + "".join(f";a:{n % 2 + 1},b:99998@{n}" for n in range(1, 21))).phases) == 21
 
 
 def test_a_dataset_that_ends_with_a_phase_has_no_sample_behind_it() -> None:

@@ -31,6 +31,8 @@ def test_a_spec_comes_back_from_its_own_query() -> None:
         ([("seed", "1.5")], "seed must be a whole number"),
         ([("shuffle", "yes")], "shuffle must be one of none, window, global"),
         ([("snapshot", "")], "snapshot must be a text \\(fingerprint"),
+        ([("skip", "9-3")], "'9-3' is not a range FIRST-LAST"),
+        ([("mix", "wiki")], "'wiki' is not a dataset's name"),
     ],
 )
 def test_a_wrong_parameter_is_named_with_its_bound(query: list[tuple[str, str]], message: str) -> None:
