@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -102,6 +103,31 @@ def test_a_process_without_a_job_agrees_with_itself() -> None:
     agreement = Agreement("stories")
     assert agreement.first("5d") == "5d"
     agreement.check("c4")
+
+
+def test_a_fork_of_a_rank_leaves_alone_the_store_that_is_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    job = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
+    monkeypatch.setattr(torch.distributed, "group", job)
+    monkeypatch.setattr(penstock.agreement, "is_distributed", lambda: True)
+    child = os.fork()
+    if not child:
+        os._exit(Agreement("stories").first("c4") != "c4")
+    assert os.waitpid(child, 0)[1] == 0
+    assert Agreement("stories").first("5d") == "5d"
+
+
+def test_a_job_that_has_ended_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended:
+        def compare_set(self, *_: str) -> bytes:
+            raise RuntimeError("Connection reset by peer")
+
+    early, late = Agreement("stories"), Agreement("stories")
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    assert early.first("5d") == "5d"
+    monkeypatch.setattr(penstock.agreement, "_store", Ended)
+    assert (early.first("c4"), late.first("c4")) == ("5d", "c4")
 
 
 def test_a_rank_that_is_refused_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
