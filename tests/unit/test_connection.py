@@ -1,6 +1,7 @@
 """Memory for bodies goes from one connection to the next, unless a thread may still write to it."""
 
 import socket
+import sys
 import threading
 from base64 import b64encode
 from contextlib import closing, suppress
@@ -104,6 +105,9 @@ def test_a_failure_names_the_proxy_that_it_may_be_of(monkeypatch: pytest.MonkeyP
     through = r"refused \(through ALL_PROXY; NO_PROXY=localhost goes past it\)$"
     with closing(Connection()) as connection, pytest.raises(Fault, match=through):
         fetch(connection, "http://localhost:10")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with closing(Connection()) as connection, pytest.raises(Fault, match=through.replace("ALL", "HTTP")):
+        fetch(connection, "http://localhost:10")
     monkeypatch.setenv("no_proxy", "localhost")
     with closing(Connection()) as connection, pytest.raises(Fault, match="refused$"):
         fetch(connection, "http://localhost:10")
@@ -148,9 +152,20 @@ def test_what_plain_http_does_not_need_of_the_environment_may_be_wrong(
 
 
 @pytest.mark.usefixtures("no_proxies")
-def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALL_PROXY", "gopher://me:secret@proxy:70")
-    with pytest.raises(SpecError, match=r"names proxies \(ALL_PROXY\), and .* Correct or unset these") as told:
+def test_what_is_asked_aside_of_a_run_goes_by_the_proxy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pages(lambda _: (200, BODY)) as proxy, closing(Connection()) as connection:
+        monkeypatch.setenv("http_proxy", proxy)
+        assert connection.is_alive("http://elsewhere.invalid", 60.0)
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(
+    "address", ["gopher://me:secret@proxy:70", "http://me:secret@proxy:port", "socks5://me:secret@proxy:70"]
+)
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)  # as where httpx has no SOCKS
+    monkeypatch.setenv("ALL_PROXY", address)
+    with pytest.raises(SpecError, match=r"names proxies \(ALL_PROXY\), and .*[^.]\. Correct or unset these") as told:
         Connection()
     assert "secret" not in str(told.value)
 
@@ -162,6 +177,9 @@ def test_certificates_that_are_not_there_are_named_at_once(monkeypatch: pytest.M
         with pytest.raises(SpecError, match=r"Correct or unset SSL_CERT_FILE=/nowhere/certificates\.pem"):
             fetch(connection, "https://localhost:9")
         assert not connection.is_alive("https://localhost:9", 1.0)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    with pytest.raises(SpecError, match=r"Correct or unset these, or SSL_CERT_FILE\.$"):
+        Connection()
 
 
 @pytest.mark.usefixtures("no_proxies")
