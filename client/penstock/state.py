@@ -59,6 +59,9 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         raise StateMismatch(f"this is not a state of a RemoteDataset, version {_VERSION}: {what}. Load what state_dict gave.")
     counts = {name: plain(state.get(name)) for name in _COUNTS}
     wrong = [f"{name}={n!r} must be a whole number from {_COUNTS[name]}" for name, n in counts.items() if not _counts(name, n)]
+    skip = state.get("skip")
+    if not isinstance(skip, str | None):
+        wrong.append(f"skip={skip!r} must be a text, or None")
     if wrong:
         raise StateMismatch(f"this state is damaged: {', '.join(wrong)}.")
     differing = _differing(state, dataset, spec)
@@ -71,7 +74,6 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
             f"the same number of samples as consumed: load_state_dict(state, strict=False)."
         )
     epoch, step, offset, batch_size, world_size = counts.values()
-    skip = state.get("skip")
     samples_per_step = batch_size * world_size
     if differing or not counts_like(state, spec):
         try:

@@ -62,7 +62,7 @@ def test_whatever_is_resumed_at_any_step_gives_the_rest_and_nothing_else(
         behind = [left, *(left[left.index(kept[n - 1]) + 1 :] for n in range(per_step, len(kept) + 1, per_step))]
         states = [write_state("a", spec, replace(at, step=at.step + step)) for step in range(len(behind))]
         for then, rest in zip(states, behind, strict=True):
-            for other in (last, replace(spec, world_size=spec.world_size + 3)):
+            for other in (last, replace(spec, world_size=spec.world_size + 3), replace(spec, skip=last.skip)):
                 check_rest(other, read_state(then, "a", other), without(rest, other), num_samples)
         step = min(num_steps, len(behind) - 1)
         state, left = states[step], behind[step]

@@ -40,6 +40,8 @@ def test_of_other_data_the_way_back_is_told() -> None:
         StateMismatch, match=r"with the same values \(snapshot='0123456789abcdef': the data as it was\), or start"
     ):
         read_state(state, "a", Spec(snapshot="fedcba9876543210"))
+    with pytest.raises(StateMismatch, match=r"with the same values, or start"):
+        read_state(state, "a", Spec(snapshot="0123456789abcdef", seed=1))
 
 
 def test_what_follows_from_other_differences_is_not_listed() -> None:
@@ -59,9 +61,13 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
 
 
 @pytest.mark.parametrize(
-    "damage", [{"step": True}, {"step": -1}, {"epoch": 2**53 + 1}, {"offset": 1.5}, {"batch_size": 0}, {"world_size": 0}]
-)
-def test_what_no_count_can_be_is_damage(damage: dict[str, Any]) -> None:
+    "damage",
+    [
+        {"step": True}, {"step": -1}, {"epoch": 2**53 + 1}, {"epoch": -1}, {"offset": 1.5}, {"offset": -1}, {"batch_size": 0},
+        {"world_size": 0}, {"skip": 5},
+    ],
+)  # fmt: skip
+def test_what_no_count_and_no_skip_can_be_is_damage(damage: dict[str, Any]) -> None:
     with pytest.raises(StateMismatch, match=f"damaged: {next(iter(damage))}="):
         read_state(write_state("a", Spec(), HERE) | damage, "a", Spec())
 
