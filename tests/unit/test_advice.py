@@ -1,0 +1,83 @@
+"""What a loop is warned of, and where the shares lie from which on it is."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import Spec
+from penstock.advice import Advice, warn_of_repetition
+from penstock.batch import IGNORED
+from penstock.source import Source
+from penstock.tensors import Batch
+
+LEARNED, NOT_LEARNED = torch.tensor([[3, IGNORED]]), torch.tensor([[IGNORED, IGNORED]])
+
+
+class Rows(Source):
+    """Knows how long the first rows of an epoch are, without a server."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__("http://nowhere", "docs", rank=0, retry_seconds=0.0)
+        self._lengths = list(lengths)
+
+    def some_lengths(self, *_: Any) -> list[int]:
+        return self._lengths
+
+
+def said_by(call: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in told]
+
+
+def said_of(batches: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[int] = (), **spec: Any) -> list[str]:
+    advice = Advice(Rows(lengths), Spec(**spec), 0)
+
+    def loop() -> None:
+        for number, batch in enumerate(batches, 1):
+            made: Batch = dict(batch)
+            advice.look_at(made, number, has_place=True)
+
+    return said_by(loop)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths", "told"),
+    [
+        ({"seq_len": 10}, [20, 10, 5], ["docs: 1 of the epoch's first 3 rows is longer than seq_len=10, and 29% of"]),
+        ({"seq_len": 90}, [100] * 9, []),
+        ({"seq_len": 90}, [101] * 9, ["docs: 9 of the epoch's first 9 rows are longer than seq_len=90, and 11% of"]),
+        ({"seq_len": 10}, [], []),
+        ({"seq_len": 100}, [11] * 9, []),
+        ({"seq_len": 100}, [9] * 9, ["docs: 91% of the tokens of a batch are padding"]),
+        ({"seq_len": 100}, [1] * 99 + [1000], ["docs: 98% of the tokens of a batch are padding", "docs: 1 of the epoch's"]),
+        ({"seq_len": 10, "mix": "code:3,wiki:7"}, [20], ["code:3,wiki:7: 1 of the epoch's"]),
+        ({"seq_len": 10, "task": "seq2seq"}, [20], []),
+    ],
+)
+def test_rows_that_are_mostly_cut_or_padded_are_told_of(spec: dict[str, Any], lengths: list[int], told: list[str]) -> None:
+    said = said_of([{"labels": LEARNED}] * 3, lengths, **spec)
+    assert [text[: len(expected)] for text, expected in zip(said, told, strict=True)] == told
+
+
+def test_pairs_are_not_told_to_be_packed() -> None:
+    of_pairs, of_rows = (said_of([{name: LEARNED}] * 2, [9] * 9, seq_len=100) for name in ("chosen_labels", "labels"))
+    assert ["best_fit" in text for text in (*of_pairs, *of_rows)] == [False, True]
+
+
+def test_nothing_is_learned_where_no_side_has_a_label_in_one_of_the_first_batches() -> None:
+    assert said_of([{"chosen_labels": NOT_LEARNED, "rejected_labels": LEARNED}, {"input_ids": NOT_LEARNED}]) == []
+    [said] = said_of([{"chosen_labels": NOT_LEARNED, "rejected_labels": NOT_LEARNED}] * 2)
+    assert said.startswith("nothing is learned from the first batch: ")
+    [said] = said_of([*[{"labels": LEARNED}] * 63, {"labels": NOT_LEARNED}])
+    assert said.startswith("nothing is learned from batch 64: ")
+    assert said_of([*[{"labels": LEARNED}] * 64, {"labels": NOT_LEARNED}]) == []
+
+
+def test_an_evaluation_may_repeat_its_epoch() -> None:
+    for spec, is_told in ((Spec(), True), (Spec(shuffle="none"), False), (Spec(split="validation"), False)):
+        assert len(said_by(lambda spec=spec: warn_of_repetition(spec, 0))) == is_told  # type: ignore[misc]
