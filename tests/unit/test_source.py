@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -140,6 +141,12 @@ def test_what_is_no_address_of_a_server_is_refused(given: object) -> None:
         Source(given, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("given", ["", "a/b", None, 3])
+def test_what_is_no_name_of_a_dataset_is_refused(given: object) -> None:
+    with pytest.raises(SpecError, match="dataset must be a name"):
+        Source("http://a:1", given, rank=0, retry_seconds=9)  # type: ignore[arg-type]
+
+
 def test_http_may_be_left_out_of_an_address() -> None:
     with server(response(frame(4))) as url:
         source = Source([url.removeprefix("http://"), url], "docs", rank=0, retry_seconds=9)
@@ -183,6 +190,23 @@ def test_how_long_rows_are_is_asked_of_the_first_of_the_epoch_whatever_a_batch_i
     assert asked[0].path == "/v1/datasets/docs/epochs/5/ranks/0/batches/0/provenance"
     few = Spec(snapshot="5eed", seed=3, batch_size=64, tail="wrap")
     assert Spec.from_query(parse_qsl(asked[0].query.decode())) == few
+
+
+def test_a_row_that_is_in_two_sequences_has_one_length_and_what_is_no_answer_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [("a", "x", 0, 0), ("b", "x", 0, 0), ("a", "y", 0, 0), ("a", "x", 1, 0), ("a", "x", 0, 1)]
+    rows = [
+        dict(zip(("dataset", "shard", "row_group", "row"), place, strict=True), row_tokens=number)
+        for number, place in enumerate(places)
+    ]
+    body = json.dumps({"sequences": [{"sources": rows[:3]}, {"sources": rows[2:]}]})
+
+    def lengths_of(status: int, body: str) -> list[int]:
+        answer = httpx.Response(status, text=body, request=httpx.Request("GET", "http://a:1"))
+        monkeypatch.setattr(penstock.source, "ask_aside", lambda *_: answer)
+        return Source("http://a:1", "docs", rank=1, retry_seconds=9).some_lengths(SPEC, 5)
+
+    assert lengths_of(200, body) == [0, 1, 2, 3, 4]
+    assert [lengths_of(*no) for no in ((503, body), (200, "away"), (200, "[]"), (200, "{}"))] == [[], [], [], []]
 
 
 @pytest.mark.parametrize(
