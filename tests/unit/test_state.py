@@ -21,6 +21,7 @@ HERE = Position(epoch=2, step=5)
         ({"packing": "best_fit", "seq_len": 64}, {"seq_len": 128}),
         ({"split": "train"}, {"split": "all"}),
         ({"mix": "a:1,b:1"}, {"mix": "a:1,b:2"}),
+        ({}, {"mix": "a:1,b:2"}),
     ],
 )
 def test_what_changes_the_order_is_refused(then: dict[str, Any], now: dict[str, Any]) -> None:
