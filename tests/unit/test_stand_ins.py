@@ -62,6 +62,18 @@ def test_a_block_without_a_good_row_gives_way_to_the_next_that_has_one_round_the
     assert inverse(member, 0, 0) == {}
 
 
+def test_a_shorter_block_stands_in_for_a_longer_one_from_its_beginning_again(open_holes: Opener) -> None:
+    member = open_holes([[], [], [], [4], [5]])
+    assert served(member, 0) == (1, [0, 1, 0])
+    assert [inverse(member, 1, row) for row in (0, 1)] == [{1: [0], 0: [0, 2]}, {1: [1], 0: [1]}]
+
+
+def test_no_block_stands_in_for_one_beyond_another_that_has_a_good_row(open_holes: Opener) -> None:
+    member = open_holes([[], [], [], [4], [5], [6], [7], [8], [9]])
+    assert [served(member, index)[0] for index in range(3)] == [1, 1, 2]
+    assert [inverse(member, index, 0) for index in (1, 2)] == [{1: [0], 0: [0]}, {2: [0]}]
+
+
 def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_holes: Opener) -> None:
     member = open_holes([[1], [], [3], [], [], []], 'on_bad_row = "fail"')
     [block] = member.blocks.get([0])
