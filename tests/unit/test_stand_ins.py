@@ -16,18 +16,19 @@ from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
 Opener = Callable[..., Member]
+SUBSTITUTE = 'on_bad_row = "substitute"\nmax_bad_share = 0.99\n'
 
 
 @pytest.fixture
 def open_holes(tmp_path: Path) -> Opener:
     """Opens one shard of row groups of three rows, of token lists."""
 
-    def opened(rows: list[list[int]], toml: str = 'on_bad_row = "substitute"\nmax_bad_share = 0.99') -> Member:
+    def opened(rows: list[list[int]], toml: str = SUBSTITUTE, split: str = "all") -> Member:
         folder = tmp_path / "data" / "holes"
         write_shards(folder, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=3)
         (folder / "penstock.toml").write_text(toml)
         catalog = open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
-        [member] = catalog.plan("holes", Spec(batch_size=1)).members
+        [member] = catalog.plan("holes", Spec(batch_size=1, split=split)).members
         return member
 
     return opened
@@ -72,6 +73,22 @@ def test_no_block_stands_in_for_one_beyond_another_that_has_a_good_row(open_hole
     member = open_holes([[], [], [], [4], [5], [6], [7], [8], [9]])
     assert [served(member, index)[0] for index in range(3)] == [1, 1, 2]
     assert [inverse(member, index, 0) for index in (1, 2)] == [{1: [0], 0: [0]}, {2: [0]}]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_of_a_split_stand_in_for_rows_of_it_alone_and_tell_each_other(open_holes: Opener, split: str) -> None:
+    member = open_holes([[n] if n % 9 > 4 else [] for n in range(90)], SUBSTITUTE + "validation = 0.4", split)
+    blocks = member.blocks.get(range(30), split)
+    expected: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for index, block in enumerate(blocks):
+        other, found, rows = usable_rows(member, index, block, np.arange(block.num_rows))
+        assert found.rows.tolist() == blocks[other].rows.tolist()
+        for row, good in enumerate(rows.tolist()):
+            expected.setdefault((other, good), []).append((index, row))
+    for index, block in enumerate(blocks):
+        for row in range(block.num_rows):
+            told = [(other, number) for other, rows in stands_for(member, index, block, row) for number in rows.tolist()]
+            assert sorted(told) == expected.get((index, row), [])
 
 
 def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_holes: Opener) -> None:
