@@ -49,7 +49,7 @@ class Chunk:
 
     def forget(self, futures: Sequence[Future[Block]]) -> None:
         """Gives up futures that `request` gave: blocks that nobody else waits for are not made."""
-        self.plan.members[0].blocks.forget(future for future in futures if not future.done())
+        self.plan.members[0].blocks.forget(futures)
 
 
 def steps_per_chunk(plan: Plan) -> int:
