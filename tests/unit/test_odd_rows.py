@@ -315,6 +315,41 @@ def test_an_eos_behind_the_users_words_is_not_learned(data: Path) -> None:
     assert [(turn[-1], is_learned) for turn, is_learned in ends_open if len(turn)][-1] == (2, False)
 
 
+def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_between(data: Path) -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %} fox{% endfor %}"
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write(data, "eos = 2", {"messages": [[{"role": "assistant", "content": "dog"}]]})
+    [block] = open_blocks(data).get([0])
+    assert [(turn, is_learned) for turn, is_learned in block.features["tokens"].row(0)][-1] == ([2], True)
+
+
+def test_a_pair_of_texts_is_opened_before_the_prompt_or_else_before_each_side(data: Path) -> None:
+    sides = {"chosen": ["dog"], "rejected": ["fox"]}
+    for columns, opened in (({"prompt": ["fox"], **sides}, [(True, False), (False, True)]), (sides, [(True, True)])):
+        write(data, "bos = 1\neos = 2", columns)
+        [block] = open_blocks(data).get([0])
+        for side in sides:
+            turns = [turn for turn, _ in block.features[side].row(0) if turn]
+            assert [(turn[0] == 1, turn[-1] == 2) for turn in turns] == opened
+
+
+def test_of_a_pair_one_side_of_which_is_null_that_is_told(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+    write(data, "", {"chosen": [chat, None, chat], "rejected": [chat, chat, None]})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "chosen is null", 2: "rejected is null"}
+
+
+def test_a_chat_with_a_date_that_python_has_not_is_bad(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    type_ = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "at": pa.timestamp("s")}))
+    chats = [[{"role": "assistant", "content": "dog", "at": at}] for at in (0, 10**12)]
+    write(data, "", {"messages": pa.array(chats, type_)})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "messages has a date outside the years 1 to 9999"}
+
+
 def test_of_a_pair_that_is_alike_the_last_message_is_the_answer(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     asked, said = {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}
