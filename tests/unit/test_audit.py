@@ -144,11 +144,33 @@ def test_what_is_skipped_is_not_missed(ledger: Path) -> None:
     assert "80 of 100 samples, each once; 20 skipped" in words(ledger)
 
 
+def test_of_what_is_dropped_that_which_is_skipped_is_no_part(ledger: Path) -> None:
+    write_run(ledger, epochs=1, steps=9, skip="samples:97-98")
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.num_due, epoch.num_skipped, epoch.num_dropped) == (True, 90, 0, 8)
+
+
 def test_a_skip_that_a_later_start_has_excuses_nothing_before_it(ledger: Path) -> None:
     append(ledger, begin_of(), [0, 1, *range(3, 8)])
     append(ledger, begin_of(start=1, offset=40, skip="samples:10-14"), range(12), ends=True)
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.missing.tolist(), epoch.num_due, epoch.num_skipped) == ([[10, 15]], 100, 0)
+    assert [gap.steps for gap in epoch.gaps] == [(2, 3)]  # what the later start took over is not among them
+
+
+def test_of_a_run_that_is_under_way_nothing_is_told_of_what_is_to_come(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2, skip="8"), [step for step in range(6) if (rank, step) != (1, 2)])
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert [(gap.steps, gap.ranks) for gap in epoch.gaps] == [((2, 3), [1])]
+    assert (epoch.is_finished, epoch.num_due, epoch.num_skipped, epoch.num_dropped, epoch.num_ahead) == (False, 60, 0, 0, 0)
+
+
+def test_a_run_that_was_killed_behind_the_last_step_of_an_epoch_finished_it(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2, batch_size=3), range(16))
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.is_finished, epoch.num_due, epoch.num_dropped) == (True, True, 96, 4)
 
 
 def test_a_missing_batch_is_named_by_step_rank_and_positions(ledger: Path) -> None:

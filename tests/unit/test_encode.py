@@ -4,7 +4,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from corpora import EOS, write_tokenizer
 from penstock_server.recipes import encode as encode_module
@@ -60,6 +60,15 @@ def test_bad_texts_are_null_with_the_reason_and_leave_the_others_as_they_are(tok
     batch = encode(rows, recipe("text", "t", tokenizer=tokenizer, eos_id=0), "uint16", 400)
     assert batch["bad"].to_pylist() == [None, "t is null", "t is empty", "t is not valid UTF-8 at byte 0", None]
     assert [row is None for row in batch["tokens"].to_pylist()] == [False, True, True, True, False]
+
+
+def test_a_text_that_has_no_tokens_is_bad() -> None:
+    words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1), eos_id=0)
+    batch = encode(pa.table({"t": ["fox", " "]}), named, "uint16", 9)
+    assert batch["bad"].to_pylist() == [None, "t has no tokens"]
+    assert batch["tokens"].to_pylist() == [[0, 0], None]
 
 
 def test_a_tokenizer_that_fails_is_named_with_the_column() -> None:

@@ -316,10 +316,15 @@ def test_an_eos_behind_the_users_words_is_not_learned(data: Path) -> None:
 
 
 def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_between(data: Path) -> None:
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %} fox{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %} fox{% endif %}{% endfor %}"
+    )
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    write(data, "eos = 2", {"messages": [[{"role": "assistant", "content": "dog"}]]})
+    asked, said, of_a_model = ({"role": role, "content": "dog"} for role in ("user", "assistant", "model"))
+    write(data, "eos = 2", {"messages": [[asked, said], [of_a_model]]})
     [block] = open_blocks(data).get([0])
+    assert block.bad == {}
     assert [(turn, is_learned) for turn, is_learned in block.features["tokens"].row(0)][-1] == ([2], True)
 
 
