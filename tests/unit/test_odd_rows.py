@@ -119,6 +119,15 @@ def test_rows_whose_text_is_stored_as_views_are_filtered_and_split(data: Path, c
     assert blocks.count_rows(0).sum() == len(kept)
 
 
+def test_a_filter_moves_no_row_to_the_other_split(data: Path) -> None:
+    splits = []
+    for condition in ("", 'filter = "n > 4"\n'):
+        write(data, f"{condition}validation = 0.5", {"text": ["fox"] * 20, "n": list(range(20))})
+        [block] = open_blocks(data).get([0])
+        splits.append(dict(zip(block.rows.tolist(), block.splits.tolist(), strict=True)))
+    assert splits[1] == {row: split for row, split in splits[0].items() if row > 4}
+
+
 def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
     texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["fox", "the", "dog"]))
     pq.write_table(pa.table({"text": texts}), data / "part-0.parquet", store_schema=False)
@@ -136,8 +145,10 @@ def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
 def test_rows_are_split_by_times_of_every_type(data: Path, type_: pa.DataType) -> None:
     last = 5_000_000 if pa.types.is_date(type_) else 86_399_999_999_999  # of the year 15,659; not of whole microseconds
     times = pa.array([1, 1, last, last], pa.int32() if pa.types.is_date(type_) else pa.int64())
-    write(data, "split_by = 'at'\nvalidation = 0.5", {"tokens": pa.array([[1]] * 4, IDS), "at": times.cast(type_)})
-    [block] = open_blocks(data).get([0])
+    shards = [{"tokens": pa.array([[1]] * len(own), IDS), "at": own.cast(type_)} for own in (times, times[:1])]
+    write(data, "split_by = 'at'\nvalidation = 0.5", *shards)
+    [block, alone] = open_blocks(data).get([0, 1])
+    assert alone.splits[0] == block.splits[0]  # whatever times are beside it
     assert block.splits[0] == block.splits[1] != block.splits[2] == block.splits[3]
     assert not block.bad
 
