@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -37,6 +38,12 @@ def test_text_is_what_tokenizers_gives_and_an_eos(tokenizer: TokenizerFile) -> N
     direct = Tokenizer.from_file(str(tokenizer.path))
     assert batch["tokens"].to_pylist() == [[*direct.encode(text).ids, direct.token_to_id(EOS)] for text in texts]
     assert batch["tokens"].type == pa.large_list(pa.uint16())
+
+
+def test_a_split_has_its_share_of_all_hashes_from_none_to_every_one() -> None:
+    hashes = np.array([0, 1 << 31, (1 << 32) - 1], np.uint32)
+    shares = {share: encode_module.is_validation(hashes, share).tolist() for share in (0.0, 0.5, 1.0)}
+    assert shares == {0.0: [False, False, False], 0.5: [True, False, False], 1.0: [True, True, True]}
 
 
 def test_the_eos_closes_the_response_and_not_the_prompt(tokenizer: TokenizerFile) -> None:

@@ -339,14 +339,22 @@ def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_betwee
     assert [(turn, is_learned) for turn, is_learned in block.features["tokens"].row(0)][-1] == ([2], True)
 
 
-def test_a_pair_of_texts_is_opened_before_the_prompt_or_else_before_each_side(data: Path) -> None:
-    sides = {"chosen": ["dog"], "rejected": ["fox"]}
-    for columns, opened in (({"prompt": ["fox"], **sides}, [(True, False), (False, True)]), (sides, [(True, True)])):
-        write(data, "bos = 1\neos = 2", columns)
-        [block] = open_blocks(data).get([0])
-        for side in sides:
-            turns = [turn for turn, _ in block.features[side].row(0) if turn]
-            assert [(turn[0] == 1, turn[-1] == 2) for turn in turns] == opened
+@pytest.mark.parametrize(
+    ("columns", "ends"),
+    [
+        (["prompt", "response"], [(True, False), (False, True)]),
+        (["prompt", "chosen", "rejected"], [(True, False), (False, True)]),
+        (["chosen", "rejected"], [(True, True)]),
+    ],
+)
+def test_texts_are_opened_before_the_prompt_where_there_is_one_and_closed_behind_the_answer(
+    data: Path, columns: list[str], ends: list[tuple[bool, bool]]
+) -> None:
+    write(data, "bos = 1\neos = 2", {name: ["fox"] for name in columns})
+    [block] = open_blocks(data).get([0])
+    for feature in block.features.values():
+        turns = [turn for turn, _ in feature.row(0) if turn]
+        assert [(turn[0] == 1, turn[-1] == 2) for turn in turns] == ends
 
 
 def test_of_a_pair_one_side_of_which_is_null_that_is_told(data: Path) -> None:
