@@ -456,6 +456,17 @@ def test_starts_without_a_state_are_each_the_same_one_on_all_ranks(ledger: Path)
     assert (epoch.missing.tolist(), epoch.twice.tolist()) == ([], [[0, 40]])
 
 
+def test_a_start_without_a_state_that_was_thrown_away_is_not_taken_for_a_later_one(ledger: Path) -> None:
+    append(ledger, begin_of(batch_size=10), range(3))
+    for start, steps in ((1, 1), (3, 10)):
+        for rank in range(2):
+            append(ledger, replace(begin_of(rank, start=start, world_size=2), num_loads=0), range(steps), ends=start == 3)
+        if start == 1:
+            append(ledger, begin_of(start=2, batch_size=5, offset=20), range(2))
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.missing.tolist(), epoch.twice.tolist()) == ([], [[0, 30]])
+
+
 def test_what_a_process_goes_on_with_behind_another_ones_start_counts_too(ledger: Path) -> None:
     one = replace(begin_of(), launch="one")
     two = replace(begin_of(epoch=1), launch="two", time=FIRST + timedelta(seconds=1))

@@ -83,6 +83,10 @@ def follow(
     if not own.keys() <= {iteration.start.key for iteration in leader}:
         return None
     firsts = {kept.iteration.start.number: kept.iteration for kept in reversed(course)}
+    for key, again in own.items():
+        numbers = dict.fromkeys(iteration.start.number for iteration in leader if iteration.start.key == key)
+        if not again[0][0].start.resumes and len(again) == len(numbers):  # else it is not known which of them it has no part in
+            own[key] = [one for one, number in zip(again, numbers, strict=True) if number in firsts]
     found: Course = []
     for number in reversed(firsts):
         first, again = firsts[number], own.get(firsts[number].start.key, [])
