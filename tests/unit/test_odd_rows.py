@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock_server.counts.index import Index
 from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes.chat import says_something
+from penstock_server.recipes.rows import python_values
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.storage import quarantine as quarantine_module
@@ -168,6 +170,24 @@ def test_a_message_may_hold_a_time_of_nanoseconds(data: Path) -> None:
     write(data, "", {"messages": pa.array([messages], pa.large_list(kind))})
     [block] = open_blocks(data).get([0])
     assert not block.bad
+
+
+@pytest.mark.parametrize(
+    ("type_", "value"),
+    [
+        (pa.timestamp("ns"), datetime(1970, 1, 1, microsecond=7)),
+        (pa.timestamp("ns", "UTC"), datetime(1970, 1, 1, microsecond=7, tzinfo=UTC)),
+        (pa.duration("ns"), timedelta(microseconds=7)),
+        (pa.time64("ns"), time(microsecond=7)),
+    ],
+)
+def test_times_are_cut_to_the_microsecond_wherever_they_stand(type_: pa.DataType, value: object) -> None:
+    assert python_values(pa.array([7_999], type_)) == [value]
+    for kind in (pa.list_(type_), pa.large_list(type_)):
+        assert python_values(pa.array([[7_999], None], kind)) == [[value], None]
+    assert python_values(pa.array([{"a": [7_999], "b": "fox"}], pa.struct({"a": pa.list_(type_), "b": pa.string()}))) == [
+        {"a": [value], "b": "fox"}
+    ]
 
 
 @pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -89,6 +90,21 @@ def test_what_is_known_is_looked_at_again_once_somebody_says_that_it_changed(tmp
     path.write_bytes(path.read_bytes().replace(b"first", b"third"))  # in place: the inode stays
     with pytest.raises(Damaged):
         map_sealed(path, sound)
+
+
+def test_a_file_that_is_renamed_or_cut_is_not_the_one_that_was_sound(tmp_path: Path) -> None:
+    path, sound = tmp_path / "some", Sound(most=9)
+    write_sealed(path, [b"first"], OTHERWISE)
+    map_sealed(path, sound)
+    other = path.rename(tmp_path / "other")
+    with pytest.raises(Damaged):
+        map_sealed(other, sound)
+    other.rename(path)
+    os.truncate(path, 9)
+    with pytest.raises(Damaged):
+        map_sealed(path, sound)
+    path.unlink()
+    sound.forget(path)  # what is gone already, too
 
 
 def test_no_more_files_are_known_than_may_be(tmp_path: Path) -> None:
