@@ -7,7 +7,9 @@ import threading
 from functools import partial
 
 import pytest
+from anyio import CancelScope
 
+from penstock_server import threads
 from penstock_server.threads import Epochs, in_two_for_people, in_two_threads
 
 
@@ -34,6 +36,31 @@ def test_who_is_cancelled_stays_until_what_has_begun_is_done_and_what_has_not_is
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert sorted(made) == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_who_is_cancelled_again_and_again_as_anyio_does_it_stays_too() -> None:
+    may_end, begun = threading.Event(), threading.Event()
+
+    def make() -> None:
+        begun.set()
+        assert may_end.wait(30)
+
+    async def ask(scope: CancelScope) -> None:
+        with scope:
+            await in_two_threads(make)
+
+    async def run() -> None:
+        scope = CancelScope()
+        asked = asyncio.create_task(ask(scope))
+        assert await asyncio.to_thread(begun.wait, 30)
+        scope.cancel()
+        for _ in range(99):
+            await asyncio.sleep(0)
+        assert not asked.done()
+        may_end.set()
+        await asked
 
     asyncio.run(run())
 
@@ -97,6 +124,19 @@ def test_an_epoch_that_could_not_be_planned_is_planned_by_the_next_of_the_crowd(
     asyncio.run(run())
     assert not any(name.startswith("penstock-batches") for name in requests.threads[:10])
     assert requests.threads[10].startswith("penstock-batches")
+
+
+def test_of_very_many_epochs_the_last_are_known_to_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_REMEMBERED_EPOCHS", 2)
+    requests = Requests()
+    requests.may_plan.set()
+
+    async def run() -> None:
+        for number in (0, 1, 1, 2, 2, 0):
+            await requests.thread_of(f"epoch {number}")(requests.make)
+
+    asyncio.run(run())
+    assert [name.startswith("penstock-batches") for name in requests.threads] == [False, False, True, False, True, False]
 
 
 def test_text_for_people_is_made_for_two_at_a_time_and_holds_back_no_batch() -> None:
