@@ -19,7 +19,7 @@ from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server import sealed
 from penstock_server.counts.index import Index
 from penstock_server.datasets.held import Served
-from penstock_server.datasets.lookup import show_quarantine
+from penstock_server.datasets.lookup import show_quarantine, show_row
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
@@ -473,6 +473,21 @@ def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
     assert listed[0] == listed[1]
     assert [row["row"] for row in listed[0]["rows"]] == listed_rows
     assert (listed[0]["num_bad_rows"], len(count_reads)) == (2, num_reads)
+
+
+def test_a_row_of_a_row_group_of_several_blocks_is_shown_at_its_place_in_that(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 2)
+    ids = [[n] for n in range(10)]
+    folder = write_shards(tmp_path / "ids", "tokens", [ids], type_=pa.list_(pa.int32()), row_group_size=5)
+    snapshot = open_snapshot(folder, None)
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
+    served = Served("ids", snapshot, blocks, Index("ids", snapshot, blocks))
+    assert snapshot.num_blocks > 2
+    shown = [show_row(served, row) for row in range(10)]
+    places = [(row["row_group"], row["row_in_group"], row["tokens"]) for row in shown]
+    assert places == [(n // 5, n % 5, [n]) for n in range(10)]
 
 
 def test_who_leaves_at_the_moment_of_the_answer_breaks_nobody_elses(
