@@ -107,6 +107,22 @@ def test_an_epoch_that_came_to_its_end_is_not_over_once_a_start_goes_back_into_i
     assert (epoch.is_proven, epoch.is_finished, epoch.steps_done, epoch.num_due) == (True, False, 9, 45)
 
 
+def test_a_state_that_a_process_loads_once_it_has_trained_begins_a_start_too(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    append(ledger, replace(begin_of(), num_loads=1, step=5, time=FIRST + timedelta(minutes=9)), range(5, 20), ends=True)
+    assert report_on(ledger).is_proven
+    assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
+
+
+def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path) -> None:
+    for worker, begins_at, first in ((0, 6, 6), (1, 4, 5)):  # in turn they gave steps 0 to 4
+        append(ledger, replace(begin_of(), worker=worker, num_workers=2), range(worker, 8, 2))
+        resumed = replace(begin_of(start=1, step=begins_at), worker=worker, num_workers=2)
+        append(ledger, resumed, range(first, 20, 2), ends=True)
+    assert report_on(ledger).is_proven
+    assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
+
+
 def test_ranks_of_many_workers_may_be_further_apart_when_a_run_is_killed(ledger: Path) -> None:
     for num_workers, is_proven in ((8, True), (2, False)):
         run = ledger.with_name(f"of{num_workers}.ledger")
