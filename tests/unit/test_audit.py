@@ -123,6 +123,20 @@ def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path) -> No
     assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
 
 
+def test_an_epoch_that_one_of_two_workers_went_through_is_not_over(ledger: Path) -> None:
+    append(ledger, replace(begin_of(), worker=0, num_workers=2), range(0, 20, 2), ends=True)
+    append(ledger, replace(begin_of(), worker=1, num_workers=2), range(1, 15, 2))
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.is_proven, epoch.is_finished, epoch.steps_done) == (True, False, 15)
+
+
+def test_where_the_end_of_a_start_is_lost_the_epochs_before_it_are_not(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(epoch=1), range(3))
+    append(ledger, begin_of(start=1, epoch=1, step=5), range(5, 20), ends=True)
+    assert [epoch.missing.tolist() for epoch in report_on(ledger).orders[0].epochs] == [[], [[15, 25]]]
+
+
 def test_ranks_of_many_workers_may_be_further_apart_when_a_run_is_killed(ledger: Path) -> None:
     for num_workers, is_proven in ((8, True), (2, False)):
         run = ledger.with_name(f"of{num_workers}.ledger")
