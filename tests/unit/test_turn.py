@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
+import pytest
+
 from penstock_server.counts.turn import turn
 
 _OTHER = """
@@ -63,6 +65,16 @@ def test_a_process_that_is_killed_in_its_turn_gives_it_up(tmp_path: Path) -> Non
     killed.kill()
     killed.communicate()
     assert end(waits) == "has its turn\n"
+
+
+def test_who_fails_in_its_turn_gives_it_up_and_all_turns_keep_one_file_open(tmp_path: Path) -> None:
+    num_open = []
+    for number in range(3):
+        with pytest.raises(ValueError, match="no such shard"), turn(tmp_path / f"{number}"):
+            raise ValueError("no such shard")
+        num_open.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert num_open[0] == num_open[2]
+    assert end(other(tmp_path / "0")) == "has its turn\n"
 
 
 def test_without_a_folder_for_locks_nobody_waits(tmp_path: Path) -> None:
