@@ -85,7 +85,7 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         warnings.warn(
             f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {epoch} after its "
             f"first {offset:,} samples, as this order counts them: some samples may come again, and others not at all.",
-            stacklevel=3,
+            stacklevel=4,  # of load_state_dict
         )
     return Position(epoch=epoch, offset=offset, step=step)
 
