@@ -16,7 +16,15 @@ from math import ceil
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from penstock.dataset import RemoteDataset
 from penstock.errors import SpecError, StateMismatch
@@ -43,8 +51,8 @@ class RemoteTrainer(Trainer):
     Falcon, take them and still do not keep rows apart. Every epoch has an order of its own. A checkpoint holds the state of the
     data, and resuming costs the same at any step.
 
-    Raises SpecError: train_dataset is no RemoteDataset, its batches do not match args, or the model cannot keep the rows of a
-    sequence apart.
+    Raises SpecError: train_dataset is no RemoteDataset, its batches do not match args, a data_collator would take no part, or
+    the model cannot keep the rows of a sequence apart.
     Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or training begins without a
     checkpoint though a state was loaded into the data.
     """
@@ -89,6 +97,12 @@ class RemoteTrainer(Trainer):
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
             raise SpecError(_ONE_FOR_BOTH)
+        is_default = self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding
+        if not is_default and all(other is None or isinstance(other, RemoteDataset) for other in evaluated):
+            raise SpecError(
+                "leave data_collator out: batches come ready-made, so it would never be called. To change them on the way, as "
+                "masked-language modelling does, override compute_loss, which is given each of them."
+            )
         expected = self.get_total_train_batch_size(args) // args.gradient_accumulation_steps
         if data.spec.samples_per_step != expected:
             raise SpecError(

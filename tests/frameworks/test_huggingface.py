@@ -16,7 +16,9 @@ from recorded import SPEC, Given, run_example, whole_run
 LIBRARY = "transformers"
 
 
-def trainer(url: str, out: Path, *, data: RemoteDataset | None = None, held_out: Any = None, **options: Any) -> Any:
+def trainer(
+    url: str, out: Path, *, data: RemoteDataset | None = None, held_out: Any = None, collator: Any = None, **options: Any
+) -> Any:
     """A RemoteTrainer of a tiny model with dropout, on two epochs."""
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
@@ -28,7 +30,7 @@ def trainer(url: str, out: Path, *, data: RemoteDataset | None = None, held_out:
     size = {"vocab_size": 320, "n_positions": 128, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
     data, held_out = data or RemoteDataset(url, "numbers", **SPEC), held_out or RemoteDataset(url, "numbers", **SPEC)
-    return RemoteTrainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
+    return RemoteTrainer(model=model, args=args, data_collator=collator, train_dataset=data, eval_dataset=held_out)
 
 
 def losses(done: Any) -> list[dict[str, float]]:
@@ -137,6 +139,15 @@ def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path
     half = RemoteDataset(url, "numbers", **SPEC, rank=0, world_size=2)
     with pytest.raises(SpecError, match=r"gives each of 2 rank\(s\) 16 sequences a step"):
         trainer(url, tmp_path, data=half)
+
+
+def test_a_collator_that_would_never_be_called_is_refused(url: str, tmp_path: Path) -> None:
+    def mask(features: list[Any]) -> Any:
+        raise AssertionError
+
+    with pytest.raises(SpecError, match="leave data_collator out"):
+        trainer(url, tmp_path, collator=mask)
+    trainer(url, tmp_path, collator=mask, held_out=[{"input_ids": [1, 2], "labels": [1, 2]}])
 
 
 def test_a_checkpoint_that_counts_other_batches_is_refused(url: str, tmp_path: Path) -> None:
