@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/train_accelerate.py http://localhost:8000 stories --checkpoint gpt-accelerate
 
-Started again with the same checkpoint it goes on at the very next batch.
+Started again with the same checkpoint it goes on at the very next sample, also on another number of ranks.
 """
 
 import argparse
@@ -25,22 +25,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     model = TinyGPT(vocab_size_of(data), seq_len=128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 
     # The data is not prepared: these are the batches of this rank, and prepare() would give each rank a part of its part.
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    # Saved and loaded with the rest: a few integers.
-    accelerator.register_for_checkpointing(data)
+    # Saved and loaded with the rest: a few integers. Nor is the schedule prepared: it would go on by a step for each rank.
+    accelerator.register_for_checkpointing(data, schedule)
     if args.checkpoint.is_dir():
         accelerator.load_state(str(args.checkpoint))
 
-    step = (data.epoch + 1) * data.steps_per_epoch - len(data)
+    step = schedule.last_epoch  # not the place in the data: on another number of ranks it is another number of steps
     while step < args.steps:
         for batch in data:
             loss = model(batch["input_ids"].to(accelerator.device), batch["labels"].to(accelerator.device))
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
+            schedule.step()
             step += 1
             if step % 10 == 0:
                 accelerator.print(f"step {step}, loss {loss.item():.3f}", flush=True)

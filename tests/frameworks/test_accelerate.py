@@ -33,3 +33,14 @@ def test_a_resumed_run_has_the_same_losses(url: str, tmp_path: Path, given: list
 
     assert given[:25] == given[25:] == whole_run(url, 25)
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+
+
+def test_steps_are_counted_on_where_the_number_of_ranks_changes(url: str, tmp_path: Path, given: list[Given]) -> None:
+    import train_accelerate
+
+    checkpoint = str(tmp_path / "checkpoint")
+    run_example(
+        tmp_path / "first", "train_accelerate.py", url, "numbers", "--steps", 4, "--checkpoint", checkpoint, num_ranks=2
+    )
+    train_accelerate.main([url, "numbers", "--steps", "7", "--checkpoint", checkpoint])
+    assert given == whole_run(url, 11)[8:]
