@@ -280,6 +280,12 @@ def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> N
     assert {"dataset", "epoch", "rank", "step", "format", "batch_size", "snapshot"} <= {p["name"] for p in parameters}
 
 
+def test_the_documentation_page_tries_a_run_of_one_batch_and_no_whole_epoch(server: Server) -> None:
+    run = server.json("/openapi.json")["paths"]["/v1/datasets/{dataset}/epochs/{epoch}/ranks/{rank}/batches"]["get"]
+    filled_in = {p["name"]: p["schema"].get("example", p["schema"].get("default")) for p in run["parameters"]}
+    assert {name: filled_in[name] for name in ("start", "stop", "format")} == {"start": 0, "stop": 1, "format": "json"}
+
+
 def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> None:
     [frame] = server.frames("/v1/datasets/numbers/epochs/6/ranks/2/batches/9", world_size=3, batch_size=2)
     snapshot = server.json("/v1/datasets/numbers")["snapshot"]

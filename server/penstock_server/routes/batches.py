@@ -20,7 +20,14 @@ from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Epoch, 
 from penstock_server.routes.plain import PlainRoute
 from penstock_server.threads import Epochs, InThread, in_one_of_many, in_two_for_people
 
-Format = Annotated[BatchFormat, Query(description="msgpack for trainers; json, with text, for people")]
+# An example is what the documentation page fills in: with the defaults a try would fetch a whole epoch, and the page hang.
+Format = Annotated[
+    BatchFormat, Query(description="msgpack for trainers; json, with text, for people", json_schema_extra={"example": "json"})
+]
+Stop = Annotated[
+    int,
+    Query(ge=0, description="the step after the last one; 0: go on to the end of the epoch", json_schema_extra={"example": 1}),
+]
 
 _BATCHES = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
 _LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second, and on the event loop all would wait for it
@@ -71,7 +78,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         epoch: Epoch,
         rank: Rank,
         start: Annotated[int, Query(ge=0, description="the first step")] = 0,
-        stop: Annotated[int, Query(ge=0, description="the step after the last one; 0: go on to the end of the epoch")] = 0,
+        stop: Stop = 0,
         stride: Annotated[int, Query(ge=1, description="the distance from one step to the next, as in range()")] = 1,
         format: Format = "msgpack",
     ) -> Response:
