@@ -177,7 +177,12 @@ def test_what_is_skipped_is_not_missed(ledger: Path) -> None:
 def test_of_what_is_dropped_that_which_is_skipped_is_no_part(ledger: Path) -> None:
     write_run(ledger, epochs=1, steps=9, skip="samples:97-98")
     [epoch] = report_on(ledger).orders[0].epochs
-    assert (epoch.is_proven, epoch.num_due, epoch.num_skipped, epoch.num_dropped) == (True, 90, 0, 8)
+    assert (epoch.is_proven, epoch.num_due, epoch.num_skipped, epoch.num_dropped) == (True, 90, 2, 8)
+
+
+def test_what_is_skipped_at_the_end_of_an_epoch_is_told_as_well(ledger: Path) -> None:
+    write_run(ledger, epochs=1, steps=8, skip="samples:80-96")
+    assert "80 of 100 samples, each once; 17 skipped; 3 dropped at the end" in words(ledger)
 
 
 def test_a_skip_that_a_later_start_has_excuses_nothing_before_it(ledger: Path) -> None:

@@ -97,13 +97,14 @@ def _account(
     skipped = covered(join([clip(intervals(leg.slicing.skipped), leg.start, min(leg.stop, end)) for leg in legs]))
     due = without(intervals([(0, end)]), skipped)
     rest = intervals([(end, last.slicing.num_sequences)] if is_finished else [])
+    dropped = without(rest, intervals(last.slicing.skipped))
     given = join([_given(slicing, runs[slicing], legs) for slicing in runs])
     missing, twice = without(due, given), covered(given, 2)
     return Epoch(
         epoch=epoch,
         num_sequences=last.slicing.num_sequences,
-        num_skipped=size(skipped),
-        num_dropped=size(without(rest, intervals(last.slicing.skipped))),
+        num_skipped=size(skipped) + size(rest) - size(dropped),
+        num_dropped=size(dropped),
         num_ahead=0 if is_finished or len(twice) else size(clip(given, end, last.slicing.num_sequences)),
         is_finished=is_finished,
         steps_done=done,
