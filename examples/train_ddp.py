@@ -39,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         data.load_state_dict(saved["data"])  # the same for all ranks: a place in the order of samples, which they share
         step = saved["step"]
 
+    def save() -> None:
+        if dist.get_rank() == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
+            torch.save(state, args.checkpoint)
+
     parallel = DistributedDataParallel(model)
     while step < args.steps:
         for batch in data:  # every rank has the same number of batches, so none waits for another at the end
@@ -51,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"step {step}, loss {loss.item():.3f}", flush=True)
             if step == args.steps:
                 break
+            if step % args.save_every == 0:
+                save()
         else:
             data.set_epoch(data.epoch + 1)  # without it every pass has the same order
 
-    if dist.get_rank() == 0:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
-        torch.save(state, args.checkpoint)
+    save()
     dist.destroy_process_group()
 
 
@@ -65,7 +70,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("server", help="address of the server, http://host:port")
     parser.add_argument("dataset", help="its name on the server")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
-    parser.add_argument("--checkpoint", type=Path, default=Path("gpt.pt"), help="load it if it exists; save to it at the end")
+    parser.add_argument("--checkpoint", type=Path, default=Path("gpt.pt"), help="load it if it exists; save to it")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints; one is saved at the end, too")
     return parser.parse_args(arguments)
 
 

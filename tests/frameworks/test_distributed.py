@@ -1,9 +1,16 @@
 """The examples under torchrun: data-parallel ranks have batches of their own, tensor-parallel peers have the same."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
-from recorded import Given, run_example, whole_run
+import pytest
+import torch
+import torch.distributed as dist
+
+import train_ddp
+from recorded import Given, destroy_idle_process_group, run_example, whole_run
 
 
 def test_two_ranks_share_every_epoch_and_go_on_in_its_middle_also_as_one(url: str, tmp_path: Path) -> None:
@@ -17,6 +24,24 @@ def test_two_ranks_share_every_epoch_and_go_on_in_its_middle_also_as_one(url: st
     for epoch in (0, 1):
         rows = [row for batch in two + given[1] if batch.epoch == epoch for row in batch.rows]
         assert Counter(rows) == Counter(range(320))
+
+
+def test_a_run_that_is_stopped_goes_on_from_its_last_checkpoint(
+    url: str, tmp_path: Path, given: list[Given], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [url, "numbers", "--save-every", "3", "--checkpoint", str(tmp_path / "gpt.pt"), "--steps"]
+    alone = partial(dist.init_process_group, init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", alone)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy_idle_process_group)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", Mock(side_effect=[None] * 7 + [KeyboardInterrupt]))
+        with pytest.raises(KeyboardInterrupt):
+            train_ddp.main([*arguments, "20"])
+    destroy_idle_process_group()
+
+    given.clear()
+    train_ddp.main([*arguments, "9"])
+    assert given == whole_run(url, 9)[6:]
 
 
 def test_tensor_parallel_peers_are_given_the_same_batches(url: str, tmp_path: Path) -> None:
