@@ -125,8 +125,9 @@ def main() -> None:
 
 
 def first_dataset(server: str) -> str:
+    address = server if "://" in server else f"http://{server}"
     try:
-        return str(httpx.get(f"{server}/v1/datasets").json()["datasets"][0]["name"])
+        return str(httpx.get(f"{address}/v1/datasets").json()["datasets"][0]["name"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as error:
         raise SystemExit(f"{server} does not list its datasets ({error!r}); is `penstock serve` running there?") from error
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import train_ddp
 from recorded import Given, destroy_idle_process_group, run_example, whole_run
+from train_gpt import first_dataset
 
 
 def test_two_ranks_share_every_epoch_and_go_on_in_its_middle_also_as_one(url: str, tmp_path: Path) -> None:
@@ -42,6 +43,10 @@ def test_a_run_that_is_stopped_goes_on_from_its_last_checkpoint(
     given.clear()
     train_ddp.main([*arguments, "9"])
     assert given == whole_run(url, 9)[6:]
+
+
+def test_the_first_dataset_is_found_whether_or_not_the_address_has_a_scheme(url: str) -> None:
+    assert first_dataset(url) == first_dataset(url.removeprefix("http://")) == "numbers"
 
 
 def test_tensor_parallel_peers_are_given_the_same_batches(url: str, tmp_path: Path) -> None:
