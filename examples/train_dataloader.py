@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             data.set_epoch(data.epoch + 1)  # workers see it, too
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict(), "step": step}
+    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, args.checkpoint)
 
 

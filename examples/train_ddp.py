@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def save() -> None:
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
+            args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, args.checkpoint)
 
     parallel = DistributedDataParallel(model)

@@ -30,7 +30,7 @@ def test_two_ranks_share_every_epoch_and_go_on_in_its_middle_also_as_one(url: st
 def test_a_run_that_is_stopped_goes_on_from_its_last_checkpoint(
     url: str, tmp_path: Path, given: list[Given], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [url, "numbers", "--save-every", "3", "--checkpoint", str(tmp_path / "gpt.pt"), "--steps"]
+    arguments = [url, "numbers", "--save-every", "3", "--checkpoint", str(tmp_path / "new" / "gpt.pt"), "--steps"]
     alone = partial(dist.init_process_group, init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
     monkeypatch.setattr(dist, "init_process_group", alone)
     monkeypatch.setattr(dist, "destroy_process_group", destroy_idle_process_group)

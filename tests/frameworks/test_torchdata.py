@@ -153,7 +153,7 @@ def test_the_example_resumes_with_the_same_losses(url: str, tmp_path: Path, num_
     import train_dataloader
 
     def train(checkpoint: str, steps: int) -> dict[str, Any]:
-        path = str(tmp_path / checkpoint)
+        path = str(tmp_path / checkpoint / "gpt.pt")
         train_dataloader.main([url, "numbers", "--steps", str(steps), "--checkpoint", path, "--workers", str(num_workers)])
         return dict(torch.load(path))
 
