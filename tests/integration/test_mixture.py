@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -216,6 +217,18 @@ def test_a_run_that_skips_steps_is_the_run_without_them(server: Server) -> None:
     rest = [row for batch in wide for row in batch["input_ids"].tolist()]
     assert rest == [row for batch in plain[10:] for row in batch][: len(rest)]
     assert len(rest) >= 4 * len(plain[10:]) - 7
+
+
+def test_a_mixture_of_a_new_folder_does_not_say_that_there_is_none(serve: Callable[..., Server], tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write_numbered(data / "old", 9)
+    server = serve(data)
+    write_numbered(data / "new", 9)
+    (data / "both").mkdir()
+    (data / "both" / "penstock.toml").write_text('mix = "old:1,new:1"')
+    httpx.post(f"{server.url}/v1/datasets/old/refresh")
+    detail = httpx.get(f"{server.url}/v1/datasets/both").json()["detail"]
+    assert "mixes new, not opened so far" in detail
 
 
 def test_a_mixture_may_be_declared_in_a_folder_of_its_own(server: Server) -> None:

@@ -87,4 +87,6 @@ def _unmixed(folder: Path, missing: list[str], found: Survey) -> str:
     """Why a folder whose mix names these, which are no datasets, is no mixture."""
     if nested := [name for name in missing if name in found.declared]:
         return f"{folder} mixes {', '.join(nested)}, itself a mixture. Name the datasets of that, with weights of their own."
+    if new := [name for name in missing if name in found.shards]:
+        return f"{folder} mixes {', '.join(new)}, not opened so far: the next check will, or POST .../{new[0]}/refresh."
     return f"{folder} mixes {', '.join(missing)}, of which there is no folder here."
