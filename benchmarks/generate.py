@@ -41,7 +41,7 @@ def random_ids(*, seed: int, count: int) -> Tokens:
 
 
 def write_lists(path: Path, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
-    """A Parquet file with the column `tokens`: lists of uint16, one behind the other in `tokens`; zstd."""
+    """A Parquet file with the column `tokens`: lists of uint16, one after the other in `tokens`; zstd."""
     path.parent.mkdir(parents=True, exist_ok=True)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens))

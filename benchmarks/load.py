@@ -1,4 +1,4 @@
-"""Many ranks that ask one server for batches, one behind the other and without a pause, from one process.
+"""Many ranks that ask one server for batches, one after the other and without a pause, from one process.
 
     python benchmarks/load.py http://127.0.0.1:8000 1000 --world-size 1000 --seconds 30
 

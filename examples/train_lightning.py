@@ -56,10 +56,10 @@ class Model(lightning.LightningModule):
         counted, trained = self.trainer.fit_loop.epoch_loop.batch_idx + 1, data.steps_per_epoch - data.num_left
         if counted != trained:  # Lightning ends the epoch by its own count, and would leave its last batches out
             raise StateMismatch(
-                f"Lightning counts {counted} batches of epoch {data.epoch} before this checkpoint, where the data stands "
-                f"behind {trained}. Resume with the devices and the batch size that it was saved with."
+                f"Lightning counts {counted} batches of epoch {data.epoch} before this checkpoint, but the data has "
+                f"given {trained}. Resume with the devices and the batch size that it was saved with."
             )
-        if not data.num_left:  # resumed behind the last batch of an epoch: Lightning does not say that the next one starts
+        if not data.num_left:  # resumed after the last batch of an epoch: Lightning does not say that the next one starts
             data.set_epoch(data.epoch + 1)
 
     def on_train_epoch_start(self) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face datasets, streamed: Parquet files read one behind the other through a shuffle buffer."""
+"""Hugging Face datasets, streamed: Parquet files read one after the other through a shuffle buffer."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Advice:
         """The loop is given batch `number` of the iteration; `has_place`: what state_dict tells is the place of this loop."""
         if self._had_labels and number <= _MOST_CHECKED:
             self._had_labels = self._check_labels(batch, number)
-        if self._source and number == 2:  # behind the first, which nobody is to wait longer for
+        if self._source and number == 2:  # after the first, which nobody is to wait longer for
             self._check_rows(self._source, batch)
         if self._had_place:
             self._had_place = self._check_place(number, has_place=has_place)

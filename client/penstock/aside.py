@@ -43,7 +43,7 @@ def proxy_of(server: str) -> str | None:
 
 
 def by_proxy(server: str) -> str:
-    """What to put behind a failure that may be a proxy's, which nobody thinks of; "" if none is taken."""
+    """What to put after a failure that may be a proxy's, which nobody thinks of; "" if none is taken."""
     variable = proxy_of(server)
     return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
 

@@ -21,7 +21,7 @@ class Iteration(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._ended_by:
             raise PenstockError(
-                f"this iteration was ended by {self._ended_by}, and has no more batches. To go on behind those that the loop "
+                f"this iteration was ended by {self._ended_by}, and has no more batches. To go on after those that the loop "
                 f"was given, call data.load_state_dict(data.state_dict()) and begin another."
             )
         try:

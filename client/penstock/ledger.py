@@ -7,7 +7,7 @@ Each process has a file of its own, and every start of the run appends to it. It
                    1 77aa0d11a2b4c5d6 09e3b7aa
     end 5b1e2c3d
 
-begin    an iteration over the dataset begins, or goes on behind lines of another; the fields are those of Begin
+begin    an iteration over the dataset begins, or goes on after lines of another; the fields are those of Begin
 a step   the batch of this step was handed to the loop: the step in 16 columns, the batch's digest in 16 hex digits
 end      the epoch was over: the loop asked for another batch
 
@@ -204,7 +204,7 @@ class Ledger:
                 log.error("penstock: the disk of the ledger %s hangs: its last lines may not be written", self._path)
 
     def _note(self, text: str) -> None:
-        """Appends a line of the iteration, behind its begin line or others of its own."""
+        """Appends a line of the iteration, after its begin line or others of its own."""
         if not self._is_latest:
             self._begin_again()
         self._append(text, self._begin_check)

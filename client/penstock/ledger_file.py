@@ -47,7 +47,7 @@ def find_ledgers(ledger: str | os.PathLike[str]) -> list[Path]:
 
 
 def hold_ledger(path: Path, wait_seconds: float = 0.0) -> int:
-    """A descriptor that appends to a file behind a newline, for one more holder in this process.
+    """A descriptor that appends to a file after a newline, for one more holder in this process.
 
     No other process writes to the file while it is held. One that does has so long to end.
     Raises LedgerError: the file cannot be written, holds other things, or another process writes to it.

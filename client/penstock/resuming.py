@@ -1,4 +1,4 @@
-"""Resuming: what is left of an epoch behind a state, in the steps of the dataset that it is loaded into."""
+"""Resuming: what is left of an epoch after a state, in the steps of the dataset that it is loaded into."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.state import counts_like, read_state
 def stretch_behind(
     state: Mapping[str, Any], source: Source, spec: Spec, num_steps: int, worker: Worker | None, *, strict: bool
 ) -> Stretch:
-    """The stretch behind what was consumed; `num_steps` are those of a whole epoch, `worker` is who loads the state.
+    """The stretch after what was consumed; `num_steps` are those of a whole epoch, `worker` is who loads the state.
 
     Raises StateMismatch: the state is refused, see read_state; or it is a worker's, and counts other steps in mid-epoch.
     Raises what Source.resolve raises.

@@ -15,7 +15,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 _SAMPLES = "samples:"
 _RANGE = re.compile(r"([0-9]{1,16})(?:-([0-9]{1,16}))?")
-_LAST = 2**53  # as far as samples are counted: a range may end anywhere behind an epoch
+_LAST = 2**53  # as far as samples are counted: a range may end anywhere past an epoch
 
 
 @lru_cache(maxsize=64)
@@ -31,7 +31,7 @@ def parse_skip(text: str, samples_per_step: int) -> Ranges:
         ranges.append((min(first * unit, _LAST), min((last + 1) * unit, _LAST)))
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
-        if start == stop:  # behind the last sample
+        if start == stop:  # after the last sample
             continue
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
@@ -59,7 +59,7 @@ def kept(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
 
 
 def behind(ranges: Ranges, offset: int, num_samples: int) -> int:
-    """The position behind the last of `num_samples` samples that are not skipped, counted from position `offset` on."""
+    """The position after the last of `num_samples` samples that are not skipped, counted from position `offset` on."""
     position, left = offset, num_samples
     for start, stop in (*ranges, (1 << 62, 1 << 62)):
         room = max(0, start - position)

@@ -110,7 +110,7 @@ class Source:
         own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)
 
         def decode(body: memoryview) -> Iterator[wire.Frame]:
-            """Raises WireError behind the last frame that is sound and was asked for."""
+            """Raises WireError after the last frame that is sound and was asked for."""
             frames = wire.decode(body, steps)
             for step in steps:
                 frame = next(frames, None)

@@ -136,7 +136,7 @@ class Spec:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether rows are truncated: each is one sequence, and its tokens behind seq_len are in none."""
+        """Whether rows are truncated: each is one sequence, and its tokens past seq_len are in none."""
         return (self.packing, self.long_rows) == ("rows", "truncate")
 
     @property

@@ -31,7 +31,7 @@ _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """What an iteration runs over: the steps from a position on, of `num_steps` behind the position's offset."""
+    """What an iteration runs over: the steps from a position on, of `num_steps` after the position's offset."""
 
     position: Position
     num_steps: int

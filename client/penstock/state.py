@@ -22,7 +22,7 @@ _COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """How far an epoch is consumed: `step` steps of the spec behind the first `offset` samples."""
+    """How far an epoch is consumed: `step` steps of the spec after the first `offset` samples."""
 
     epoch: int = 0
     offset: int = 0

@@ -13,5 +13,5 @@ def dataset_path(dataset: str) -> str:
 
 
 def batches_path(dataset: str, epoch: int, rank: int) -> str:
-    """The path of a rank's batches of an epoch; behind it stands a step, or which steps in the query."""
+    """The path of a rank's batches of an epoch; after it stands a step, or which steps in the query."""
     return f"{dataset_path(dataset)}/epochs/{epoch}/ranks/{rank}/batches"

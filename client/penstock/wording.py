@@ -47,7 +47,7 @@ def readers_may_leave() -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question to put behind a sentence on a name that is none of the known ones; "" if none of them is close."""
+    """A question to put after a sentence on a name that is none of the known ones; "" if none of them is close."""
     close = _closest(name, known)
     return f" Did you mean {close!r}?" if close else ""
 

@@ -113,7 +113,7 @@ class _Making:
 
     @property
     def is_last(self) -> bool:
-        """Whether no chunk comes behind this one."""
+        """Whether no chunk comes after this one."""
         return self.chunk.steps[-1] == self.run.steps[-1]
 
     @property
@@ -251,7 +251,7 @@ def _may_wait(blocks: list[Block]) -> bool:
 
 
 def _requested(chunk: Chunk) -> list[Asked]:
-    """The blocks of a chunk, and behind them those that come next."""
+    """The blocks of a chunk, and after them those that come next."""
     asked = chunk.request()
     chunk.read_ahead()
     return asked

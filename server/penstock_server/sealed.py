@@ -23,7 +23,7 @@ T = TypeVar("T")
 log = logging.getLogger("penstock.sealed")
 
 SEAL_BYTES = 8
-TEMPORARY = ".tmp"  # behind the names of files that are not yet whole
+TEMPORARY = ".tmp"  # after the names of files that are not yet whole
 ABANDONED_SECONDS = 60.0  # one that nobody has written to for so long belongs to a process that died
 
 
@@ -35,7 +35,7 @@ class Damaged(Exception):
 
 
 def seal_of(content: bytes | memoryview | pa.Buffer, name: str) -> bytes:
-    """What stands behind these bytes in a file of this name, `SEAL_BYTES` long."""
+    """What stands after these bytes in a file of this name, `SEAL_BYTES` long."""
     return xxhash.xxh3_64_digest(content, _seed_of(name))
 
 
@@ -119,7 +119,7 @@ def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None
 
 
 def write_sealed(path: Path, pieces: Iterable[bytes], otherwise: str) -> None:
-    """Writes a file, one piece behind the other. If that fails, nothing is left of it; `otherwise`, what follows, is logged.
+    """Writes a file, one piece after the other. If that fails, nothing is left of it; `otherwise`, what follows, is logged.
 
     Raises what `pieces` raises, but for an OSError.
     """

@@ -56,7 +56,7 @@ class Settings:
         values: dict[str, Any] = {"cache_dir": default_cache_dir(), **given}
         problems = []
         if "data_dir" not in given:
-            problems.append("no data folder is given: name it behind the command, or set PENSTOCK_DATA_DIR")
+            problems.append("no data folder is given: name it after the command, or set PENSTOCK_DATA_DIR")
         for name in ("data_dir", "tokenizer", "cache_dir"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()

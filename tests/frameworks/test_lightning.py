@@ -47,7 +47,7 @@ def test_a_checkpoint_of_another_batch_size_is_refused(
     train_lightning.main([*arguments, str(steps)])
     epochs = train_lightning.Epochs
     monkeypatch.setattr(train_lightning, "Epochs", lambda *args, **spec: epochs(*args, **spec | {"batch_size": batch_size}))
-    with pytest.raises(StateMismatch, match=f"counts {steps} batches of epoch 0 .* behind {trained[steps]}. Resume with"):
+    with pytest.raises(StateMismatch, match=f"counts {steps} batches of epoch 0 .* given {trained[steps]}. Resume with"):
         train_lightning.main([*arguments, "24"])
 
 

@@ -272,7 +272,7 @@ def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:
     [
         (
             ["{url}"],
-            "which dataset? {url} has chats, numbers, pairs, prefs, texts, both. Name it behind the server: {url}/chats",
+            "which dataset? {url} has chats, numbers, pairs, prefs, texts, both. Name it after the server: {url}/chats",
         ),
         (["{url}/pears"], "there is no dataset 'pears'. Did you mean 'pairs'?"),
         (["{url}/pairs", "--step", "9999"], "step 9999 does not exist"),

@@ -149,7 +149,7 @@ def test_a_slice_of_rows_with_more_columns_than_are_read() -> None:
         ("", "the filter is empty"),
         (" -- nothing", "cannot be read"),
         ("n = ", "cannot be read at '='"),
-        ("n = 1 xor ok", "cannot be read at 'xor', behind 'n = 1 '"),
+        ("n = 1 xor ok", "cannot be read at 'xor', after 'n = 1 '"),
         ("text = 'x", "a quote or a comment in it is not closed"),
         ("select n", "cannot be read"),
         ("n = 1; ok", "'n = 1; ok' is nothing that a filter can have"),

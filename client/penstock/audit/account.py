@@ -15,7 +15,7 @@ _IN_FLIGHT_STEPS = 16  # by which ranks of a run that is killed may differ; a GP
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Steps, half-open, of which these ranks have no record, though the run went on behind them."""
+    """Steps, half-open, of which these ranks have no record, though the run went on after them."""
 
     epoch: int
     steps: tuple[int, int]
@@ -135,7 +135,7 @@ def _pace(last: Leg, ranks: Sequence[RankHistory]) -> int:
 
 
 def _front(last: Leg, history: RankHistory, num_workers: int) -> int:
-    """The step behind those of a rank; with several workers of its loader, the next step of the one that came least far."""
+    """The step after those of a rank; with several workers of its loader, the next step of the one that came least far."""
     runs = join([leg.runs for leg in history.legs if (leg.epoch, leg.slicing) == (last.epoch, last.slicing)])
     if num_workers < 2:
         return max(last.first_step, int(runs[:, 1].max(initial=0)))

@@ -1,6 +1,6 @@
 """The course of a run: which of the batches that were recorded led to where it is, and which were thrown away.
 
-A start that loaded a state goes on where that was saved. What was recorded behind that place is thrown away: it trained weights
+A start that loaded a state goes on where that was saved. What was recorded after that place is thrown away: it trained weights
 that nobody kept. A start goes on from the latest one before it that came as far as this place, with all that led to that one.
 
 Start 2 loads a state of step 60. Start 3 loads one of step 90, so it cannot be start 2's:

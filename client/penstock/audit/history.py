@@ -42,7 +42,7 @@ class Iteration:
     begin        of the worker that begins first
     first_steps  of each worker, as its begin line has it
     runs         steps that were recorded, half-open, sorted, shape [runs, 2]; one that was recorded again begins a run anew
-    time         when it began, and `last_time` when it last went on behind another; see Part
+    time         when it began, and `last_time` when it last went on after another; see Part
     """
 
     start: Start

@@ -49,7 +49,7 @@ class RankRecord:
 class Leg:
     """One leg of a course: what an iteration of a rank gave, as far as it led to where the run is.
 
-    start, stop  positions from which on and up to which it is what counts; `stop` may be far behind the epoch's end
+    start, stop  positions from which on and up to which it is what counts; `stop` may be far past the epoch's end
     runs         its steps that were recorded, half-open; a step that was recorded again is in a run of its own
     has_end      it went through the epoch to its end
     """

@@ -34,7 +34,7 @@ class Part:
     """What one file says of one iteration. `steps` and `digests`, shape [batches], are in the order of the file.
 
     `time` is that of its begin line, but never before that of another line above it, whatever the clock said; `last_time` that
-    of the begin line with which it last went on behind another.
+    of the begin line with which it last went on after another.
     """
 
     path: Path
@@ -104,7 +104,7 @@ class _Parser:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._parts: dict[bytes, Part] = {}  # by their begin lines: an iteration may begin again behind another
+        self._parts: dict[bytes, Part] = {}  # by their begin lines: an iteration may begin again after another
         self._found: dict[bytes, list[tuple[IntArray, Digests]]] = {}
         self._begin = b""
         self._time = datetime.min.replace(tzinfo=UTC)
@@ -221,7 +221,7 @@ def _hex(columns: Bytes) -> Digests:
 
 
 def _steps(columns: Bytes) -> IntArray:
-    """The number that each line's columns spell in decimal digits behind spaces; of both the last four bits are the value."""
+    """The number that each line's columns spell in decimal digits after spaces; of both the last four bits are the value."""
     number = np.zeros(columns.shape[1], np.int64)
     for column in columns:
         number = number * 10 + (column & 15)

@@ -93,7 +93,7 @@ class Report:
 def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
     """What the ledgers at these paths prove, all ranks' and all starts'. In memory is one rank at a time.
 
-    With `trust_starts`, a start that loaded no state throws away what was recorded behind its first step, as one that did.
+    With `trust_starts`, a start that loaded no state throws away what was recorded after its first step, as one that did.
     Raises LedgerError: a file cannot be read at all.
     """
     damages: list[Damage] = []
@@ -199,7 +199,7 @@ def _left_by(course: Course, records: Sequence[RankRecord], others: Sequence[Seq
 
 
 def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Mapping[StartKey, Place]) -> Start | None:
-    """The first start of a rank that goes on behind a time with what was trained on before it in an epoch of another order.
+    """The first start of a rank that goes on after a time with what was trained on before it in an epoch of another order.
 
     One with a state from before this epoch, or with one that its own order had come to, has thrown that away.
     """

@@ -17,7 +17,7 @@ _RUNS_AT_ONCE = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How an iteration slices an epoch: sample n = (step * world_size + rank) * batch_size + index of those behind `offset`.
+    """How an iteration slices an epoch: sample n = (step * world_size + rank) * batch_size + index of those after `offset`.
 
     Positions in `skipped`, half-open ranges, are no samples. `num_sequences` is the number of all positions. `tail` decides
     what the last step is and no more: slicings that differ in it are equal.
@@ -47,7 +47,7 @@ class Slicing:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the epoch behind `offset`; tail=drop leaves the incomplete last one out, tail=wrap fills it."""
+        """Steps of the epoch after `offset`; tail=drop leaves the incomplete last one out, tail=wrap fills it."""
         left = self._num_samples - self._first
         return left // self.per_step if self.tail == "drop" else -(-left // self.per_step)
 
@@ -60,7 +60,7 @@ class Slicing:
         return max(0, -(-(before(self.skipped, position) - self._first) // self.per_step))
 
     def step_of(self, position: int) -> tuple[int, int]:
-        """The (step, rank) that shows a position; it must lie behind `offset`, and not be skipped."""
+        """The (step, rank) that shows a position; it must lie after `offset`, and not be skipped."""
         step, within = divmod(before(self.skipped, position) - self._first, self.per_step)
         return step, within // self.batch_size
 

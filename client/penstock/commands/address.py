@@ -18,7 +18,7 @@ _NO_SPEC = ("format", "start", "stop", "stride", "epoch")  # parameters of URLs 
 class Address:
     """What an address names; None and no query where it says nothing.
 
-    server  "http://host:8000", maybe with a path behind it where the service stands behind a gateway
+    server  "http://host:8000", maybe with a path after it where the service stands behind a gateway
     query   the parameters of the spec in it, as they are spelled
     """
 

@@ -13,7 +13,7 @@ from penstock.batch import IGNORED, SIDES
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens one behind the other, all learned or none: their text, or their ids where the server has no tokenizer."""
+    """Tokens one after the other, all learned or none: their text, or their ids where the server has no tokenizer."""
 
     text: str
     num_tokens: int
@@ -39,7 +39,7 @@ class SequenceView:
     """One line of a batch.
 
     num_positions  its tokens and its padding
-    num_behind     tokens of its last row that come behind those that it holds
+    num_behind     tokens of its last row that come after those that it holds
     columns        what travels with it
     """
 

@@ -70,7 +70,7 @@ def dataset_of(address: Address, transport: Transport) -> str:
     example = f"{address.server}/{quote(names[0], safe='')}" if names else ""
     raise SpecError(
         f"which dataset? {address.server} has {', '.join(names) or 'none that can be served'}."
-        + (f" Name it behind the server: {example}" if names else ""),
+        + (f" Name it after the server: {example}" if names else ""),
         ("dataset",),
     )
 

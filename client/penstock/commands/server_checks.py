@@ -75,7 +75,7 @@ def _latency(typical: float, longest: float) -> Check:
     text = f"{1000 * typical:.1f} ms (median of {_PROBES}; at most {1000 * longest:.1f} ms)"
     if typical < _SLOW_SECONDS:
         return Check("ok", "latency", text)
-    asked = 2 * RUN_BYTES  # a run, and the one behind it
+    asked = 2 * RUN_BYTES  # a run, and the one after it
     most = asked / typical / 1e6
     return Check(
         "warn",

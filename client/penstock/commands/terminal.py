@@ -100,7 +100,7 @@ def _columns(character: str) -> int:
 
 
 def wrap(shown: Iterable[Unit], width: int) -> list[list[Unit]]:
-    """Lines of at most `width` columns, broken behind spaces and around wide characters where that is possible."""
+    """Lines of at most `width` columns, broken after spaces and around wide characters where that is possible."""
     lines: list[list[Unit]] = []
     line: list[Unit] = []
     used = breakable = 0  # columns in the line; how many of its units may be kept when it is broken

@@ -81,7 +81,7 @@ def decode(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> I
 
 
 class _Alike:
-    """Frames that stand one behind the other in a body, from the byte `start` on, of one layout and of the likely steps.
+    """Frames that stand one after the other in a body, from the byte `start` on, of one layout and of the likely steps.
 
     The first of them has this header, and its payload begins at byte `at`. It is the frame of that `number` in the body, so
     that `likely[number + 1]` is probably the step of the next.
@@ -139,7 +139,7 @@ def _read_header(view: memoryview, start: int) -> tuple[Header, int]:
 
 
 def _decode_header(view: memoryview, start: int) -> tuple[dict[str, Any], int]:
-    # The unpacker copies what it is fed: feed it the header, not the megabytes behind it.
+    # The unpacker copies what it is fed: feed it the header, not the megabytes after it.
     unpacker = msgpack.Unpacker(max_buffer_size=_LARGEST_HEADER, use_list=False)
     fed = start
     while fed < len(view) and fed - start < _LARGEST_HEADER:

@@ -36,7 +36,7 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor itself, without the filler behind it."""
+        """Bytes of the tensor itself, without the filler after it."""
         if self.dtype in TEXTS:
             count, nbytes = self.shape
             return 8 * (count + 1) + nbytes
@@ -52,7 +52,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
-        """Lays (name, dtype, shape) out one behind the other, each on a 64-byte boundary."""
+        """Lays (name, dtype, shape) out one after the other, each on a 64-byte boundary."""
         placed: list[TensorLayout] = []
         end = 0
         for name, dtype, shape in tensors:

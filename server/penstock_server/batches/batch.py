@@ -27,7 +27,7 @@ _waits = Waits()  # of this process, whatever it serves
 
 
 def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
-    """The frames of a chunk, one behind the other, from the blocks it needs. Raises what gather raises."""
+    """The frames of a chunk, one after the other, from the blocks it needs. Raises what gather raises."""
     plan, sequences = chunk.plan, gather(chunk, blocks)
     texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
     alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, sequences, texts)))

@@ -19,7 +19,7 @@ _STEP_WIDTHS = (0, 1 << 7, 1 << 8, 1 << 16, 1 << 32, 1 << 64)  # msgpack spells 
 
 
 class Alike(NamedTuple):
-    """Frames of a body, one behind the other from byte `start` on, that are of one layout and whose heads have one length."""
+    """Frames of a body, one after the other from byte `start` on, that are of one layout and whose heads have one length."""
 
     start: int
     steps: range
@@ -34,7 +34,7 @@ class Alike(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte behind the last frame."""
+        """The byte after the last frame."""
         return self.start + len(self.steps) * self.frame_nbytes
 
     def place(self, number: int) -> Place:

@@ -73,7 +73,7 @@ class Member:
         return self.blocks.expected_bytes(int(self.snapshot.bytes_per_block[self._blocks_of_window(0, 0)].sum()))
 
     def read_ahead(self, epoch: int, position: int) -> None:
-        """Has the blocks of the window behind a position's loaded in the background, if the cache has room for both."""
+        """Has the blocks of the window after a position's loaded in the background, if the cache has room for both."""
         _, order = self.epoch(epoch)
         window = order.window(position)
         next_ones = partial(self._blocks_of_window, epoch, window + 1)

@@ -1,7 +1,7 @@
 """Pieces: what of a body is copied into it, from the blocks to where it is to stay.
 
 Lines are short, so what counts is what one piece costs. To Arrow a body is a column of binary views, each of which says where
-its bytes lie; cast to plain binaries they are written one behind the other, and other threads run meanwhile.
+its bytes lie; cast to plain binaries they are written one after the other, and other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Pieces:
         mine = np.flatnonzero(np.isin(sources, others)) if others else sources[:0]
         if not len(mine):
             return _joined(memory, sources, starts, sizes)
-        # Arrow casts nothing on the way, and does not reach as far behind: for these it leaves gaps.
+        # Arrow casts nothing on the way, and does not reach as far: for these it leaves gaps.
         spans = zip(*(column[mine].tolist() for column in (sources, np.cumsum(sizes) - sizes, starts, sizes)), strict=True)
         memory.append(pa.py_buffer(bytes(sizes[mine].max())))
         sources[mine], starts[mine] = len(memory) - 1, 0
@@ -113,7 +113,7 @@ class Pieces:
         return body
 
     def _whole(self, copies: _Copies, nbytes: int) -> tuple[IntArray, IntArray, IntArray]:
-        """The source, start and bytes of all that a body consists of, one behind the other: copies, and gaps between them."""
+        """The source, start and bytes of all that a body consists of, one after the other: copies, and gaps between them."""
         # From border to border it is a gap and a copy in turn, and at last a gap.
         borders = np.zeros(2 * len(copies.begins) + 2, np.int64)
         borders[1:-1:2], borders[2:-1:2], borders[-1] = copies.begins, copies.begins + copies.nbytes, nbytes
@@ -130,7 +130,7 @@ class Pieces:
 
 
 def _joined(memory: list[pa.Buffer], numbers: IntArray, starts: IntArray, sizes: IntArray) -> memoryview:
-    """Bytes [starts[i], starts[i] + sizes[i]) of memory[numbers[i]], for each i, one behind the other."""
+    """Bytes [starts[i], starts[i] + sizes[i]) of memory[numbers[i]], for each i, one after the other."""
     if len(numbers) < _FEW_PIECES and sizes.sum() < _FEW_BYTES:
         return memoryview(bytearray().join(_slices(memory, numbers, starts, starts + sizes)))
     views = np.zeros(len(numbers), _VIEW)

@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def pad_id(self) -> int:
-        """What fills a line behind its tokens."""
+        """What fills a line after its tokens."""
         return self.members[0].snapshot.recipe.pad_id
 
     def address(self, epoch: int, rank: int) -> Address:
@@ -164,7 +164,7 @@ class Plan:
         return found
 
     def read_ahead(self, epoch: int, rank: int, step: int) -> None:
-        """Has the blocks behind this step's window loaded in the background, if the cache has room for both."""
+        """Has the blocks after this step's window loaded in the background, if the cache has room for both."""
         for number, own_epoch, _, positions in self._by_member(epoch, self.schedule.positions([step], rank)[0]):
             self.members[number].read_ahead(own_epoch, int(positions[0]))
 

@@ -236,7 +236,7 @@ class Sequences:
 
 
 def _offsets(lines: IntArray, lengths: IntArray) -> IntArray:
-    """Where each run begins in its line, if those of a line stand one behind the other."""
+    """Where each run begins in its line, if those of a line stand one after the other."""
     begins = np.cumsum(lengths) - lengths
     offsets: IntArray = begins - np.maximum.accumulate(np.where(begins_run(lines), begins, 0))
     return offsets

@@ -70,7 +70,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
 
 
 def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
-    """What is known to be bad in a dataset: `limit` rows behind the first `start`, and all row groups.
+    """What is known to be bad in a dataset: `limit` rows after the first `start`, and all row groups.
 
     Once the tokens of all rows are counted, every bad row is known.
     """

@@ -25,7 +25,7 @@ class LengthOrder:
     by `run_key`, which is the epoch's, and the window's number. `lengths(pools, indices)` are the tokens of sequences.
 
     Runs begin at multiples of `run` in the epoch, as global batches do, so a window's first and last run may be shorter. With a
-    shorter one in the midst of a window each global batch behind it would be of two runs.
+    shorter one in the midst of a window each global batch after it would be of two runs.
     """
 
     def __init__(self, order: EpochOrder, lengths: Callable[[IntArray, IntArray], IntArray], run: int, run_key: int) -> None:

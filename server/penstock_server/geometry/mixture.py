@@ -1,7 +1,7 @@
 """Mixtures: which dataset each sample is of, and which sample of that dataset's own endless stream. Pure, invertible, O(1).
 
 A mixture's samples are counted from 0 over all its epochs, and so are each dataset's: dataset i's stream is its epochs one
-behind the other. In every prefix of a phase each dataset has its share of the samples, to within one.
+after the other. In every prefix of a phase each dataset has its share of the samples, to within one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     Rows      one row, one sequence, cut to its longest length; from row counts
     SplitRows one row, as many sequences as it fills; from row lengths
-    Concat    the documents of all blocks, one behind the other, are a ring of tokens, cut into sequences; from token counts
+    Concat    the documents of all blocks, one after the other, are a ring of tokens, cut into sequences; from token counts
     BestFit   whole documents in bins; from row lengths (see best_fit)
 
 Each cuts the blocks into pools and says how many sequences each pool has, which is what an order permutes, and what a sequence
@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, distinct, find, starts_of
 
-STREAM = -1  # in place of a row: the whole block's tokens, its rows one behind the other
+STREAM = -1  # in place of a row: the whole block's tokens, its rows one after the other
 
 
 class Spans(NamedTuple):
@@ -43,7 +43,7 @@ class Packing(Protocol):
         """How many sequences each pool has, shape [num_pools]."""
 
     def blocks_of(self, pool: int) -> range:
-        """The blocks that a pool's sequences are made of; those of Concat may run on into the blocks behind them."""
+        """The blocks that a pool's sequences are made of; those of Concat may run on into the blocks after them."""
 
     def spans(self, pools: IntArray, indices: IntArray) -> Spans:
         """What sequences are made of; sequence i is the one with number indices[i] of pools[i]."""
@@ -121,7 +121,7 @@ class Concat:
         self._starts = starts_of(tokens_per_block)
         self._seq_len, self._shift = seq_len, shift
         self.num_sequences = int(self._starts[-1]) // seq_len
-        # The first sequence that begins at a block's first token or behind it.
+        # The first sequence that begins at a block's first token or after it.
         self._first = np.clip(-((shift - self._starts) // seq_len), 0, self.num_sequences)
         self.sequences_per_pool = np.diff(self._first)
 

@@ -17,7 +17,7 @@ from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How ranks slice an epoch: sample n = (step * world_size + rank) * batch_size + index of those behind `offset`.
+    """How ranks slice an epoch: sample n = (step * world_size + rank) * batch_size + index of those after `offset`.
 
     The order is of samples; another world size or batch size slices the same order differently. Every rank has the same
     number of steps: unequal ranks would hang the trainer's collectives. `skipped` positions, half-open ranges, are no samples.

@@ -18,7 +18,7 @@ _ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the 
 _FIRST_BLOCK_BYTES, _LARGEST_BLOCK_BYTES = 1 << 20, 4 << 20
 _DELIMITERS = (";", "\t", "|", ",")  # that a header of one column may have been meant to have
 _RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
-# Numbers that the type gives back, but for digits far behind the point: 007, and a whole number of twenty digits, are text.
+# Numbers that the type gives back, but for digits far after the point: 007, and a whole number of twenty digits, are text.
 _NUMBERS = {
     pa.int64(): r"^(0|-?[1-9][0-9]{0,17})$",
     pa.float64(): r"^-?((0|[1-9][0-9]{0,14})|(0|[1-9][0-9]{0,15})\.[0-9]+)([eE][-+]?[0-2]?[0-9]{1,2})?$",

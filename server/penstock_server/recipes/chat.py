@@ -39,7 +39,7 @@ class TemplateError(ValueError):
 
 
 class ChatError(ValueError):
-    """A chat cannot be rendered; the message goes on behind the name of its row."""
+    """A chat cannot be rendered; the message goes on after the name of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class ChatTemplate:
             raise ChatError(f"has a chat that its template fails on: {_reason(error)}") from error
 
     def _try_out(self) -> tuple[str, str]:
-        """What the template writes to prompt for an answer, and behind a chat that ends, as Phi-3 does an EOS; "" for nothing.
+        """What the template writes to prompt for an answer, and after a chat that ends, as Phi-3 does an EOS; "" for nothing.
 
         Raises TemplateError: it writes today's date.
         """

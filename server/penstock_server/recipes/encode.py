@@ -23,7 +23,7 @@ from penstock_server.recipes.texts import chats, messages, preference, tokenized
 REASON = "bad"  # why a row cannot be used, null where it can
 ROW = "row"  # which row of the block it is; the filter leaves some out
 SPLIT = "split"  # its hash, by which it is of one split or the other; see split_hashes
-TURNS = "_turns"  # behind a feature's name: the lengths of a row's prompt, response, prompt, ...
+TURNS = "_turns"  # after a feature's name: the lengths of a row's prompt, response, prompt, ...
 COLUMN = "column:"  # before the name of a column that travels
 
 LONGEST_ROW = (1 << 31) - 1  # tokens: lengths are kept in 31 bits
@@ -76,7 +76,7 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
     """A uniform hash of each row, shape [num_rows]: of its place, or of the value of the field that the recipe names.
 
     A row's place is the name of its shard and its number in it, so shards that come to the dataset move no row to the other
-    split. `kept` are the rows' numbers behind `place`.
+    split. `kept` are the rows' numbers after `place`.
     """
     if recipe.split_by is None:
         key = xxhash.xxh3_64_intdigest(place.shard.encode())

@@ -26,7 +26,7 @@ class FieldError(ValueError):
 class Field:
     """A column or a template, as declared in `text`.
 
-    `parts` are (text, path of the column behind it); behind the last there may be none. Before a column alone the text is "".
+    `parts` are (text, path of the column after it); after the last there may be none. Before a column alone the text is "".
     """
 
     text: str

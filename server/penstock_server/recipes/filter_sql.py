@@ -36,7 +36,7 @@ def parse(text: str) -> exp.Expr:
         return sqlglot.parse_one(text, into=exp.Condition)
     except ParseError as error:
         at = error.errors[0] if error.errors else {}
-        what = f"the filter {text!r} cannot be read at {at.get('highlight')!r}, behind {at.get('start_context')!r}"
+        what = f"the filter {text!r} cannot be read at {at.get('highlight')!r}, after {at.get('start_context')!r}"
         raise FilterError(f"{what}: something is missing there, or is too much. {_KNOWN}.") from error
     except SqlglotError as error:
         raise FilterError(f"the filter {text!r} cannot be read: a quote or a comment in it is not closed.") from error

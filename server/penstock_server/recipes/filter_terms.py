@@ -35,7 +35,7 @@ _UNKNOWN = pc.scalar(pa.scalar(None, pa.bool_()))
 
 
 class Mismatch(ValueError):
-    """Something is done with terms that cannot be done with their types; the message goes on behind the part's text."""
+    """Something is done with terms that cannot be done with their types; the message goes on after the part's text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -123,7 +123,7 @@ def checked_ids(array: pa.Array, bound: int, bos_id: int | None, eos_id: int | N
 
     Ids outside [0, bound), null ids and lists without an id make a bad row.
     """
-    # Flattening drops the items of null lists, which fixed-size lists keep behind their nulls.
+    # Flattening drops the items of null lists, which fixed-size lists keep after their nulls.
     lengths = pc.fill_null(pc.cast(pc.list_value_length(array), pa.int64()), 0).to_numpy(zero_copy_only=False)
     items = array.flatten()
     sound = not items.null_count and _all_within(items, bound)

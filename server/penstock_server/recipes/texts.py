@@ -19,7 +19,7 @@ _Chat = list[Any] | None
 
 
 def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons) -> Lists:
-    """One side of a preference pair, behind the prompt of both; without a prompt, behind the messages that both begin with."""
+    """One side of a preference pair, after the prompt of both; without a prompt, after the messages that both begin with."""
     fields = dict(recipe.fields)
     if recipe.chat:
         answers, prompts = _parted({role: messages(rows, role, recipe, reasons) for role in fields}, side)
@@ -96,7 +96,7 @@ def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Re
         runs[0] += len(opening)
         if answered[row] or runs[-1]:
             runs[-1] += len(closing)
-        else:  # behind the user's words an EOS is not learned
+        else:  # after the user's words an EOS is not learned
             runs[-2] += len(closing)
         turns.append(runs)
     lists = joined([_every(opening, len(ids)), Lists(*_end_to_end(ids)), _every(closing, len(ids))])
@@ -104,7 +104,7 @@ def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Re
 
 
 def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The text of a chat behind a prompt, and the spans that are learned. Raises ChatError: there is none of them."""
+    """The text of a chat after a prompt, and the spans that are learned. Raises ChatError: there is none of them."""
     assert recipe.chat
     if chat is None:
         raise ChatError("is null")
@@ -170,7 +170,7 @@ def _text(raw: bytes | None) -> tuple[str, str | None]:
 
 
 def joined(features: Sequence[Lists]) -> Lists:
-    """The ids of each row's features one behind the other."""
+    """The ids of each row's features one after the other."""
     some = [feature for feature in features if len(feature.values)]
     if len(some) == 1:
         return some[0]
@@ -183,7 +183,7 @@ def joined(features: Sequence[Lists]) -> Lists:
 
 
 def with_turns(turns: Sequence[Lists]) -> Lists:
-    """The ids of each row's turns one behind the other, and the lengths of the turns."""
+    """The ids of each row's turns one after the other, and the lengths of the turns."""
     lists = joined(turns)
     lengths = np.stack([turn.lengths for turn in turns], axis=1)
     return Lists(lists.values, lists.lengths, (lengths.reshape(-1), np.full(len(lengths), len(turns))))

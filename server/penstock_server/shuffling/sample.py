@@ -45,7 +45,7 @@ class MemberEpoch:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LookedAt:
-    """Samples and where they are from; each of shape [runs, samples of a run], those of a run one behind the other.
+    """Samples and where they are from; each of shape [runs, samples of a run], those of a run one after the other.
 
     Sample `samples` of the epoch is position `positions` of it and position `own` of source number `sources`, and shows the
     sequence that stands at `places` there.
@@ -144,7 +144,7 @@ class _LookUp:
         return LookedAt(samples.reshape(-1), flat, *self._places(flat)).reshaped(*positions.shape)
 
     def pairs(self, served: LookedAt) -> Pairs:
-        """Samples with those that stand behind them in the source. The last sequence of a source has none behind it."""
+        """Samples with those that stand after them in the source. The last sequence of a source has none after it."""
         other = np.full_like(served.own, _NEVER)
         anywhere = np.full((-(-MOST_SCATTERED // len(other)), len(other)), _NEVER)
         even = (np.arange(anywhere.size) + 0.5).reshape(anywhere.shape) * _GOLDEN % 1

@@ -62,7 +62,7 @@ def windows_of(sample: Sample) -> tuple[Window, ...]:
 
 
 def grade(sample: Sample, measures: Mapping[str, list[Measure]], following: float) -> str:
-    """One of the words above. `following` is the share of samples behind which their neighbour in the source is served."""
+    """One of the words above. `following` is the share of samples after which their neighbour in the source is served."""
     if sample.num_samples < _FEWEST:
         return "unclear"
     if all(measure.is_usual for values in measures.values() for measure in values):
