@@ -14,6 +14,7 @@ import pytest
 
 from ledgers import FIRST, append, begin_of
 from penstock.audit import Report, audit, compare, reading
+from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of as words_of
 from penstock.errors import LedgerError
 from penstock.ledger import Begin
@@ -53,7 +54,7 @@ def test_whole_epochs_are_proven(ledger: Path) -> None:
     epochs = report.orders[0].epochs
     assert [(epoch.epoch, epoch.num_due, epoch.is_finished) for epoch in epochs] == [(0, 100, True), (1, 100, True)]
     assert words(ledger).startswith("PROVEN: each sample that was due, 200 in 2 epochs, was trained on exactly once\n")
-    assert json.loads(json.dumps(report.to_dict()))["proven"] is True
+    assert json.loads(json.dumps(facts_of(report)))["proven"] is True
 
 
 def test_of_what_loader_workers_noted_no_more_is_said_than_that_the_loader_was_handed_it(ledger: Path) -> None:
@@ -63,9 +64,9 @@ def test_of_what_loader_workers_noted_no_more_is_said_than_that_the_loader_was_h
         "PROVEN: each sample that was due, 100 in 1 epoch, was handed to the loader exactly once. Where the loop left "
         "an epoch early, the last batches, as many as the workers fetch ahead, may not have reached it\n"
     )
-    assert [report_on(ledger).to_dict()[name] for name in ("proven", "by_workers")] == [True, True]
+    assert [facts_of(report_on(ledger))[name] for name in ("proven", "by_workers")] == [True, True]
     append(ledger.with_name("other"), begin_of(), range(20), ends=True)
-    assert report_on(ledger.with_name("other")).to_dict()["by_workers"] is False
+    assert facts_of(report_on(ledger.with_name("other")))["by_workers"] is False
 
 
 def test_an_order_is_named_by_all_that_tells_it_from_others(ledger: Path) -> None:
@@ -85,7 +86,7 @@ def test_steps_that_were_trained_twice_around_a_resume_are_told_and_counted_once
         "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed from a checkpoint before them; only the second "
         "time counts" in words(ledger)
     )  # fmt: skip
-    assert report_on(ledger).to_dict()["orders"][0]["thrown_away"] == [
+    assert facts_of(report_on(ledger))["orders"][0]["thrown_away"] == [
         {"epoch": 0, "first_step": 5, "last_step": 7, "start": 1, "resumed_by": 2}
     ]
 
@@ -217,7 +218,7 @@ def test_a_missing_batch_is_named_by_step_rank_and_positions(ledger: Path) -> No
     assert not report.is_proven
     assert words(ledger).startswith("NOT PROVEN: 5 samples not trained on\n")
     assert "MISSING epoch 0, step 3 of start 1, rank 1: 5 samples at positions 35-39" in words(ledger)
-    assert report.to_dict()["orders"][0]["epochs"][0]["missing"] == {"samples": 5, "ranges": 1, "positions": [[35, 40]]}
+    assert facts_of(report)["orders"][0]["epochs"][0]["missing"] == {"samples": 5, "ranges": 1, "positions": [[35, 40]]}
 
 
 def test_the_ledgers_of_a_rank_that_are_not_there_are_missed(ledger: Path) -> None:
@@ -566,5 +567,5 @@ def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> No
     text = words(ledger)
     assert "... 1,080 more lines, see --json" in text
     assert text.count("MISSING") == 20
-    [epoch] = report_on(ledger).to_dict()["orders"][0]["epochs"]
+    [epoch] = facts_of(report_on(ledger))["orders"][0]["epochs"]
     assert (len(epoch["gaps"]), epoch["missing"]["ranges"], len(epoch["missing"]["positions"])) == (1100, 1100, 1000)

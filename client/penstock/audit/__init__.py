@@ -5,7 +5,7 @@ history, rank        of one rank, its starts and iterations, and what became of 
 course               which of these led to where the run is, and which a later start threw away
 slicing, intervals   steps of ranks: samples of an epoch
 account              all ranks: which samples were trained on once, never, or more than once
-report, text         the answer, as data and in words
+report, facts, text  the answer, as data, as JSON and in words
 compare              what a server says of the same batches
 """
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from penstock.audit.account import Epoch, Gap, account_for
+from penstock.audit.account import Epoch, account_for
 from penstock.audit.course import Course, course_of, cuts_of, follow, reaches
 from penstock.audit.history import Iteration, Place, Start, StartKey
-from penstock.audit.intervals import size
-from penstock.audit.rank import Changed, OrderKey, RankHistory, RankRecord, Thrown, history_of, order_of, record_of
-from penstock.audit.reading import Damage, IntArray, Part, read_ledger, read_ranks
-
-_MOST_LISTED = 1000  # intervals of positions in JSON; how many there are is told besides
+from penstock.audit.rank import Changed, OrderKey, RankHistory, RankRecord, history_of, order_of, record_of
+from penstock.audit.reading import Damage, Part, read_ledger, read_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +73,6 @@ class Report:
         """Whether loader workers noted some of what counts: what they handed to the loader, not what reached the loop."""
         histories = [history for order in self.orders for history in order.ranks]
         return any(leg.begin.num_workers for history in histories for leg in history.legs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON has it. Positions are [start, stop) of the epoch, the first 1,000 ranges of each kind."""
-        return {
-            "proven": self.is_proven,
-            "by_workers": self.by_workers,
-            "batches": self.num_batches,
-            "ledgers": [str(path) for path in self.paths],
-            "damages": [asdict(damage) | {"path": str(damage.path)} for damage in self.damages],
-            "orders": [_order(order) for order in self.orders],
-        }
 
 
 def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
@@ -214,70 +199,3 @@ def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Mapping[Star
         if first is iteration:
             came = max(came, reach[start.key])
     return None
-
-
-def _order(order: Order) -> dict[str, Any]:
-    num_ranks = Counter(key for history in order.ranks for key in {start.key for start in history.starts})
-    return {
-        "proven": order.is_proven,
-        **dict(order.key),
-        "ranks": [history.rank for history in order.ranks],
-        "absent_ranks": order.absent,
-        "apart": [
-            {"rank": a.rank, "epoch": a.start.begin.epoch, "step": a.start.begin.step}
-            | {"leader_epoch": a.leader.begin.epoch, "leader_step": a.leader.begin.step}
-            for a in order.apart
-        ],
-        "starts": [
-            {
-                "time": start.begin.time.isoformat(),
-                "resumed": start.begin.num_loads > 0,
-                "epoch": start.begin.epoch,
-                "step": start.begin.step,
-                "offset": start.slicing.offset,
-                "batch_size": start.slicing.batch_size,
-                "world_size": start.slicing.world_size,
-                "ranks": num_ranks[start.key],
-            }
-            for start in order.leader.starts
-        ],
-        "thrown_away": [_thrown(thrown) for thrown in order.leader.thrown],
-        "epochs": [_epoch(epoch) for epoch in order.epochs],
-        "changed": [asdict(changed) for changed in order.changed],
-    }
-
-
-def _thrown(thrown: Thrown) -> dict[str, Any]:
-    first, stop = thrown.steps
-    return {"epoch": thrown.epoch, "first_step": first, "last_step": stop - 1, "start": thrown.started.number + 1} | (
-        {"resumed_by": thrown.resumed.number + 1} if thrown.resumed else {}
-    )
-
-
-def _epoch(epoch: Epoch) -> dict[str, Any]:
-    counts = ("num_sequences", "num_due", "num_skipped", "num_dropped", "num_ahead", "is_finished", "steps_done")
-    return {
-        "epoch": epoch.epoch,
-        "proven": epoch.is_proven,
-        **{name: getattr(epoch, name) for name in counts},
-        "missing": _samples(epoch.missing),
-        "twice": _samples(epoch.twice),
-        "gaps": [_gap(gap) for gap in epoch.gaps],
-    }
-
-
-def _samples(positions: IntArray) -> dict[str, Any]:
-    return {"samples": size(positions), "ranges": len(positions), "positions": positions[:_MOST_LISTED].tolist()}
-
-
-def _gap(gap: Gap) -> Mapping[str, Any]:
-    first, stop = gap.steps
-    slicing = gap.leg.slicing
-    return {
-        "first_step": first,
-        "last_step": stop - 1,
-        "ranks": gap.ranks,
-        "world_size": slicing.world_size,
-        "batch_size": slicing.batch_size,
-        "offset": slicing.offset,
-    }

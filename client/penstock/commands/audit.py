@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.audit import Report, audit
 from penstock.audit.compare import Comparison, compare, rows_of_missing
+from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
 from penstock.commands.terminal import printable
 from penstock.errors import LedgerError, SpecError
@@ -82,5 +83,5 @@ def _shown(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _as_json(report: Report, comparison: Comparison | None, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return (
-        report.to_dict() | ({"compared": asdict(comparison)} if comparison else {}) | ({"missing_rows": rows} if rows else {})
+        facts_of(report) | ({"compared": asdict(comparison)} if comparison else {}) | ({"missing_rows": rows} if rows else {})
     )
