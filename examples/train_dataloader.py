@@ -14,7 +14,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from penstock import RemoteDataset
-from train_gpt import TinyGPT, vocab_size_of
+from train_gpt import TinyGPT, save_checkpoint, vocab_size_of
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             data.set_epoch(data.epoch + 1)  # workers see it, too
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict(), "step": step}
-    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, args.checkpoint)
+    save_checkpoint(state, args.checkpoint)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import RemoteDataset
-from train_gpt import TinyGPT, vocab_size_of
+from train_gpt import TinyGPT, save_checkpoint, vocab_size_of
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def save() -> None:
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
-            args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, args.checkpoint)
+            save_checkpoint(state, args.checkpoint)
 
     parallel = DistributedDataParallel(model)
     while step < args.steps:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -81,7 +82,7 @@ def main() -> None:
     def save() -> None:
         if args.checkpoint:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(), "step": step}
-            torch.save(state, args.checkpoint)
+            save_checkpoint(state, args.checkpoint)
             say(f"saved {args.checkpoint} at step {step:,}")
 
     stopping = False
@@ -136,6 +137,14 @@ def vocab_size_of(data: RemoteDataset) -> int:
     if data.vocab_size is None:
         raise SystemExit(f"{data.dataset} does not say how many token ids there are: set vocab_size in its penstock.toml")
     return data.vocab_size
+
+
+def save_checkpoint(state: dict[str, Any], path: Path) -> None:
+    """Written beside the old one and then put in its place: a kill in the midst of that leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}.new")
+    torch.save(state, written)
+    written.replace(path)
 
 
 def say(text: str) -> None:
