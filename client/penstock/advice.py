@@ -62,27 +62,37 @@ class Advice:
             return
         rows = source.some_lengths(spec, self._epoch)
         data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
-        is_pair = any(name.startswith("chosen_") for name in batch)
-        num_positions = len(rows) * spec.seq_len
-        padding = 1 - sum(min(row, spec.seq_len) for row in rows) / max(num_positions, 1)
-        if spec.pad == "seq_len" and rows and padding > _PADDING_SHARE:
-            may_pack = batch.keys() <= {"input_ids", "attention_mask", "labels"}  # columns go with rows alone
-            or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
-            _warn(
-                f"{data}: {int(100 * padding)}% of the tokens of a batch are padding: the epoch's first "
-                f"{counted(len(rows), 'row')} have {sum(rows) / len(rows):.0f} tokens on average, and each is padded to "
-                f"seq_len={spec.seq_len:,}. Pad only to the longest of a batch with pad='longest'{or_packed}."
-            )
-        num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
-        if num_cut > _CUT_SHARE * sum(rows):
-            way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
-            if is_pair:
-                way_out = "Preference pairs can be neither split nor packed: raise seq_len."
-            _warn(
-                f"{data}: {num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} "
-                f"longer than seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of those first rows are in "
-                f"no batch of any epoch. {way_out}"
-            )
+        for told in filter(None, (_of_padding(spec, rows, batch), _of_cuts(spec, rows, batch))):
+            _warn(f"{data}: {told}")
+
+
+def _of_padding(spec: Spec, rows: Sequence[int], batch: Batch) -> str | None:
+    """What follows from rows of these lengths that are far shorter than seq_len; None if they are not, or not padded to it."""
+    padding = 1 - sum(min(row, spec.seq_len) for row in rows) / max(len(rows) * spec.seq_len, 1)
+    if spec.pad != "seq_len" or not rows or padding <= _PADDING_SHARE:
+        return None
+    may_pack = batch.keys() <= {"input_ids", "attention_mask", "labels"}  # columns go with rows alone
+    or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
+    return (
+        f"{int(100 * padding)}% of the tokens of a batch are padding: the epoch's first {counted(len(rows), 'row')} have "
+        f"{sum(rows) / len(rows):.0f} tokens on average, and each is padded to seq_len={spec.seq_len:,}. Pad only to the "
+        f"longest of a batch with pad='longest'{or_packed}."
+    )
+
+
+def _of_cuts(spec: Spec, rows: Sequence[int], batch: Batch) -> str | None:
+    """What follows from rows of these lengths that are cut; None if few of their tokens are."""
+    num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
+    if num_cut <= _CUT_SHARE * sum(rows):
+        return None
+    way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
+    if any(name.startswith("chosen_") for name in batch):
+        way_out = "Preference pairs can be neither split nor packed: raise seq_len."
+    return (
+        f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} longer than "
+        f"seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of those first rows are in no batch of any "
+        f"epoch. {way_out}"
+    )
 
 
 def warn_as_advised(advice: Sequence[str]) -> None:
