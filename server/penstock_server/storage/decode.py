@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import ESTALE
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +14,14 @@ import pyarrow.parquet as pq
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import split_hashes
 from penstock_server.recipes.rows import take_rows
-from penstock_server.snapshots.folders import is_quiet, list_folder
-from penstock_server.snapshots.shard import Date, Shard, date_of, shard_changed
+from penstock_server.snapshots.folders import list_folder
+from penstock_server.snapshots.shard import date_of, shard_changed
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
+from penstock_server.storage.parsed_footers import ParsedFooters
 
 _BUFFER_BYTES = 1 << 20
-_FOOTER_BYTES = 4 << 20  # of footers as they are stored; parsed they take some ten times as much
+
+_footers = ParsedFooters()  # of this process, whatever it serves
 
 
 def rows_of_group(
@@ -91,35 +89,6 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
             for at, rows in rows_of_group(snapshot, first, columns):
                 kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
                 yield at, split_hashes(take_rows(rows, kept), recipe, at.place, kept)
-
-
-class _Footers:
-    """The footers of the shards that were read last, parsed: to parse that of 20,000 row groups takes longer than to read one.
-
-    For any number of threads.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[Path, Date], pq.FileMetaData] = OrderedDict()
-
-    def of(self, shard: Shard, date: Date) -> pq.FileMetaData:
-        """The footer of a shard that has this date now. Raises OSError, ArrowException: it cannot be read."""
-        key = shard.path, date
-        with self._lock:
-            if found := self._known.get(key):
-                self._known.move_to_end(key)
-                return found
-        found = pq.read_metadata(shard.path)
-        if is_quiet(date, time.time()) and date_of(shard) == date:
-            with self._lock:
-                self._known[key] = found
-                while sum(footer.serialized_size for footer in self._known.values()) > _FOOTER_BYTES and len(self._known) > 1:
-                    self._known.popitem(last=False)
-        return found
-
-
-_footers = _Footers()
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""Parsed footers: to parse that of 20,000 row groups takes longer than to read one of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from penstock_server.snapshots.folders import is_quiet
+from penstock_server.snapshots.shard import Date, Shard, date_of
+
+_FOOTER_BYTES = 4 << 20  # of footers as they are stored; parsed they take some ten times as much
+
+
+class ParsedFooters:
+    """The footers of the shards that were read last: the last one, and others within a budget. For any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[Path, Date], pq.FileMetaData] = OrderedDict()
+
+    def of(self, shard: Shard, date: Date) -> pq.FileMetaData:
+        """The footer of a shard that has this date now. Raises OSError, ArrowException: it cannot be read."""
+        key = shard.path, date
+        with self._lock:
+            if found := self._known.get(key):
+                self._known.move_to_end(key)
+                return found
+        found = pq.read_metadata(shard.path)
+        if is_quiet(date, time.time()) and date_of(shard) == date:
+            with self._lock:
+                self._known[key] = found
+                while sum(footer.serialized_size for footer in self._known.values()) > _FOOTER_BYTES and len(self._known) > 1:
+                    self._known.popitem(last=False)
+        return found
