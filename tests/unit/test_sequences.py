@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -57,6 +58,19 @@ def test_rows_are_cut_at_their_ends_and_between_turns(rows: list[Row], has_turns
     for number, row in enumerate(rows):
         turns = [([token for token, _ in turn], turn[0][1]) for turn in _runs(marked(row, has_turns=has_turns), row, has_turns)]
         assert block.features["tokens"].row(number) == turns
+
+
+def test_what_cutting_a_long_row_into_parts_takes_grows_with_its_turns_and_not_with_their_product() -> None:
+    num_turns, num_parts = 10_000, 500
+    feature = block_of([[[1, 2]] * num_turns], has_turns=True).features["tokens"]
+    borders = np.linspace(0, 2 * num_turns, num_parts + 1, dtype=np.int64)
+    parts = RowSpans(np.arange(num_parts), np.zeros(num_parts, np.int64), borders[:-1], borders[1:])
+    tracemalloc.start()
+    pieces = feature.cut(parts)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1000 * num_turns
+    assert pieces.lengths.tolist() == [2] * num_turns
 
 
 def _runs(tokens: list[tuple[int, bool]], row: Row, has_turns: bool) -> list[list[tuple[int, bool]]]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.geometry.arrays import IntArray, numbered, starts_of
+from penstock_server.geometry.arrays import IntArray, distinct, find, numbered, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
 
@@ -87,13 +87,19 @@ class Feature:
         lasts = np.minimum(lasts, self.tokens.lengths_of(rows))
         learned = np.ones(len(rows), np.bool_)
         if self.turns is not None:
-            num_turns = self.turns.lengths_of(rows)
-            part, number = numbered(num_turns)
-            sizes = self.turns.values[self.turns.starts[rows[part]] + number].astype(np.int64)
-            ends = np.cumsum(sizes)
-            ends -= np.concatenate([[0], ends])[np.cumsum(num_turns) - num_turns][part]  # each row's turns begin at 0
-            spans, rows, learned = spans[part], rows[part], number % 2 == 1
-            firsts, lasts = np.maximum(ends - sizes, firsts[part]), np.minimum(ends, lasts[part])
+            # Each row's turns are gone through once: one row may be cut into thousands of parts.
+            own = distinct(rows)
+            num_turns = self.turns.lengths_of(own)
+            row, number = numbered(num_turns)
+            borders = starts_of(self.turns.values[self.turns.starts[own[row]] + number])  # all their turns, end to end
+            first_turns = starts_of(num_turns)[np.searchsorted(own, rows)]
+            begins = borders[first_turns]
+            turns = find(borders, begins + firsts)
+            part, further = numbered(np.maximum(np.searchsorted(borders, begins + lasts) - turns, 0))
+            turns = turns[part] + further
+            spans, rows, learned = spans[part], rows[part], (turns - first_turns[part]) % 2 == 1
+            firsts = np.maximum(borders[turns] - begins[part], firsts[part])
+            lasts = np.minimum(borders[turns + 1] - begins[part], lasts[part])
         lengths = lasts - firsts
         starts, some = self.tokens.starts[rows] + firsts, lengths > 0
         return TokenRuns(spans[some], starts[some], lengths[some], learned[some])
