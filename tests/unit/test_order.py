@@ -1,6 +1,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,3 +228,5 @@ def test_an_address_that_does_not_exist_is_refused_with_the_bound() -> None:
         schedule.positions([4, 5], 0)
     with pytest.raises(RankOutOfRange, match="ranks are 0 to 1"):
         schedule.positions([0], 2)
+    with pytest.raises(StepOutOfRange, match="this epoch has 0 steps. What follows"):
+        replace(schedule, offset=100).positions([0], 0)

@@ -53,8 +53,9 @@ class Schedule:
                 f"Pass the trainer's world_size, or a rank below it."
             )
         if not 0 <= step < self.num_steps:
+            range_of_steps = f", 0 to {self.num_steps - 1}" if self.num_steps else ""
             raise StepOutOfRange(
-                f"step {step} does not exist: this epoch has {counted(self.num_steps, 'step')}, 0 to {self.num_steps - 1}. "
+                f"step {step} does not exist: this epoch has {counted(self.num_steps, 'step')}{range_of_steps}. "
                 f"What follows is step 0 of the next epoch."
             )
 
