@@ -77,7 +77,8 @@ def main() -> None:
         step = saved["step"]
         say(f"resumed at step {step:,}: epoch {data.epoch}, {len(data):,} batches of it left")
         if step >= args.steps:
-            raise SystemExit(f"nothing to do: --steps is {args.steps:,}")
+            say(f"nothing to do: --steps is {args.steps:,}")
+            return
 
     def save() -> None:
         if args.checkpoint:

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # otherwise each rank's pinned memory would need a context on the first GPU, too
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_world_size() % args.tensor_parallel:
+        raise SystemExit(f"{dist.get_world_size()} ranks cannot be split into groups of {args.tensor_parallel}.")
     shape = (dist.get_world_size() // args.tensor_parallel, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
 
