@@ -18,12 +18,14 @@ import pytest
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server import sealed
 from penstock_server.counts.index import Index
+from penstock_server.counts.lengths import count_lengths
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_quarantine, show_row
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.snapshots.shard import numbers
+from penstock_server.storage import blocks as blocks_module
 from penstock_server.storage import maps as maps_module
 from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
@@ -126,6 +128,30 @@ def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
     count_reads.clear()
     assert [block.num_rows for block in tight.get(range(snapshot.num_blocks))] == snapshot.rows_per_block.tolist()
     assert len(count_reads) <= snapshot.num_blocks + 3
+
+
+def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_but_one(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 150)
+    monkeypatch.setattr(blocks_module, "num_cores", lambda: 2)
+    shards = [[[shard, n] for n in range(500)] for shard in range(2)]
+    folder = write_shards(tmp_path / "data", "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=500)
+    snapshot = open_snapshot(folder, None)
+    assert min(snapshot.blocks_per_group) > 8
+    both, begun, encode_rows = threading.Barrier(2), set[str](), encode.encode
+
+    def meeting(rows: pa.RecordBatch, *args: Any) -> pa.RecordBatch:
+        if args[-1].shard not in begun:
+            begun.add(args[-1].shard)
+            both.wait(30)
+        return encode_rows(rows, *args)
+
+    monkeypatch.setattr(encode, "encode", meeting)
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir), 2))
+    lengths = count_lengths(snapshot, blocks, lambda _: None)
+    assert lengths.per_block("all").sum(axis=1).tolist() == [1000, 2000, 0]
+    assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
 
 
 def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_one(

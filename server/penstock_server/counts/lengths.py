@@ -7,9 +7,11 @@ Files of shards that stay are used again when others come, and what was counted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,16 +22,18 @@ import numpy.typing as npt
 from penstock_server.counts.turn import turn
 from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.geometry.packing import SplitRows
+from penstock_server.machine import num_cores
 from penstock_server.recipes.encode import is_validation
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
-from penstock_server.storage.blocks import LOADED_TOGETHER, Blocks
+from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 
 SUFFIX = ".lengths"
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _VALIDATION = np.uint32(1 << 31)
+_GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest of each few
 # Linux gives a process 65,530 maps. Small files of counts are copied instead, but not more than so many bytes of them.
 _SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
 
@@ -92,22 +96,27 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
 
     Raises what a block raises that cannot be read.
     """
+    paths = list(lengths_files(snapshot, blocks))
     shards = []
     small = [own.words.nbytes for ref in _read.valuerefs() if (own := ref()) and own.words.nbytes <= _SMALL_BYTES]
     spare_bytes = _COPIED_BYTES - sum(small)
-    for number, path in enumerate(lengths_files(snapshot, blocks)):
-        indices = snapshot.blocks_of_shard(number)
-        with turn(path):
-            shard = _read.get((blocks.cache, path))
-            if shard is None:
-                stored = read_sealed(path, partial(_parse, len(indices)))
-                shard = stored or _count_shard(snapshot, blocks, number, path, advance)
-                if shard.words.nbytes <= min(_SMALL_BYTES, spare_bytes):
-                    shard = _ShardLengths(shard.starts, shard.words.copy())
-                    spare_bytes -= shard.words.nbytes
-                _read[blocks.cache, path] = shard
-            shards.append(shard)
-        advance(indices.stop)
+    for some in _counted_together(snapshot):
+        with ExitStack() as turns:
+            for number in some:
+                turns.enter_context(turn(paths[number]))
+            known = {n: _read.get((blocks.cache, paths[n])) or _stored(snapshot, n, paths[n]) for n in some}
+            missing = [index for n in some if known[n] is None for index in snapshot.blocks_of_shard(n)]
+            loaded = turns.enter_context(closing(blocks.each(missing)))
+            for number in some:
+                path, indices = paths[number], snapshot.blocks_of_shard(number)
+                shard = known[number] or _count_shard(snapshot, number, path, islice(loaded, len(indices)), advance)
+                if (blocks.cache, path) not in _read:
+                    if shard.words.nbytes <= min(_SMALL_BYTES, spare_bytes):
+                        shard = _ShardLengths(shard.starts, shard.words.copy())
+                        spare_bytes -= shard.words.nbytes
+                    _read[blocks.cache, path] = shard
+                shards.append(shard)
+                advance(indices.stop)
     return RowLengths(snapshot.first_block_of_shard, shards)
 
 
@@ -117,26 +126,34 @@ def lengths_files(snapshot: Snapshot, blocks: Blocks) -> Iterator[Path]:
         yield blocks.cache.folder / f"{blocks.identity_of_shard(shard)}{SUFFIX}"
 
 
-def _count_shard(snapshot: Snapshot, blocks: Blocks, shard: int, path: Path, advance: Callable[[int], None]) -> _ShardLengths:
-    """The lengths of a shard's rows, stored, and mapped if they could be."""
-    indices = snapshot.blocks_of_shard(shard)
-    num_rows, words = _count(blocks, indices, snapshot.recipe.validation, advance)
-    pieces = num_rows.astype("<i8").tobytes(), words.astype("<u4").tobytes()
+def _counted_together(snapshot: Snapshot) -> Iterator[range]:
+    """The shards, some at a time: so many that each core has row groups to decode, also where a shard has but one."""
+    enough = _GROUPS_A_CORE * num_cores()
+    first = num_groups = 0
+    for number, shard in enumerate(snapshot.shards, start=1):
+        num_groups += len(shard.rows_per_group)
+        if num_groups >= enough or number == len(snapshot.shards):
+            yield range(first, number)
+            first, num_groups = number, 0
+
+
+def _stored(snapshot: Snapshot, shard: int, path: Path) -> _ShardLengths | None:
+    return read_sealed(path, partial(_parse, len(snapshot.blocks_of_shard(shard))))
+
+
+def _count_shard(
+    snapshot: Snapshot, shard: int, path: Path, blocks: Iterable[Block], advance: Callable[[int], None]
+) -> _ShardLengths:
+    """The lengths of a shard's rows, which its blocks tell, stored, and mapped if they could be."""
+    num_rows, words = [], [np.zeros(0, np.uint32)]
+    for done, block in enumerate(blocks, start=snapshot.blocks_of_shard(shard).start + 1):
+        num_rows.append(block.num_rows)
+        words.append(_words(block, snapshot.recipe.validation))
+        advance(done)
+    counted = _ShardLengths(starts_of(np.array(num_rows, np.int64)), np.concatenate(words))
+    pieces = np.array(num_rows, "<i8").tobytes(), counted.words.astype("<u4").tobytes()
     write_sealed(path, pieces, "it is counted again after a restart")
-    return read_sealed(path, partial(_parse, len(indices))) or _ShardLengths(starts_of(num_rows), words)
-
-
-def _count(
-    blocks: Blocks, indices: range, validation: float, advance: Callable[[int], None]
-) -> tuple[IntArray, npt.NDArray[np.uint32]]:
-    num_rows, words = [], []
-    for first in range(indices.start, indices.stop, LOADED_TOGETHER):
-        some = range(first, min(first + LOADED_TOGETHER, indices.stop))
-        for block in blocks.get(some):
-            num_rows.append(block.num_rows)
-            words.append(_words(block, validation))
-        advance(some.stop)
-    return np.array(num_rows, np.int64), np.concatenate([*words, np.zeros(0, np.uint32)])
+    return _stored(snapshot, shard, path) or counted
 
 
 def _words(block: Block, validation: float) -> npt.NDArray[np.uint32]:

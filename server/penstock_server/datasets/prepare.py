@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 from tqdm import tqdm
 
 from penstock.wording import counted
 from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter
-from penstock_server.storage.blocks import LOADED_TOGETHER
 from penstock_server.storage.cache import CacheFolder
 
 
@@ -53,17 +53,25 @@ def _pack(served: Served, split: str, seq_len: int) -> str:
 
 def _fill(served: Served) -> int:
     """Loads blocks that are not in the cache until its budget is used; how many are there then."""
-    blocks, cache = served.blocks, served.blocks.cache
+    blocks = served.blocks
     missing = [index for index in range(served.snapshot.num_blocks) if not blocks.is_stored(index)]
     with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
-        for first in range(0, len(missing), LOADED_TOGETHER):
-            some = missing[first : first + LOADED_TOGETHER]
-            needed = int(served.snapshot.bytes_per_block[some].sum())
-            if cache.used_bytes + 2 * needed > cache.budget_bytes:  # beyond it blocks would put each other out
-                break
-            blocks.get(some)
-            advance(first + len(some))
+        num_done = 0
+        while some := missing[num_done : num_done + _num_fitting(served, missing[num_done:])]:
+            for _ in blocks.each(some):
+                num_done += 1
+                advance(num_done)
     return sum(blocks.is_stored(index) for index in range(served.snapshot.num_blocks))
+
+
+def _num_fitting(served: Served, missing: list[int]) -> int:
+    """How many of these blocks surely find room in the cache: beyond its budget they would put each other out.
+
+    They mostly take less than is known of them, so that there may be room for more once they are there.
+    """
+    needed = 2 * np.cumsum(served.snapshot.bytes_per_block[missing])
+    cache = served.blocks.cache
+    return int(np.searchsorted(needed, cache.budget_bytes - cache.used_bytes, side="right"))
 
 
 def _full(cache: CacheFolder) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.wording import counted
-from penstock_server.geometry.arrays import IntArray, find, numbered, starts_of
+from penstock_server.geometry.arrays import IntArray, begins_run, find, numbered, starts_of
 from penstock_server.geometry.best_fit import pools_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place
@@ -116,6 +116,17 @@ class Snapshot:
         """About the bytes of the largest block's columns, uncompressed; see bytes_per_block."""
         nbytes = _joined(shard.bytes_per_group for shard in self.shards)
         return int((nbytes // self.blocks_per_group).max())
+
+    @cached_property
+    def largest_group_bytes(self) -> int:
+        """The bytes of the largest row group's columns, uncompressed."""
+        return max(max(shard.bytes_per_group, default=0) for shard in self.shards)
+
+    def begins_of_groups(self, blocks: Sequence[int]) -> list[int]:
+        """Of some ascending blocks, the first one of each row group."""
+        indices = np.array(blocks, np.int64)
+        firsts: list[int] = indices[begins_run(find(self._first_block, indices))].tolist()
+        return firsts
 
     def locate(self, row: int) -> tuple[int, int]:
         """The (block, row in the block) of row `row`, in [0, num_rows), of all shards."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import pyarrow as pa
 
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray
+from penstock_server.machine import num_cores
 from penstock_server.problems import BadRow
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import is_validation
@@ -35,7 +38,7 @@ log = logging.getLogger("penstock.blocks")
 
 EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
-LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
+_LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
 _FORMAT = 6  # of the stored blocks: a change here rebuilds them
@@ -93,10 +96,28 @@ class Blocks:
         Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable: its storage fails.
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
-        blocks = [found if isinstance(found, Block) else found.result() for found in self.request(indices)]
-        for index, block in zip(indices, blocks, strict=True):
-            self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
-        return [self.of_split(block, split) for block in blocks]
+        asked = zip(indices, self.request(indices), strict=True)
+        return [self.of_split(self._wait(index, found), split) for index, found in asked]
+
+    def each(self, indices: Sequence[int]) -> Generator[Block, None, None]:
+        """The blocks at these indices, ascending, in turn. Raises what `get` raises.
+
+        One thread decodes a row group, which may be very many blocks. So others are decoded beside it, as many as there are
+        cores, if the cache can keep them.
+        """
+        num_groups = min(num_cores(), self.cache.budget_bytes // (2 * self._snapshot.largest_group_bytes + 1))
+        next_groups = deque(self._snapshot.begins_of_groups(indices))
+        asked = dict[int, Asked]()
+        try:
+            for number, index in enumerate(indices):
+                while next_groups and next_groups[0] <= index:
+                    next_groups.popleft()
+                for wanted in (*indices[number : number + _LOADED_TOGETHER], *islice(next_groups, max(0, num_groups - 1))):
+                    if wanted not in asked:
+                        [asked[wanted]] = self.request([wanted])
+                yield self._wait(index, asked.pop(index))
+        finally:
+            self.forget(found for found in asked.values() if isinstance(found, Future))
 
     def forget(self, futures: Iterable[Future[Block]]) -> None:
         """Gives up blocks that were asked for; see BlockStore.forget."""
@@ -188,6 +209,11 @@ class Blocks:
 
     def _group_key(self, address: BlockAddress) -> str:
         return _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity])
+
+    def _wait(self, index: int, found: Asked) -> Block:
+        block = found if isinstance(found, Block) else found.result()
+        self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
+        return block
 
     def _ask(self, index: int) -> Asked:
         at = self._snapshot.block(index)
