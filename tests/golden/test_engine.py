@@ -17,6 +17,7 @@ from penstock_server.geometry.order import EpochOrder
 from penstock_server.recipes.encode import Place, split_hashes
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
+from synthetic import synthetic_plan
 
 ENGINE = json.loads((Path(__file__).parent / "engine.json").read_text())
 
@@ -43,6 +44,11 @@ def test_splits() -> None:
     numbers = np.arange(4)
     assert split_hashes(rows, by_place, Place("part-000.parquet", 1000), numbers).tolist() == ENGINE["split"]["by place"]
     assert split_hashes(rows, by_value, Place("any.parquet", 0), numbers).tolist() == ENGINE["split"]["by value"]
+
+
+def test_names_of_snapshots(tmp_path: Path) -> None:
+    plan = synthetic_plan(tmp_path, {"a": [[5, 3], [4]], "b": [[7]]}, mix="a:1,b:1", batch_size=1)
+    assert plan.snapshot == ENGINE["snapshot"]
 
 
 @pytest.mark.parametrize(("window", "samples"), ENGINE["length_order"].items())

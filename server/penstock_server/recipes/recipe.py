@@ -128,7 +128,11 @@ class Recipe:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that changes a row's tokens or what travels with them."""
+        """All that changes a row's tokens or what travels with them.
+
+        Of it snapshots and cached blocks have their names: a key that is new stands here only where it is set, or no run could
+        be resumed and every row would be tokenized anew.
+        """
         return {
             "kind": self.kind,
             "fields": [[role, source.text] for role, source in self.fields],
