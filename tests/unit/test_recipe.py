@@ -16,7 +16,8 @@ from penstock_server.recipes.tokenizer import TokenizerFile
 
 NUMBER = Field("n", (("", ("n",)),))
 IDS = Field("ids", (("", ("ids",)),))
-RECIPE = Recipe(kind="tokens", fields=(("tokens", IDS),), columns=(Column("n", NUMBER, pa.int32()),))
+COLUMN = Column(NUMBER, pa.int32())
+RECIPE = Recipe(kind="tokens", fields=(("tokens", IDS),), columns=(COLUMN,))
 WORDS = TokenizerFile(Path("words.json"), "digest", Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox")), 1)
 
 CHANGES: dict[str, Any] = {
@@ -26,7 +27,7 @@ CHANGES: dict[str, Any] = {
     "bos_id": 0,
     "eos_id": 0,
     "pad_id": 1,
-    "columns": (Column("n", NUMBER, pa.int64()),),
+    "columns": (),
     "split_by": NUMBER,
 }
 ALIKE: dict[str, Any] = {"unused": ("labels",), "unsaid_bos": "<s>"}
@@ -41,6 +42,11 @@ def test_each_field_of_a_recipe_is_looked_at() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_a_batch_is_in_the_identity(name: str) -> None:
     assert replace(RECIPE, **{name: CHANGES[name]}).identity != RECIPE.identity
+
+
+@pytest.mark.parametrize("changed", [{"field": IDS}, {"type": pa.int64()}])
+def test_what_a_column_is_made_of_is_in_the_identity(changed: dict[str, Any]) -> None:
+    assert replace(RECIPE, columns=(replace(COLUMN, **changed),)).identity != RECIPE.identity
 
 
 @pytest.mark.parametrize("name", BESIDE)

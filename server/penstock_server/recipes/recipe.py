@@ -33,11 +33,15 @@ _FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that travels beside the tokens, under a name and as values of one type, whatever shards have."""
+    """A column that travels beside the tokens, as values of one type, whatever shards have."""
 
-    name: str
     field: Field
     type: pa.DataType
+
+    @property
+    def name(self) -> str:
+        """What it is called in penstock.toml, and in a batch."""
+        return self.field.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -213,4 +217,4 @@ def travelling_column(name: str, schema: pa.Schema) -> Column:
         raise FieldError(
             f"column {name!r} is {type_} and cannot travel; numbers, lists of a fixed number of them, text and bytes can"
         )
-    return Column(name, source, type_)
+    return Column(source, type_)
