@@ -13,7 +13,8 @@ from penstock.spec import LARGEST_COUNT, Spec
 from penstock.whole import plain
 
 _VERSION = 1
-# What decides which sample stands where in an epoch.
+# What decides which sample stands where in an epoch. States of earlier versions lack a name that is added: there it has to mean
+# the default, or every checkpoint would be refused.
 _ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
 # What decides it only where rows are joined, cut or sorted; None elsewhere.
 _CUT = ("seq_len", "task")

@@ -1,4 +1,4 @@
-"""Frozen values. Whoever changes one breaks every run that resumes (order) or every client in the field (frame)."""
+"""Frozen values. Whoever changes one breaks every run that resumes (order, state) or every client in the field (frame)."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import wire
+from penstock import Spec, wire
+from penstock.state import Position, read_state
 from penstock.wire import Address, Layout
 from penstock_server.geometry.order import EpochOrder, key, permute, unpermute
 
 HERE = Path(__file__).parent
 ORDER = json.loads((HERE / "order.json").read_text())
+STATE = {
+    "version": 1, "dataset": "wiki", "epoch": 2, "step": 9, "offset": 64, "batch_size": 8, "world_size": 1, "skip": None,
+    "snapshot": "0123456789abcdef", "seed": 7, "shuffle": "window", "window": 262144, "split": "all", "packing": "concat",
+    "long_rows": "truncate", "group_by_length": 0, "mix": None, "mix_stop": None, "seq_len": 64, "task": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), ORDER["key"].items())
@@ -35,6 +41,11 @@ def test_epochs(name: str, sequences: str) -> None:
     order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=10, seed=int(seed), epoch=int(epoch))
     blocks, indices = order.sequences(np.arange(order.num_sequences))
     assert " ".join(f"{b}.{i}" for b, i in zip(blocks.tolist(), indices.tolist(), strict=True)) == sequences
+
+
+def test_state() -> None:
+    spec = Spec(packing="concat", seq_len=64, seed=7, snapshot="0123456789abcdef")
+    assert read_state(STATE, "wiki", spec) == Position(epoch=2, offset=64, step=9)
 
 
 def test_frame() -> None:
