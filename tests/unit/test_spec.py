@@ -1,10 +1,12 @@
 import inspect
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from penstock import RemoteDataset, Spec, SpecError
+from penstock.source import Source
 
 
 def test_what_a_query_leaves_out_has_its_default() -> None:
@@ -65,6 +67,27 @@ def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
     for name, default in Spec().to_dict().items():
         if name not in ("world_size", "offset"):  # found out, and kept in the state
             assert taken[name].default == default
+
+
+def test_the_dataset_hands_every_parameter_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Spec] = []
+
+    def resolve(_: Source, spec: Spec) -> None:
+        asked.append(spec)
+        raise SpecError("far enough")
+
+    monkeypatch.setattr(Source, "resolve", resolve)
+    given: list[dict[str, Any]] = [
+        {"batch_size": 3, "seq_len": 64, "world_size": 2, "seed": 1, "shuffle": "none", "window": 9, "split": "train"},
+        {"packing": "concat", "boundaries": "documents", "loss": "all", "tail": "wrap", "skip": "1-2", "snapshot": "a+b"},
+        {"long_rows": "split", "pad": "longest", "group_by_length": 4, "mix": "a:1,b:1", "mix_stop": "all"},
+        {"task": "seq2seq", "target_len": 8},
+    ]
+    for spec in given:
+        with pytest.raises(SpecError, match="far enough"):
+            RemoteDataset("host:8000", "a", **({"rank": 0, "world_size": 1} | spec))
+    assert asked == [Spec(**spec) for spec in given]
+    assert {name for spec in given for name in spec} == Spec().to_dict().keys() - {"offset"}
 
 
 def test_what_makes_no_sense_together_is_refused_with_the_parameter_at_fault() -> None:
