@@ -18,6 +18,7 @@ import pytest
 
 from commands import penstock
 from penstock.spec import describe
+from penstock_server.recipes import declaration
 from penstock_server.recipes.recipe_file import read_recipe
 from serving import Server
 
@@ -163,6 +164,12 @@ def test_every_place_they_point_to_is_there() -> None:
 def test_every_parameter_is_told_with_its_default() -> None:
     table = re.findall(r"^\| `([a-z_]+)` \| (?:`(.*?)`)? ?\| (.*) \|$", (ROOT / "docs/batches.md").read_text(), re.MULTILINE)
     assert table == [(p["name"], "" if p["default"] is None else str(p["default"]), p["doc"]) for p in describe()]
+
+
+def test_every_key_of_a_recipe_is_told() -> None:
+    for key in declaration._KEYS:
+        assert re.search(rf"^{key} = ", str(declaration.__doc__), re.MULTILINE), key
+        assert re.search(rf"\b{key} = |`{key}`", PAGES[ROOT / "docs/data.md"]), key
 
 
 def test_every_make_target_they_name_is_there() -> None:
