@@ -45,6 +45,8 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
     they become int32 and int64; uint64 stays, for `.to(torch.int64)` where the numbers are small.
+
+    On a GPU the same is made by penstock.device.unpack.
     """
     arrays, made = travelled(frame), Batch()
     for lines in lines_of(arrays, lambda ids: _numbers(ids.shape[1])):
