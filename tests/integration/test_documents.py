@@ -161,6 +161,12 @@ def test_every_place_they_point_to_is_there() -> None:
                 assert anchor in [re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
+def test_every_file_that_the_architecture_names_is_there() -> None:
+    known = [path for folder in ("client", "server", "tests", "benchmarks", "docs") for path in (ROOT / folder).rglob("*.*")]
+    for name in set(re.findall(r"`([\w/]+\.(?:py|md))`", (ROOT / "ARCHITECTURE.md").read_text())):
+        assert any(path.match(name) for path in known), name
+
+
 def test_every_parameter_is_told_with_its_default() -> None:
     table = re.findall(r"^\| `([a-z_]+)` \| (?:`(.*?)`)? ?\| (.*) \|$", (ROOT / "docs/batches.md").read_text(), re.MULTILINE)
     assert table == [(p["name"], "" if p["default"] is None else str(p["default"]), p["doc"]) for p in describe()]
