@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ import pytest
 
 from commands import penstock
 from penstock.spec import describe
+from penstock.stats import Stats
 from penstock_server.recipes import declaration
 from penstock_server.recipes.recipe_file import read_recipe
 from serving import Server
@@ -176,6 +178,12 @@ def test_every_key_of_a_recipe_is_told() -> None:
     for key in declaration._KEYS:
         assert re.search(rf"^{key} = ", str(declaration.__doc__), re.MULTILINE), key
         assert re.search(rf"\b{key} = |`{key}`", PAGES[ROOT / "docs/data.md"]), key
+
+
+def test_every_figure_of_the_statistics_is_told() -> None:
+    for name in (field.name for field in fields(Stats)):
+        assert re.search(rf"^    {name} ", str(Stats.__doc__), re.MULTILINE), name
+        assert f"`{name}`" in PAGES[ROOT / "docs/training.md"], name
 
 
 def test_every_make_target_they_name_is_there() -> None:
