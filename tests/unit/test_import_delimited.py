@@ -140,6 +140,7 @@ def test_rows_larger_than_the_first_blocks_are_read_and_larger_ones_refused(tmp_
         (b"1,x\n3,NA,9\n", "line {2}: the header has 2 fields and this row 3: '3,NA,9'.*Put quotes around a field"),
         (b"1,x\n3\n4,y\n", "line {2}: the header has 2 fields and this row 1: '3'"),
         (b'"x\ny",z\n\n"p\nq"\n', "line {4}: the header has 2 fields and this row 1"),
+        (b"x" * 90 + b"\n", "line {1}: the header has 2 fields and this row 1: 'x{80}'"),
         (b"x" * 500 + b"\n", "line {1}: the header has 2 fields and this row 1: 'x{80}'"),
         (("é" * 90 + "\n").encode(), "line {1}: the header has 2 fields and this row 1: 'é"),
         (b'1,"x\n2,y\n3,z\n', "line {1}: a quote is opened and never closed.*'x.n2,y.n3,z.n'"),

@@ -135,7 +135,8 @@ class Delimited:
     def _refusal(self, error: Exception, num_rows: int) -> ImportRefused:
         if ragged := _RAGGED.search(str(error)):
             row, expected, found, text = ragged.groups()
-            begin, cut = _first_line_of(text.removesuffix(" ..."))[:80], text.endswith(" ...")
+            begin, cut = _first_line_of(text.removesuffix(" ...")), text.endswith(" ...")
+            begin = begin[:80] if cut else begin  # further on it may be cut within a character
             return self._refused(
                 self._first_line(lambda line: line.startswith(begin) if cut else line.rstrip(b"\r") == begin) or f"row {row}",
                 f"the header has {expected} fields and this row {found}: {text[:80]!r}",
