@@ -412,6 +412,14 @@ def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more
         assert (blocks.quarantine.num_bad_rows, blocks.quarantine.refusal is None) == (num_bad, num_bad == 2)
 
 
+def test_a_bad_row_is_listed_by_its_place_in_the_shard_whatever_a_filter_leaves_out_before_it(data: Path) -> None:
+    rows = {"tokens": pa.array([[1], [2], [3], [], [4]], IDS), "n": range(5)}
+    write(data, 'on_bad_row = "substitute"\nfilter = "n > 1"', rows)
+    blocks = open_blocks(data)
+    blocks.get([0])
+    assert [(row.row, row.row_in_group) for row in blocks.quarantine.rows()] == [(3, 3)]
+
+
 def test_bad_rows_are_listed_in_their_order_up_to_a_limit_and_counted_beyond_it(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
