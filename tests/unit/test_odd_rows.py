@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from concurrent.futures import Future
 from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,19 @@ def test_a_bad_row_is_listed_by_its_place_in_the_shard_whatever_a_filter_leaves_
     blocks = open_blocks(data)
     blocks.get([0])
     assert [(row.row, row.row_in_group) for row in blocks.quarantine.rows()] == [(3, 3)]
+
+
+def test_a_row_group_that_cannot_be_read_is_listed_with_what_was_met_not_with_what_its_footer_tells(data: Path) -> None:
+    write(data, 'on_bad_row = "substitute"', {"text": ["fox", None]})
+    path = data / "part-0.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 30 + whole[34:])
+    blocks = open_blocks(data)
+    [loaded] = blocks.request([0])
+    assert isinstance(loaded, Future)
+    assert isinstance(loaded.exception(), ShardUnreadable)
+    blocks.quarantine.look_at(0, loaded)  # whoever waits may wake before it is noted
+    assert [group.reason for group in blocks.quarantine.groups()] == [str(loaded.exception())]
 
 
 def test_bad_rows_are_listed_in_their_order_up_to_a_limit_and_counted_beyond_it(
