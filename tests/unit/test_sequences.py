@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from penstock.wire import Layout
+from penstock.wire import Address, Heads, Layout
 from penstock_server.batches.batch import _add, _write
-from penstock_server.batches.body import Place, Places
+from penstock_server.batches.body import Place, Places, of_one_width
 from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.sequences import LoadedBlock, Sequences
 from penstock_server.batches.tensor import Tensor
@@ -179,3 +180,15 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
     assert [np.flatnonzero(line).tolist() for line in found] == [
         sorted({*begins, *end}) for begins, end in zip(starts, ends, strict=True)
     ]
+
+
+@pytest.mark.parametrize("longer", [1 << 7, 1 << 8, 1 << 16, 1 << 32])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_steps_that_stand_together_have_heads_of_one_length(longer: int, stride: int) -> None:
+    steps = range(longer - 8, longer + 8, stride)
+    parts = list(of_one_width(steps))
+    assert [step for part in parts for step in part] == list(steps)
+    for length in range(64):  # heads are rounded up, so the bytes of a step show with some names only
+        address = Address(dataset="d" * length, snapshot="s", spec="p", epoch=0, rank=0, step=0)
+        heads = Heads(address, Layout((), 0))
+        assert all(len({len(heads.head(step)) for step in part}) == 1 for part in parts)
