@@ -24,7 +24,7 @@ def find_inexact(lines: bytes, table: pa.Table, known: Collection[str]) -> dict[
     found: dict[str, Decimal] = {}
     for line in lines.split(b"\n") if wanted else ():
         if _LONG.search(line):
-            for path, number in _whole_numbers("", json.loads(line, parse_int=Decimal, strict=False)):
+            for path, number in _whole_numbers("", json.loads(line, parse_int=Decimal)):
                 if path in wanted and Decimal(float(number)) != number:
                     found.setdefault(path, number)
             if wanted == found.keys():
