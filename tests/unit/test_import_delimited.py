@@ -145,6 +145,7 @@ def test_rows_larger_than_the_first_blocks_are_read_and_larger_ones_refused(tmp_
         (("é" * 90 + "\n").encode(), "line {1}: the header has 2 fields and this row 1: 'é"),
         (b'1,"x\n2,y\n3,z\n', "line {1}: a quote is opened and never closed.*'x.n2,y.n3,z.n'"),
         (b'1,"x\n2,y\n3,z', "line {1}: a quote is opened and never closed"),
+        (b'1,"x,y', "line {1}: a quote is opened and never closed"),
         (b"1,x\n2,y\xff\n", "line {2}: it is not UTF-8.*iconv"),
     ],
 )
@@ -191,3 +192,7 @@ def test_a_delimiter_that_is_told_is_believed(tmp_path: Path) -> None:
     path = write(tmp_path / "x.csv", ["a", "b"], [[1, "x;y"], [2, "z"]], delimiter=";")
     assert imported(tmp_path / "two", path, delimiter=";").to_pydict() == {"a": [1, 2], "b": ["x;y", "z"]}
     assert imported(tmp_path / "one", path, delimiter=",").to_pydict() == {"a;b": ['1;"x;y"', "2;z"]}
+
+
+def test_of_several_columns_the_first_may_have_another_delimiter_in_its_name(tmp_path: Path) -> None:
+    assert imported(tmp_path / "out", write(tmp_path / "x.csv", ["a;b", "c"], [[1, 2]])).to_pydict() == {"a;b": [1], "c": [2]}
