@@ -105,7 +105,9 @@ def test_etags_follow_the_address_and_spare_the_body(server: Server) -> None:
         same = httpx.get(f"{server.url}{BATCHES}/0?batch_size=8", headers={"If-None-Match": known}, timeout=60)
         assert (same.status_code, same.content, same.headers["ETag"]) == (304, b"", etag)
     others = [f"{BATCHES}/1", f"{BATCHES}/0?seed=1", f"{BATCHES}/0?format=json", f"{BATCHES}?stop=2"]
-    assert len({httpx.get(f"{server.url}{path}", timeout=60).headers["ETag"] for path in others} | {etag}) == 5
+    others += [f"/v1/datasets/numbers/epochs/{e}/ranks/{rank}/batches/0?world_size=2" for e in (0, 1) for rank in (0, 1)]
+    assert len({httpx.get(f"{server.url}{path}", timeout=60).headers["ETag"] for path in others} | {etag}) == 9
+    assert httpx.get(f"{server.url}{BATCHES}/150", headers={"If-None-Match": "*"}, timeout=60).status_code == 404
 
 
 def test_the_spec_is_resolved_with_steps_and_tensors(server: Server) -> None:
@@ -175,6 +177,7 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
         ("nope/spec", 404, "unknown-dataset", "there is no dataset 'nope'"),
         ("numbers/epochs/0/ranks/0/batches/150", 404, "step-out-of-range", "this epoch has 150 steps, 0 to 149"),
         ("numbers/epochs/0/ranks/0/batches?start=3&stop=151", 404, "step-out-of-range", "step 150 does not exist"),
+        ("numbers/epochs/0/ranks/0/batches?seq_len=524288&stop=151", 404, "step-out-of-range", "step 150 does not exist"),
         ("numbers/epochs/0/ranks/2/batches/0?world_size=2", 404, "rank-out-of-range", "ranks are 0 to 1"),
         ("numbers/epochs/0/ranks/0/batches/0?batchsize=2", 422, "bad-parameter", "Did you mean 'batch_size'?"),
         ("numbers/epochs/0/ranks/0/batches/0?start=2", 422, "bad-parameter", "'start' is not a parameter"),
