@@ -70,10 +70,11 @@ def test_what_is_not_there_is_said_and_the_rest_is_shown(data: Path, tmp_path: P
     none = inspect(data, tmp_path, "--dataset", "pair")
     assert (none.returncode, none.stdout) == (2, "")
     assert "there is no dataset 'pair'. Did you mean 'pairs'?" in none.stderr
-    beyond = inspect(data, tmp_path, "--row", "3")
+    beyond = inspect(data, tmp_path, "--row", "2")
     assert beyond.returncode == 1
-    assert "row 3 does not exist: pairs has 2 rows, 0 to 1." in beyond.stderr
-    assert "  row 3: part-000.parquet, row group 0, row 3, split=train\n    4 tokens" in beyond.stdout
+    assert "row 2 does not exist: pairs has 2 rows, 0 to 1." in beyond.stderr
+    assert "row 2 does not exist: prefs has 1 row" in beyond.stderr
+    assert re.search(r"  row 2: part-000\.parquet, row group 0, row 2, split=\w+\n    3 tokens", beyond.stdout)
 
 
 def test_a_dataset_that_cannot_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
