@@ -199,9 +199,9 @@ def test_what_parquet_or_the_server_cannot_hold_is_refused(tmp_path: Path, table
 
 
 def test_an_object_without_fields_is_left_out_and_named(tmp_path: Path) -> None:
-    table = pa.table({"a": [1], "b": [{}], "c": [[{"d": {}, "e": 1}]]})
+    table = pa.table({"a": [1], "b": [{}], "c": [[{"d": {}, "e": 1}]], "f": [{"g": {}}]})
     task = Import(files=[write(tmp_path / "file.arrow", table)], out_dir=tmp_path / "out")
-    assert task.run().left_out == ["b", "c[].d"]
+    assert task.run().left_out == ["b", "c[].d", "f.g"]
     assert read_back(tmp_path / "out").to_pylist() == [{"a": 1, "c": [{"e": 1}]}]
 
 
