@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -30,7 +31,9 @@ def without_passwords(text: str) -> str:
 
 
 def print_anything() -> None:
-    """From now on stdout and stderr replace what they cannot encode: a terminal without Chinese is no reason to fail."""
+    """From now on stdout and stderr take anything: a terminal without Chinese, or none at all, is no reason to fail."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # a stdout that is closed is None
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

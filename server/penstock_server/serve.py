@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -53,8 +54,7 @@ def run(
     listen(listener, settings)
     if greet:
         warn("serve", store.cache, catalog.datasets.values())
-        print(_greeting(catalog, settings, listener))
-        sys.stdout.flush()
+        _tell(_greeting(catalog, settings, listener))
     begin(store.cache.configured_bytes)
     begin_log(tells_news=seat is None or seat.number == 0)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
@@ -111,6 +111,14 @@ class Server(uvicorn.Server):
         if not accepting.cancelled():
             log.error("no more connections are taken; this process ends", exc_info=accepting.exception())
             self.should_exit = True
+
+
+def _tell(greeting: str) -> None:
+    """Prints it. A stdout that is full, or that nobody reads any more, keeps no server from serving."""
+    try:
+        print(greeting, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again at its exit, and complain
 
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:

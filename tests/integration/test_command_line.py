@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -191,6 +193,32 @@ def test_a_log_that_cannot_hold_a_name_keeps_no_server_from_starting(tmp_path: P
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("  ??: 9 rows in 3 shards") for line in lines)
         assert any(line.endswith("Ctrl-C stops\n") for line in lines)
+        process.terminate()
+        assert process.communicate(timeout=20)[1] == ""
+
+
+def until_ready(url: str, process: subprocess.Popen[str]) -> None:
+    """Waits for a server whose greeting cannot be read."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        with suppress(httpx.ConnectError):
+            assert httpx.get(f"{url}/readyz", timeout=60).json()["status"] == "ready"
+            return
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("where", [">&-", ">/dev/full"])
+def test_a_greeting_that_cannot_be_written_keeps_no_server_from_serving(tmp_path: Path, where: str, processes: str) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 9)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    shell = ["bash", "-c", f'exec "$@" {where}', "bash", *command, "--port", port, "--processes", processes]
+    with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True) as process:
+        until_ready(f"http://127.0.0.1:{port}", process)
         process.terminate()
         assert process.communicate(timeout=20)[1] == ""
 
