@@ -52,7 +52,11 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
                 settings = replace(settings, cache_bytes=began.recv())
             except EOFError:
                 first.process.join()
-                return first.process.exitcode or 1
+                status = first.process.exitcode or 1
+                if status > 0:
+                    return status
+                print(_killed(-status), file=sys.stderr)  # it could not do so itself
+                return 1
             children += [_Child.start(settings, listener, seat) for seat in seats[1:]]
             while not _is_told_to_stop(stop, children):
                 children = [child.followed(settings, listener) for child in children]
@@ -107,6 +111,13 @@ class _Child:
         except OSError as error:  # the others go on
             log.warning("no process could be started: %s", error.strerror)
             return replace(self, started_at=time.monotonic(), follows_at=None)
+
+
+def _killed(number: int) -> str:
+    return (
+        f"penstock serve: the first process was ended by signal {number} before it could serve, so nothing is served. If "
+        f"nobody sent it, look into the log of the kernel: it sends 9 where memory runs out."
+    )
 
 
 def _is_told_to_stop(stop: socket.socket, children: list[_Child]) -> bool:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from corpora import write_numbered
+from forks import Fork
 from penstock import RemoteDataset
 from serving import Server
 
@@ -183,3 +184,22 @@ def test_what_cannot_be_served_is_told_once_and_ends_all(tmp_path: Path, data: P
         AssertionError, match=r"the server did not start:\npenstock serve: \S+ holds no file that ends in .parquet"
     ):
         Server(tmp_path, tmp_path / "cache", "--processes", "3")
+
+
+@linux
+def test_a_first_process_that_is_killed_before_it_serves_is_told_of(tmp_path: Path, data: Path) -> None:
+    with closing(Fork("serve", data, "--cache-dir", tmp_path / "cache", "--port", "0", "--processes", "2")) as process:
+
+        def spawned() -> list[int]:
+            pids = [int(pid) for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in children_of(task)]
+            return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+        wait_for(lambda: bool(spawned()))
+        os.kill(spawned()[0], signal.SIGKILL)
+        status, _, errors = process.communicate(timeout=20)
+    assert status == 1
+    assert "the first process was ended by signal 9 before it could serve" in errors
+
+
+def children_of(task: Path) -> list[str]:
+    return (task / "children").read_text().split()
