@@ -193,6 +193,6 @@ def _sample(arguments: argparse.Namespace) -> int:
         for line in write_sample(arguments.out_dir, rows=arguments.rows, seed=arguments.seed):
             print(line)
     except OSError as error:
-        print(f"penstock sample: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"penstock sample: {error.filename or arguments.out_dir} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     return 0

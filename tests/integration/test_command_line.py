@@ -259,6 +259,14 @@ def test_the_image_serves_a_sample_where_the_data_folder_is_empty_and_there_alon
     assert start().stdout == f"penstock serve {data}\n"
 
 
+def test_a_sample_that_the_disk_has_no_room_for_is_told_of(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock.cli", "sample", str(tmp_path / "sample")]
+    limited = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command]  # no file may be longer than a KiB
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == f"penstock sample: {tmp_path / 'sample'} cannot be written: File too large\n"
+
+
 def test_equal_seeds_write_equal_samples(tmp_path: Path) -> None:
     for name in ("one", "two", "two"):  # a sample may be written again
         assert penstock("sample", tmp_path / name, "--rows", "200").returncode == 0
