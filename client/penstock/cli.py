@@ -42,7 +42,7 @@ def _run() -> int:
     try:
         status: int = chosen.run(chosen)
     except ModuleNotFoundError as error:
-        if error.name != "fcntl":
+        if error.name not in ("fcntl", "resource"):
             raise
         print(f"penstock {chosen.command} needs Linux or macOS; on Windows use Docker or WSL", file=sys.stderr)
         return 2

@@ -75,7 +75,10 @@ async def accept_in_turn(
             pause = 0.0  # nobody waits any more
         except OSError as error:  # of some who connect and go, or this process can hold no more
             if error.errno in _NO_ROOM:
-                log.warning("no connection can be taken: %s. Those that wait are taken by another process, or later.", error)
+                log.warning(
+                    "no connection can be taken: %s. Those that wait are taken by another process, or later. If this lasts, "
+                    "raise the limit of open files (ulimit -Hn), or add a server.", error,
+                )  # fmt: skip
                 seat.leave()
                 pause = _NO_ROOM_SECONDS
         # Both at a time: of a busy process each turn of the loop takes long, and a crowd waits.

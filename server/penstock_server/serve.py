@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def run(
     # takes a fifth of the time, and each time tens of milliseconds. What follows is not frozen: snapshots are replaced.
     gc.collect()
     gc.freeze()
+    _open_many_files()
     store, catalog = open_data(settings)
     listen(listener, settings)
     if greet:
@@ -111,6 +113,13 @@ class Server(uvicorn.Server):
         if not accepting.cancelled():
             log.error("no more connections are taken; this process ends", exc_info=accepting.exception())
             self.should_exit = True
+
+
+def _open_many_files() -> None:
+    """Raises the limit of open files to the most that is allowed: a connection is one, and most systems begin with 1,024."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # macOS allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _tell(greeting: str) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -219,6 +219,22 @@ def test_a_greeting_that_cannot_be_written_keeps_no_server_from_serving(tmp_path
     shell = ["bash", "-c", f'exec "$@" {where}', "bash", *command, "--port", port, "--processes", processes]
     with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True) as process:
         until_ready(f"http://127.0.0.1:{port}", process)
+        process.terminate()
+        assert process.communicate(timeout=20)[1] == ""
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_more_connections_are_taken_than_a_shell_has_files_open(tmp_path: Path, processes: str) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 9)
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    shell = ["bash", "-c", 'ulimit -S -n 64; exec "$@"', "bash", *command, "--port", "0", "--processes", processes]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process, ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdout
+        [port] = re.findall(r" at http://localhost:(\d+)$", process.stdout.readline())
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
+        assert httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60).json()["status"] == "ready"
         process.terminate()
         assert process.communicate(timeout=20)[1] == ""
 
