@@ -14,6 +14,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -27,6 +28,7 @@ from penstock.state import Position
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE = range(8)
 _WORKERS, _MOST_WORKERS = 8, 1024
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
+_known: WeakSet[SharedStart] = WeakSet()  # in this process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +56,19 @@ class SharedStart:
         self._owner = os.getpid()
         self._memory = torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64, device="cpu")  # whatever torch's default is
         self._share()
+        _known.add(self)
         self.set(stretch, by_state=False)
 
     @property
     def _cells(self) -> torch.Tensor:
+        self.own()
+        return self._memory
+
+    def own(self) -> None:
+        """A process that inherited this, and is no loader worker, goes on with a copy of its own."""
         if os.getpid() != self._owner and not find_worker():
             self._owner, self._memory = os.getpid(), self._memory.clone()
             self._share()
-        return self._memory
 
     def _share(self) -> None:
         if self._memory.is_inference():  # outside of inference mode nobody could write to it
@@ -145,14 +152,25 @@ class SharedStart:
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes along to loader workers, which share it with the process that starts them."""
-        memory = self._cells  # from here on this process's own
-        return self.__dict__ | {"_memory": memory}
+        self.own()
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share()  # a copy would otherwise tell its own workers nothing
+        _known.add(self)
 
 
 def _claim(number: int, worker: Worker | None) -> int:
     """The name of a round."""
     return (worker.loader_seed + number) % (1 << 62) + 1 if worker else -number
+
+
+def _own_all() -> None:
+    """Workers that are forked share what is in this process by then: else they would move the start of whoever made it."""
+    for start in list(_known):
+        start.own()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_own_all)

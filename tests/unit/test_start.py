@@ -39,9 +39,11 @@ def test_a_start_is_taken_once() -> None:
     assert start.is_taken
     assert not take(start, 2, None)
     start.set(RESUMED, by_state=True)
-    assert not start.is_taken
+    assert (start.is_taken, start.is_by_state) == (False, True)
     assert take(start, 3, None)
     assert not start.is_with_workers
+    start.set(RESUMED, by_state=False)
+    assert not start.is_by_state
 
 
 def test_a_start_that_is_made_or_copied_while_evaluating_can_be_set_afterwards() -> None:
@@ -63,8 +65,10 @@ def test_all_workers_of_one_round_take_it_and_those_of_the_next_do_not() -> None
 
 def test_rounds_of_loaders_with_one_seed_are_told_apart_though_not_all_workers_of_the_first_began() -> None:
     start = SharedStart(RESUMED)
-    assert take(start, 1, worker(0, loader_seed=99))
-    assert [take(start, 1, worker(n, loader_seed=99)) for n in range(3)] == [False] * 3
+    for _ in range(2):
+        assert take(start, 1, worker(0, loader_seed=99))
+        assert [take(start, 1, worker(n, loader_seed=99)) for n in range(3)] == [False] * 3
+        start.set(RESUMED, by_state=True)
 
 
 def test_rounds_of_workers_that_live_on_are_told_apart() -> None:
@@ -151,6 +155,7 @@ def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: 
     there.close()  # or one that dies would be waited for
     assert here.recv() == ([[True, True], [False, False]], True)
     other.join()
+    assert (start.is_taken, start.num_sets) == (False, 1)  # as the process has it that made it
 
 
 def test_without_shared_memory_only_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
