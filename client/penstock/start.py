@@ -2,7 +2,7 @@
 
 event      by whom                    when                                what changes
 set        the loop                   set_epoch, load_state_dict          the stretch; nobody has taken it yet
-begin      the loop, or each worker   an iteration begins                 a worker notes that it began for this setting
+begin      the loop, or each worker   an iteration begins                 a worker notes which round it began
 take       the loop, or a worker      it gives its first batch            the stretch is its round's; later rounds begin anew
 give_back  a worker                   it failed before its first batch    its note goes
 move       a worker                   a state was loaded there            the stretch, but not whether it is taken
@@ -24,7 +24,7 @@ from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
-# Behind them is a cell for each worker, with the value of SETS for which it last began.
+# Behind them is a cell for each worker, with the round that it last began since the start was set, 0 for none.
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE = range(8)
 _WORKERS, _MOST_WORKERS = 8, 1024
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
@@ -108,6 +108,7 @@ class SharedStart:
         self.move(stretch, by_state=by_state)
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
+        self._cells[_WORKERS:] = 0
 
     def move(self, stretch: Stretch, *, by_state: bool) -> None:
         """The start is elsewhere; whether it is taken stays as it is."""
@@ -128,15 +129,16 @@ class SharedStart:
                 "no memory could be shared between this process and its loader workers when the dataset was made, so it "
                 "cannot be told where they are. Give /dev/shm more room, or take num_workers=0: a thread fetches ahead anyway."
             )
-        if self.is_taken and int(self._cells[_CLAIM]) != _claim(number, worker):
+        claim = _claim(number, worker)
+        if self.is_taken and self._cells[_CLAIM] != claim:
             return False
         if worker and worker.first < _MOST_WORKERS:
-            begun_for = self._cells[_WORKERS + worker.first]
+            begun = self._cells[_WORKERS + worker.first]
             # An earlier round of the same name took it: the loop gives torch the same seed before each.
-            if self.is_taken and begun_for == self.num_sets:
+            if self.is_taken and begun == claim:
                 self._cells[_CLAIM] = _NOBODYS
                 return False
-            begun_for.fill_(self.num_sets)
+            begun.fill_(claim)
         return True
 
     def take(self, number: int, worker: Worker | None) -> None:

@@ -71,6 +71,12 @@ def test_rounds_of_loaders_with_one_seed_are_told_apart_though_not_all_workers_o
         start.set(RESUMED, by_state=True)
 
 
+def test_workers_that_are_killed_before_their_first_batch_take_nothing() -> None:
+    start = SharedStart(RESUMED)
+    assert [start.begin(1, worker(n, loader_seed=99)) for n in range(3)] == [True] * 3
+    assert [take(start, 1, worker(n, loader_seed=12)) for n in range(3)] == [True] * 3
+
+
 def test_rounds_of_workers_that_live_on_are_told_apart() -> None:
     start = SharedStart(RESUMED)
     for number, taken in ((1, True), (2, False), (3, False)):
