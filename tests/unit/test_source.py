@@ -14,11 +14,12 @@ import pytest
 import penstock.source
 import penstock.transport
 from answering import pages, problem, response, server
-from penstock import DataError, PenstockError, SnapshotGone, Spec, SpecError, wire
+from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, Spec, SpecError, VersionMismatch, wire
 from penstock.audit.compare import compare
 from penstock.ledger import Book
 from penstock.source import Source
 from penstock.state import Position
+from penstock.transport import Transport
 
 SPEC = Spec(snapshot="5eed")
 STEPS = range(4, 12, 2)
@@ -54,6 +55,24 @@ def test_a_run_is_one_request() -> None:
     assert frames(response(run(STEPS))) == ([4, 6, 8, 10], 0, 0)
 
 
+def test_what_comes_next_is_told_also_with_a_run_of_one_step_and_ends_within_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def get_some(transport: Transport, target: str, decode: object, *, then: str | None = None) -> list[str]:
+        asked.append((target, then))
+        return ["a frame"]
+
+    monkeypatch.setattr(Transport, "get_some", get_some)
+    source = Source("http://a:1", "docs", rank=0, retry_seconds=9)
+    with closing(source.connect()) as transport:
+        for steps, then in ((range(2, 3), range(5, 11, 3)), (range(2, 11, 3), range(0))):
+            assert source.frames(transport, SPEC, 1, steps, then)
+    found = [[target and dict(parse_qsl(httpx.URL(target).query.decode())) for target in targets] for targets in asked]
+    expected = [("2", "3", "1"), ("5", "9", "3"), ("2", "9", "3")]
+    assert [(t["start"], t["stop"], t["stride"]) for targets in found for t in targets if t] == expected
+    assert found[1][1] is None
+
+
 def test_of_a_run_that_breaks_off_the_whole_frames_are_kept() -> None:
     whole = response(run(STEPS))
     head, size = len(whole) - len(run(STEPS)), len(frame(4))
@@ -83,6 +102,52 @@ def test_of_a_run_with_a_damaged_frame_those_before_it_are_kept() -> None:
 )  # fmt: skip
 def test_what_was_not_asked_for_is_asked_for_again_and_counted(other: bytes) -> None:
     assert frames(response(other), response(frame(4)), steps=range(4, 5)) == ([4], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (frame(5), "step 4 was asked for, but another came. Start the server"),
+        (frame(4, spec="5eed"), "step 4 was asked for, but another came, of other parameters. Does a cache on the way"),
+    ],
+)
+def test_only_of_a_batch_of_other_parameters_a_cache_is_suspected(other: bytes, reason: str) -> None:
+    with pages(lambda _: (200, other)) as url:
+        source = Source(url, "docs", rank=0, retry_seconds=0)
+        with closing(source.connect()) as transport, pytest.raises(ServerUnavailable, match=reason):
+            source.frames(transport, SPEC, 1, range(4, 5))
+
+
+ASKED = {"skip": "1-2", "mix": "docs:2,more:1"}
+ANSWER = {"spec": ASKED, "num_steps": 3, "num_sequences": 24, "vocab_size": None, "tensors": [], "advice": []}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        ("<html>", VersionMismatch, "is not a spec of this version of penstock .* server of the same version"),
+        ([], VersionMismatch, "is not a spec of this version"),
+        ({**ANSWER, "num_steps": "many"}, VersionMismatch, "is not a spec of this version"),
+        ({**ANSWER, "spec": {"colour": "blue"}}, VersionMismatch, "is not a spec of this version .*colour"),
+        ({**ANSWER, "spec": {"shuffle": "spiral"}}, VersionMismatch, "knows other parameters than this client: .*spiral"),
+        ({**ANSWER, "spec": ASKED | {"skip": "3-4"}}, ServerUnavailable, r"for other parameters, skip=3-4\. Does a cache"),
+        ({**ANSWER, "spec": ASKED | {"mix": "docs:1,more:2"}}, ServerUnavailable, r"other parameters, mix=docs:1,more:2\. D"),
+    ],
+)
+def test_a_server_of_another_version_and_an_answer_to_another_question_are_named(
+    answer: object, kind: type[PenstockError], message: str
+) -> None:
+    body = json.dumps(answer).encode() if answer != "<html>" else b"<html>"
+    with pages(lambda _: (200, body)) as url, pytest.raises(kind, match=message):
+        Source(url, "docs", rank=0, retry_seconds=0).resolve(Spec.from_query(ASKED.items()))
+
+
+def test_a_provenance_that_is_no_object_is_asked_for_again() -> None:
+    with server(*map(response, (b"<html>", b"[]", b'{"step": 4}'))) as url:
+        source = Source(url, "docs", rank=0, retry_seconds=9)
+        with closing(source.connect()) as transport:
+            assert source.provenance(transport, SPEC, 1, 4) == {"step": 4}
+            assert transport.num_damaged == 2
 
 
 def test_fewer_and_more_than_was_asked_for_is_told_and_what_fits_is_kept() -> None:
@@ -245,6 +310,6 @@ def test_an_address_that_can_never_work_is_told_at_once(scheme: str, path: str, 
 
 
 def test_a_skip_that_makes_no_url_is_refused_before_it_is_asked_for() -> None:
-    ranges = ",".join(f"{step}-{step + 1}" for step in range(0, 40_000, 4))
+    ranges = ",".join(f"{step}-{step + 1}" for step in range(0, 24_000, 4))
     with pytest.raises(SpecError, match=r"skip and mix make URLs of [\d,]+ bytes, and servers take 60,000"):
         Source("http://127.0.0.1:9", "docs", rank=0, retry_seconds=9).resolve(Spec(skip=ranges))
