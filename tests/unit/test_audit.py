@@ -8,15 +8,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ledgers import FIRST, append, begin_of
+from penstock import Spec
 from penstock.audit import Report, audit, compare, reading
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of as words_of
-from penstock.errors import LedgerError
+from penstock.errors import AddressError, LedgerError, UnknownDataset
 from penstock.ledger import Begin
 from penstock.ledger_file import find_ledgers
 
@@ -306,6 +308,56 @@ def test_of_many_batches_those_that_were_chosen_are_asked_for_again(ledger: Path
     write_run(ledger)
     asked = [(begin.rank, begin.epoch, *steps) for begin, steps in compare._runs(find_ledgers(ledger), [3, 4, 9, 10, 25, 39])]
     assert asked == [(0, 0, 3, 4), (0, 0, 9), (0, 1, 0), (1, 0, 5), (1, 1, 9)]
+
+
+def test_a_sample_is_drawn_by_chance_and_asked_for_a_few_at_a_time(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append(ledger, begin_of(num_sequences=500), range(100))
+    asked: list[list[int]] = []
+
+    def differing(begin: Begin, digests: dict[int, str], servers: object) -> list[compare.Differing]:
+        asked.append(list(digests))
+        return []
+
+    monkeypatch.setattr(compare, "_differing", differing)
+    drawn = []
+    for sample, expected in ((50, 50), (50, 50), (99, 99), (100, 100), (101, 100), (None, 100)):
+        asked.clear()
+        assert compare.compare([ledger], 100, [], sample).num_batches == expected
+        assert all(steps == list(range(steps[0], steps[0] + len(steps))) for steps in asked)
+        assert max(map(len, asked)) <= 16
+        drawn.append([step for steps in asked for step in steps])
+        assert (sorted(set(drawn[-1])), len(drawn[-1])) == (drawn[-1], expected)
+    assert drawn[0] != drawn[1]
+
+
+def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(ledger, world_size=3, epochs=1, steps=6)
+    for rank in (1, 2):
+        ledger.with_name(f"run.ledger.{rank}").unlink()
+        append(ledger, begin_of(rank, world_size=3), [0, 1], ends=True)
+
+    def source(begin: Begin, servers: object, rank: int) -> SimpleNamespace:
+        def provenance(transport: object, spec: Spec, epoch: int, step: int) -> dict[str, Any]:
+            if step in refusals:
+                raise refusals[step]("no more")
+            return {"asked": (rank, epoch, step)}
+
+        return SimpleNamespace(connect=lambda: SimpleNamespace(close=lambda: None), provenance=provenance)
+
+    refusals = {3: AddressError, 4: UnknownDataset}
+    monkeypatch.setattr(compare, "_source", source)
+    expected = {
+        f"epoch 0, step {step} of start 1, rank {rank}": (
+            {"reason": "no more"} if step in refusals else {"asked": (rank, 0, step)}
+        )
+        for step in range(2, 6)
+        for rank in (1, 2)
+    }
+    assert dict(compare.rows_of_missing(report_on(ledger), [])) == expected
+    monkeypatch.setattr(compare, "_MOST_BATCHES_SHOWN", 3)
+    assert list(compare.rows_of_missing(report_on(ledger), [])) == list(expected.items())[:3]
 
 
 def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:
