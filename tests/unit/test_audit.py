@@ -379,13 +379,31 @@ def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(le
     assert f"{ledger}, line 9 was cut off, as by a process or a machine that went down" in words(ledger)
 
 
+@pytest.mark.parametrize("chunk_bytes", [1000, 4 << 20])
+def test_damaged_lines_are_numbered_in_whatever_portions_a_file_is_read(
+    ledger: Path, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", chunk_bytes)
+    append(ledger, begin_of(), range(8))
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    lines = ledger.read_text().splitlines()
+    for number in (4, 9):  # only that before a begin line can be as a process left it
+        lines[number - 1] = lines[number - 1][:12]
+    for number in (15, 16, 18):
+        lines[number - 1] = lines[number - 1].replace(" 0", " 1")
+    ledger.write_text("\n".join(lines) + "\n")
+    assert [(damage.first, damage.last, damage.is_torn) for damage in reading.read_ledger(ledger).damages] == [
+        (4, 4, False), (9, 9, True), (15, 16, False), (18, 18, False)
+    ]  # fmt: skip
+
+
 def test_files_may_be_joined_into_one(ledger: Path) -> None:
     write_run(ledger)
-    whole = "".join(path.read_text() for path in find_ledgers(ledger))
+    whole = "\n".join(path.read_text() for path in find_ledgers(ledger))  # and an empty line says nothing
     for path in find_ledgers(ledger):
         path.unlink()
     ledger.write_text(whole)
-    assert report_on(ledger).is_proven
+    assert (report_on(ledger).is_proven, reading.read_ledger(ledger).damages) == (True, [])
     assert [history.rank for history in report_on(ledger).orders[0].ranks] == [0, 1]
     later = ledger.with_name("later")
     write_run(later, epochs=1)

@@ -147,7 +147,7 @@ class _Parser:
         for number, looks_torn in self._bad:
             if looks_torn and number + 1 in self._torn_before:
                 merged.append(Damage(self._path, number, number, is_torn=True))
-            elif merged and merged[-1].last == number - 1 and not merged[-1].is_torn:
+            elif merged and merged[-1].last == number - 1:
                 merged[-1] = Damage(self._path, merged[-1].first, number, is_torn=False)
             else:
                 merged.append(Damage(self._path, number, number, is_torn=False))
