@@ -24,7 +24,6 @@ _REFUSALS: Mapping[str, type[PenstockError]] = {
     "unknown-dataset": UnknownDataset,
     "step-out-of-range": AddressError,
     "rank-out-of-range": AddressError,
-    "row-out-of-range": AddressError,
     "snapshot-gone": SnapshotGone,
     "dataset-refused": DataError,
     "shard-unreadable": DataError,

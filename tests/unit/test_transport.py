@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -26,7 +27,7 @@ from penstock import (
     VersionMismatch,
     WireError,
 )
-from penstock.answers import Fault, failure_of
+from penstock.answers import Fault, NotYet, Stranger, failure_of
 from penstock.transport import Transport
 
 
@@ -97,6 +98,7 @@ def test_when_time_is_up_one_error_says_for_how_long_whom_and_why() -> None:
         ("shard-unreadable", 500, DataError),
         ("bad-row", 500, DataError),
         ("dataset-refused", 500, DataError),
+        ("index-failed", 500, DataError),
     ],
 )
 def test_a_refusal_is_raised_at_once_with_the_servers_words(slug: str, status: int, kind: type[PenstockError]) -> None:
@@ -175,6 +177,35 @@ def test_no_server_is_left_alone_for_longer_than_an_hour(asked: str) -> None:
     failure = failure_of("http://host", 503, {"Retry-After": asked}, b"")
     assert isinstance(failure, Fault)
     assert failure.after_seconds == 3600
+
+
+@pytest.mark.parametrize(
+    "asked", ["", "-1", "\u00b2", "soon", "Thu, 01 Jan 1970 00:00:00 GMT", "Thu, 01 Jan 99999 00:00:00 GMT"]
+)
+def test_what_asks_for_no_time_to_come_is_no_wait(asked: str) -> None:
+    failure = failure_of("http://host", 503, {"Retry-After": asked}, b"")
+    assert isinstance(failure, Fault)
+    assert failure.after_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "share"),
+    [({"done": 3, "total": 4}, 0.75), ({"done": 5, "total": 4}, 1), ({"done": -1, "total": 4}, 0), ({"done": 0, "total": 0}, 0),
+     ({"done": "some", "total": 4}, 0), ({}, 0)],
+)  # fmt: skip
+def test_how_far_a_server_is_lies_between_nothing_and_all(told: dict[str, object], share: float) -> None:
+    body = json.dumps({"type": "urn:penstock:problem:index-not-ready"} | told).encode()
+    failure = failure_of("http://host", 503, {"Retry-After": "2"}, body)
+    assert isinstance(failure, NotYet)
+    assert (failure.share, failure.after_seconds) == (share, 2)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"7", b'"busy"', b"[" * 100_000, b"\xff", b'{"detail": ""}'])
+def test_a_status_tells_who_may_be_asked_again_whatever_the_body_is(body: bytes) -> None:
+    kinds = {status: type(failure_of("http://host", status, {}, body)) for status in (302, 400, 404, 408, 425, 429, 500, 503)}
+    assert [status for status, kind in kinds.items() if kind is Stranger] == [302, 400, 404]
+    assert {kinds[status] for status in (408, 425, 429, 500, 503)} == {Fault}
+    assert str(failure_of("http://host", 503, {}, body)) == "HTTP status 503"
 
 
 def test_a_busy_server_lives_so_retry_seconds_do_not_run() -> None:
