@@ -55,15 +55,18 @@ def test_what_is_fetched_next_is_known_before() -> None:
 class Asked:
     """A source, and a transport, that notes what it was asked for, and what it was told would follow."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = KIB) -> None:
         self.steps: list[tuple[range, range]] = []
+        self.is_interrupted = False
+        self._nbytes = nbytes
 
     def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, then: range) -> list[Frame]:
         time.sleep(0.002)  # as any answer takes
         self.steps.append((steps, then))
-        return frames(steps)
+        return frames(steps, nbytes=self._nbytes)
 
-    def interrupt(self) -> None: ...
+    def interrupt(self) -> None:
+        self.is_interrupted = True
 
 
 def test_who_has_little_in_hand_asks_for_two_runs_at_a_time_and_who_has_enough_for_one() -> None:
@@ -77,6 +80,15 @@ def test_who_has_little_in_hand_asks_for_two_runs_at_a_time_and_who_has_enough_f
             assert [cast(Step, next(ahead)).number for _ in range(500)] == list(range(500 * turn, 500 * turn + 500))
             assert any(then for _, then in asked.steps[begun:])
         assert asked.steps[0] == (range(1), range(1, 2))
+        assert not asked.is_interrupted
+    assert asked.is_interrupted
+
+
+def test_a_run_is_a_few_mib_however_large_the_budget() -> None:
+    asked = Asked(1 << 20)
+    with closing(fetch_ahead(cast(Source, asked), cast(Transport, asked), Spec(), 0, range(64), 1 << 40)) as ahead:
+        assert len(list(ahead)) == 64
+    assert max(len(steps) for steps, _ in asked.steps) == 7
 
 
 def test_a_fetch_may_give_less_than_it_was_asked_for() -> None:
