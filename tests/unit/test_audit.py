@@ -589,6 +589,15 @@ def test_an_epoch_is_begun_with_the_state_of_a_start_that_ended_the_one_before_i
     assert report_on(ledger).is_proven
 
 
+def test_of_what_was_cut_twice_no_more_counts_than_before_the_first_cut(ledger: Path) -> None:
+    append(ledger, begin_of(), range(12))
+    append(ledger, begin_of(start=1, step=6), range(6, 8))
+    append(ledger, begin_of(start=2, offset=47, batch_size=1), range(53), ends=True)  # of a state that no step here ends at
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.missing.tolist(), epoch.twice.tolist()) == ([[40, 47]], [])
+    assert [(gap.steps, gap.leg.started.number) for gap in epoch.gaps] == [((8, 10), 1)]
+
+
 @pytest.mark.parametrize("hours", [-2, 2])
 def test_clocks_of_machines_may_differ(ledger: Path, hours: int) -> None:
     """Rank 1's clock is off, and the run goes on without it. What is lost, or trained again, is seen all the same."""

@@ -43,6 +43,8 @@ def test_of_other_data_the_way_back_is_told() -> None:
         read_state(state, "a", Spec(snapshot="fedcba9876543210"))
     with pytest.raises(StateMismatch, match=r"with the same values, or start"):
         read_state(state, "a", Spec(snapshot="0123456789abcdef", seed=1))
+    with pytest.raises(StateMismatch, match=r"with the same values, or start"):
+        read_state(state | {"snapshot": None}, "a", Spec(snapshot="0123456789abcdef"))
 
 
 def test_what_follows_from_other_differences_is_not_listed() -> None:
