@@ -156,7 +156,7 @@ class Progress:
         """Whether the iteration before came further into the epoch than to a first batch to look at."""
         counted_for, at, num_steps = self._counted
         came_far = at.offset > 0 or at.step + num_steps > min(1, stretch.num_steps - 1)
-        return counted_for == num_sets and stretch.num_steps > 0 and came_far
+        return counted_for == num_sets and came_far
 
     def _set(self, stretch: Stretch, *, by_state: bool) -> None:
         self._num_rounds += 1  # what still iterates is no longer counted

@@ -225,6 +225,11 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
     data.load_state_dict(data.state_dict())
     assert not is_told(data, 1)
     assert is_told(data, 5)  # of a loop that went on in mid-epoch, to look at one batch is enough
+    resumed = dataset(server, batch_size=2)
+    resumed.load_state_dict(data.state_dict())
+    assert [is_told(resumed, 1), is_told(resumed, 1), is_told(resumed)] == [False, True, False]
+    whole = dataset(server, batch_size=NUM_ROWS)  # an epoch is one batch
+    assert [is_told(whole), is_told(whole)] == [False, True]
     for spec in ({"shuffle": "none"}, {"replay": 2}):
         again = dataset(server, **spec)
         assert [is_told(again), is_told(again)] == [False, False]
