@@ -412,7 +412,7 @@ def test_files_may_be_joined_into_one(ledger: Path) -> None:
     for path in find_ledgers(later):
         path.unlink()
     for rank in range(2):
-        append(later, begin_of(rank, start=1, epoch=1, world_size=2), range(10), ends=True)
+        append(later, begin_of(rank, start=1, step=5, world_size=2), range(5, 10), ends=True)
     assert audit([joined, *find_ledgers(later)]).is_proven
 
 

@@ -56,7 +56,7 @@ def test_what_follows_from_other_differences_is_not_listed() -> None:
 def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() -> None:
     then = Spec(seed=1, batch_size=4, world_size=3, skip="1")
     state = write_state("a", then, Position(epoch=2, offset=10, step=5))
-    now = Spec(seed=2, batch_size=4, world_size=3, skip="1")
+    now = Spec(seed=2, batch_size=2, world_size=3, skip="1")
     expected = "seed: 1 then, 2 now.* Going on in epoch 2 after its first 82 samples"  # 12 of them skipped
     with pytest.warns(UserWarning, match=expected):
         assert read_state(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
