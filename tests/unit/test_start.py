@@ -69,6 +69,9 @@ def test_rounds_of_loaders_with_one_seed_are_told_apart_though_not_all_workers_o
         assert take(start, 1, worker(0, loader_seed=99))
         assert [take(start, 1, worker(n, loader_seed=99)) for n in range(3)] == [False] * 3
         start.set(RESUMED, by_state=True)
+    for _ in range(2):
+        assert [take(start, 1, worker(n, loader_seed=99)) for n in range(3)] == [True] * 3
+        start.set(RESUMED, by_state=True)
 
 
 def test_workers_that_are_killed_before_their_first_batch_take_nothing() -> None:
