@@ -288,6 +288,7 @@ def test_a_cache_without_room_and_one_that_cannot_be_written_stop_nothing(
     assert rows_of(tight.get([1])[0])[0] == [32] + [1] * (32 % 7)
     blocks = open_blocks()
     shutil.rmtree(cache_dir)
+    cache_dir.touch()
     for index in range(3):
         blocks.get([index])
     assert rows_of(blocks.get([0])[0]) == expected

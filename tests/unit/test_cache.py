@@ -223,6 +223,18 @@ def test_several_processes_on_one_folder_never_exceed_the_budget(tmp_path: Path)
     assert CacheFolder(tmp_path, budget_bytes).used_bytes == sum(files(tmp_path).values())
 
 
+def test_where_the_folder_was_removed_meanwhile_all_count_in_a_new_one(tmp_path: Path) -> None:
+    folder, budget = tmp_path / "cache", 4 * KIB + 4 * OVERHEAD
+    old = CacheFolder(folder, budget)
+    assert old.write("a", content(0))
+    shutil.rmtree(folder)
+    assert old.write("b", content(1))
+    new = CacheFolder(folder, budget)
+    for number in range(6):
+        assert (old, new)[number % 2].write(f"c{number}", content(number))
+        assert old.used_bytes == new.used_bytes == sum(files(folder).values()) <= budget
+
+
 def test_threads_that_write_at_once_never_exceed_the_budget(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path, 100 * KIB)
     gate, peaks = threading.Barrier(5), []

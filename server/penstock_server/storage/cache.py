@@ -31,7 +31,7 @@ from penstock_server.storage.pages import expect_few
 log = logging.getLogger("penstock.cache")
 
 _USED = struct.Struct("<q")
-_SUFFIX = ".block"
+_SUFFIX, _LOCK = ".block", ".lock"
 _NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
 _LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
@@ -53,7 +53,7 @@ class CacheFolder:
         self._sound = Sound(_KNOWN_FILES)
         self._threads = threading.Lock()
         self._patience_seconds = _PATIENCE_SECONDS
-        self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self._lock_file = self._open_lock_file()
         weakref.finalize(self, os.close, self._lock_file).atexit = False  # threads may use it until then
         with self._locked() as used:
             used.bytes = self._recount()
@@ -240,6 +240,7 @@ class CacheFolder:
         Raises OSError: another process has held it for thirty seconds, or held it then and does so still.
         """
         with self._threads:  # the file's lock belongs to the process, so it does not part its threads
+            self._follow_lock_file()
             deadline = time.monotonic() + self._patience_seconds
             while not self._has_locked():
                 if time.monotonic() >= deadline:
@@ -248,11 +249,25 @@ class CacheFolder:
                 time.sleep(_POLL_SECONDS)
             self._patience_seconds = _PATIENCE_SECONDS
             try:
-                used = _Used(self.used_bytes)
+                is_new = not os.fstat(self._lock_file).st_size
+                used = _Used(self._recount() if is_new else self.used_bytes)
                 yield used
                 os.pwrite(self._lock_file, _USED.pack(used.bytes), 0)
             finally:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def _open_lock_file(self) -> int:
+        return os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def _follow_lock_file(self) -> None:
+        """Where somebody removed the folder, other processes lock and count in another file by now, or soon."""
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock_file), (self.folder / _LOCK).stat()):
+                return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        opened = self._open_lock_file()
+        os.dup2(opened, self._lock_file)
+        os.close(opened)
 
     def _has_locked(self) -> bool:
         try:
