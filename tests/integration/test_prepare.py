@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -87,6 +88,14 @@ def test_the_budget_holds_and_what_fits_is_kept(data: Path, tmp_path: Path) -> N
     [num_stored] = re.findall(full, done.stdout)
     assert 5 < int(num_stored) < 80
     assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.block")) <= 700_000
+
+
+def test_a_cache_that_cannot_be_written_to_is_not_called_full(data: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock.cli", "prepare", str(data), "--cache-dir", str(tmp_path / "cache")]
+    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *command]  # no file may be longer than 8 KiB
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=60)
+    assert "the block cache cannot be written to: [Errno 27] File too large" in done.stderr
+    assert re.search(r"long: \d+ of 80 blocks are in the cache: some could not be stored there, as a line above", done.stdout)
 
 
 def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:

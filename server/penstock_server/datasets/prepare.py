@@ -11,7 +11,6 @@ from tqdm import tqdm
 from penstock.wording import counted
 from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter
-from penstock_server.storage.cache import CacheFolder
 
 
 def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
@@ -30,10 +29,10 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     served.index.row_lengths("all")
     served.blocks.quarantine.check()
     served.index.rows.make(lambda _: None)  # at hand: the lengths tell them
-    num_stored, num_blocks = _fill(served), served.snapshot.num_blocks
+    missing, num_blocks = _fill(served), served.snapshot.num_blocks
     blocks = f"{counted(num_blocks, 'block')} {'is' if num_blocks == 1 else 'are'}"
-    reason = _full(served.blocks.cache) if num_stored < num_blocks else ""
-    yield f"{served.name}: {num_stored:,} of {blocks} in the cache{reason}"
+    reason = f": {_reason(served, missing)}, or the others are decoded each time they are needed" if missing else ""
+    yield f"{served.name}: {num_blocks - len(missing):,} of {blocks} in the cache{reason}"
     if seq_lens and len(served.snapshot.recipe.features) > 1:
         yield f"{served.name}: preference pairs are not packed"
         return
@@ -51,17 +50,21 @@ def _pack(served: Served, split: str, seq_len: int) -> str:
     return f"{served.name}: {sequences} of {tokens}{of_split}, {padding:.1%} of them padding"
 
 
-def _fill(served: Served) -> int:
-    """Loads blocks that are not in the cache until its budget is used; how many are there then."""
-    blocks = served.blocks
-    missing = [index for index in range(served.snapshot.num_blocks) if not blocks.is_stored(index)]
+def _fill(served: Served) -> list[int]:
+    """Loads blocks that are not in the cache until its budget is used; those that are not there then."""
+    blocks, missing = served.blocks, _missing(served)
     with _progress(f"{served.name}: filling the cache", len(missing)) as advance:
         num_done = 0
         while some := missing[num_done : num_done + _num_fitting(served, missing[num_done:])]:
             for _ in blocks.each(some):
                 num_done += 1
                 advance(num_done)
-    return sum(blocks.is_stored(index) for index in range(served.snapshot.num_blocks))
+    return _missing(served)
+
+
+def _missing(served: Served) -> list[int]:
+    """The blocks that are not in the cache."""
+    return [index for index in range(served.snapshot.num_blocks) if not served.blocks.is_stored(index)]
 
 
 def _num_fitting(served: Served, missing: list[int]) -> int:
@@ -74,12 +77,13 @@ def _num_fitting(served: Served, missing: list[int]) -> int:
     return int(np.searchsorted(needed, cache.budget_bytes - cache.used_bytes, side="right"))
 
 
-def _full(cache: CacheFolder) -> str:
-    """Why no more blocks are in the cache, and the way out."""
+def _reason(served: Served, missing: list[int]) -> str:
+    """Why these blocks are not in the cache, and the way out."""
+    cache = served.blocks.cache
+    if _num_fitting(served, missing):
+        return "some could not be stored there, as a line above says. Mend that"
     way_out = "Raise --cache-bytes" if cache.budget_bytes == cache.configured_bytes else "Free disk space"
-    return (
-        f": its budget, {cache.budget_bytes:,} bytes, is full. {way_out}, or the others are decoded each time they are needed"
-    )
+    return f"its budget, {cache.budget_bytes:,} bytes, is full. {way_out}"
 
 
 @contextmanager
