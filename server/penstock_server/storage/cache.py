@@ -1,42 +1,34 @@
 """The cache folder: files of bytes within a budget, least recently used out first, shared by any number of processes.
 
-A file is sealed. The bytes in use, and those that are being written, are counted in the lock file, which one process holds
-while it makes room.
+A file is sealed. The bytes in use, and those that are being written, are counted for all processes, and one at a time makes
+room.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import math
 import os
 import shutil
-import struct
-import threading
 import time
 import uuid
-import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pyarrow as pa
 
 from penstock_server.sealed import ABANDONED_SECONDS, SEAL_BYTES, TEMPORARY, Damaged, Sound, map_sealed, seal_of
 from penstock_server.storage.pages import expect_few
+from penstock_server.storage.shared_count import SharedCount, Used
 
 log = logging.getLogger("penstock.cache")
 
-_USED = struct.Struct("<q")
-_SUFFIX, _LOCK = ".block", ".lock"
+_SUFFIX = ".block"
 _NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
 _LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
-_PATIENCE_SECONDS = 30.0  # for who holds the folder: one that was stopped meanwhile would have all others wait with it
-_POLL_SECONDS = 0.002
 _SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
 
 
@@ -51,10 +43,7 @@ class CacheFolder:
         self.folder = folder
         self.evicted: deque[str] = deque()  # names of files that this process removed; Maps takes them and closes theirs
         self._sound = Sound(_KNOWN_FILES)
-        self._threads = threading.Lock()
-        self._patience_seconds = _PATIENCE_SECONDS
-        self._lock_file = self._open_lock_file()
-        weakref.finalize(self, os.close, self._lock_file).atexit = False  # threads may use it until then
+        self._count = SharedCount(folder)
         with self._locked() as used:
             used.bytes = self._recount()
             free = shutil.disk_usage(folder).free
@@ -68,7 +57,7 @@ class CacheFolder:
     @property
     def used_bytes(self) -> int:
         """The bytes of all files in the folder, as counted by all processes."""
-        return int(_USED.unpack(os.pread(self._lock_file, _USED.size, 0).ljust(_USED.size, b"\0"))[0])
+        return self._count.bytes
 
     def read(self, name: str) -> pa.Buffer | None:
         """The bytes stored under a name, mapped into memory, or None: there is no such file, or it was damaged and is gone.
@@ -202,7 +191,7 @@ class CacheFolder:
             log.warning("%s has room again; the budget of the block cache is %s bytes", self.folder, f"{self.budget_bytes:,}")
             self._told_bytes = math.inf if self.budget_bytes == self.configured_bytes else self.budget_bytes
 
-    def _evict(self, used: _Used, target_bytes: int) -> None:
+    def _evict(self, used: Used, target_bytes: int) -> None:
         """Removes the files that were used longest ago until at most `target_bytes` are in use."""
         used.bytes = self._recount()  # also mends what a crashed process left uncounted
         # What is no file but has such a name could not be removed, and nothing after it would be.
@@ -218,8 +207,7 @@ class CacheFolder:
     def _recount(self) -> int:
         """The bytes in the folder; what crashed processes left half written is removed."""
         total = 0
-        os.utime(self._lock_file)  # by the clock that dates files here: a file server's may differ from ours by minutes
-        now = os.fstat(self._lock_file).st_mtime
+        now = self._count.now()
         for entry in os.scandir(self.folder):
             if not entry.name.endswith((_SUFFIX, TEMPORARY)):
                 continue
@@ -233,56 +221,11 @@ class CacheFolder:
                 total += stat.st_size
         return total
 
-    @contextmanager
-    def _locked(self) -> Iterator[_Used]:
-        """Holds the folder for this process and thread; what is left in the counter is written back.
-
-        Raises OSError: another process has held it for thirty seconds, or held it then and does so still.
-        """
-        with self._threads:  # the file's lock belongs to the process, so it does not part its threads
-            self._follow_lock_file()
-            deadline = time.monotonic() + self._patience_seconds
-            while not self._has_locked():
-                if time.monotonic() >= deadline:
-                    self._patience_seconds = 0.0  # or each block would wait as long
-                    raise OSError(errno.EBUSY, "another process holds it, and may have been stopped", str(self.folder))
-                time.sleep(_POLL_SECONDS)
-            self._patience_seconds = _PATIENCE_SECONDS
-            try:
-                is_new = not os.fstat(self._lock_file).st_size
-                used = _Used(self._recount() if is_new else self.used_bytes)
-                yield used
-                os.pwrite(self._lock_file, _USED.pack(used.bytes), 0)
-            finally:
-                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
-
-    def _open_lock_file(self) -> int:
-        return os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-
-    def _follow_lock_file(self) -> None:
-        """Where somebody removed the folder, other processes lock and count in another file by now, or soon."""
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(self._lock_file), (self.folder / _LOCK).stat()):
-                return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        opened = self._open_lock_file()
-        os.dup2(opened, self._lock_file)
-        os.close(opened)
-
-    def _has_locked(self) -> bool:
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def _locked(self) -> AbstractContextManager[Used]:
+        return self._count.held(self._recount)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
-
-
-@dataclass(slots=True)
-class _Used:
-    bytes: int
 
 
 def _size(path: Path) -> int:
