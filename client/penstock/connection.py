@@ -18,8 +18,9 @@ import httpx
 from penstock import __version__
 from penstock.answers import Fault, Stranger, failure_of
 from penstock.aside import ask_aside, by_proxy, has_proxies, http_client, plain_address
+from penstock.buffers import Buffers
 from penstock.errors import SpecError, WireError
-from penstock.receive import Body, Buffers, Origin, Receiver, Request
+from penstock.receive import Body, Origin, Receiver, Request
 from penstock.wire import content_digest
 
 _spare: deque[Buffers] = deque(maxlen=1)  # what the last connection of this process received into, for the next one

@@ -19,9 +19,6 @@ import httpx
 
 from penstock.errors import SpecError
 
-_LARGEST_BUFFER = 16 << 20
-_SPARE_BYTES = 32 << 20  # kept for the next connection: a loop that waits for data goes through three runs in turn
-_KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 _READ_BYTES = 1 << 18  # at a time; of what breaks off in between, that much may be lost
 _LARGEST_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
 _LARGEST_REFUSAL = 16 << 20  # of what is no batch; a server's own are a sentence, and other programs' a page
@@ -92,46 +89,6 @@ class Body:
         finally:
             self._memory = memoryview(b"".join(parts))
             self._num_bytes = len(self._memory)
-
-
-class Buffers:
-    """Memory for bodies, one after the other: fresh pages cost as much as a copy. For one thread at a time."""
-
-    def __init__(self) -> None:
-        self._buffers: list[bytearray] = []
-
-    def allocate(self, nbytes: int) -> memoryview:
-        """So much memory, which nobody else looks at. What is larger than most bodies are is not kept."""
-        if not nbytes or nbytes > _LARGEST_BUFFER:
-            return memoryview(bytearray(nbytes))
-        for buffer in self._buffers:
-            if nbytes <= len(buffer) and _is_free(buffer):
-                return memoryview(buffer)[:nbytes]
-        made = bytearray(nbytes)
-        self._buffers = [buffer for buffer in self._buffers if nbytes <= len(buffer) or not _is_free(buffer)]
-        if len(self._buffers) < _KEPT_BUFFERS:
-            self._buffers.append(made)
-        return memoryview(made)
-
-    def trim(self) -> None:
-        """Drops the buffers that the next connection would rarely need."""
-        total = 0
-        kept = []
-        for buffer in self._buffers:
-            total += len(buffer)
-            if total <= _SPARE_BYTES:
-                kept.append(buffer)
-        self._buffers = kept
-
-
-def _is_free(buffer: bytearray) -> bool:
-    """Whether no view of a buffer is left: while there is one, Python refuses to change its length."""
-    try:
-        last = buffer.pop()
-    except (BufferError, IndexError):
-        return False
-    buffer.append(last)  # the room for it was kept
-    return True
 
 
 class Receiver:

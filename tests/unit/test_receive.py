@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from penstock import receive
-from penstock.receive import Body, Buffers, Origin, Receiver, Request
+from penstock.buffers import Buffers
+from penstock.receive import Body, Origin, Receiver, Request
 
 CONTENT = bytes(range(256)) * 5000
 
