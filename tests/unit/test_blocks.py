@@ -26,6 +26,7 @@ from penstock_server.recipes import encode
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.snapshots.shard import numbers
 from penstock_server.storage import blocks as blocks_module
+from penstock_server.storage import decode as decode_module
 from penstock_server.storage import maps as maps_module
 from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
@@ -152,6 +153,24 @@ def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_b
     lengths = count_lengths(snapshot, blocks, lambda _: None)
     assert lengths.per_block("all").sum(axis=1).tolist() == [1000, 2000, 0]
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
+
+
+def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_numbered(tmp_path / "data", 9, num_shards=3)
+    (folder / "penstock.toml").write_text("validation = 0.5")
+    both, begun, split_hashes = threading.Barrier(2), list[str](), encode.split_hashes
+
+    def meeting(*args: Any) -> Any:
+        begun.append(args[2].shard)
+        if len(begun) <= 2:
+            both.wait(30)
+        return split_hashes(*args)
+
+    monkeypatch.setattr(decode_module, "split_hashes", meeting)
+    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir), 2))
+    assert [rows.sum() for rows in blocks.rows_of_shards()] == [3, 3, 3]
 
 
 def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_one(

@@ -149,8 +149,8 @@ class Index:
         if self.lengths.is_ready:
             return np.stack([self.rows_per_block("train"), self.rows_per_block("validation")])
         counts = []
-        for shard in range(len(self._snapshot.shards)):
-            counts.append(self._blocks.count_rows(shard))
+        for shard, of_shard in enumerate(self._blocks.rows_of_shards()):
+            counts.append(of_shard)
             advance(self._snapshot.blocks_of_shard(shard).stop)
         return np.concatenate(counts, axis=1)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
@@ -163,11 +163,14 @@ class Blocks:
 
         self._store.ahead.want(job, window, affordable, lambda index: self.get([index]))
 
-    def count_rows(self, shard: int) -> IntArray:
-        """Rows of each of a shard's blocks that are of the train and of the validation split, shape [2, blocks of the shard].
+    def rows_of_shards(self) -> Iterator[IntArray]:
+        """Rows of each block that are of the train and of the validation split, shape [2, blocks of the shard], by shard.
 
         Reads nothing but the columns that the filter and the split need, if any. Raises what `get` raises.
         """
+        return self._store.side_by_side(self._count_rows, range(len(self._snapshot.shards)))
+
+    def _count_rows(self, shard: int) -> IntArray:
         recipe, indices = self._snapshot.recipe, self._snapshot.blocks_of_shard(shard)
         counts = np.zeros((2, len(indices)), np.int64)
         for address, hashes in hashes_of_shard(self._snapshot, shard):

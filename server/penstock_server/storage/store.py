@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -28,6 +31,9 @@ from penstock_server.storage.read_ahead import ReadAhead
 from penstock_server.storage.splits import Splits
 
 log = logging.getLogger("penstock.store")
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
 
 _MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
 
@@ -68,7 +74,8 @@ class BlockStore:
         self.ahead = ReadAhead()
         self.splits = Splits()
         self._mappers = ThreadPoolExecutor(_MAPPERS, thread_name_prefix="penstock-map")
-        self._threads = ThreadPoolExecutor(num_threads or num_cores(), thread_name_prefix="penstock-blocks")
+        self._num_threads = num_threads or num_cores()
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._wanted: dict[str, _Wanted] = {}  # by the key of the first block, of each row group of which something is wanted
         self._loads: dict[Future[Block], _Load] = {}  # of each future that is not answered yet
@@ -108,6 +115,20 @@ class BlockStore:
             del self._loads[future]
             del load.wanted.futures[load.number]
         future.cancel()
+
+    def side_by_side(self, make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Iterator[_Made]:
+        """What `make` gives for each item, in turn; as many are made at a time as there are threads. Raises what it raises."""
+        ahead = deque[Future[_Made]]()
+        rest = iter(items)
+        try:
+            while True:
+                ahead += (self._threads.submit(make, item) for item in islice(rest, self._num_threads + 1 - len(ahead)))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
