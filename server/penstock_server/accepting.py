@@ -1,4 +1,4 @@
-"""Accepting: several processes take connections from one socket, each only while none has clearly fewer.
+"""Accepting: processes take connections from the socket that they share, each only while none has clearly fewer.
 
 Otherwise whoever is idle takes what comes, and the ranks of a run all go at the pace of those whose process has most.
 """
@@ -43,6 +43,11 @@ class Seat:
         counts, told_at = context.RawArray("q", num_processes), context.RawArray("d", num_processes)
         return [Seat(number, counts, told_at) for number in range(num_processes)]
 
+    @staticmethod
+    def alone() -> Seat:
+        """That of the only process."""
+        return Seat(0, [0], [0.0])
+
     def tell(self, num_connections: int) -> bool:
         """Tells the others how many this process has. Whether it may have one more: of those alive none has clearly fewer."""
         now = time.monotonic()
@@ -58,7 +63,7 @@ class Seat:
 async def accept_in_turn(
     listener: socket.socket, seat: Seat, connections: Collection[object], protocol: Callable[[], asyncio.Protocol]
 ) -> None:
-    """For ever: takes connections from a socket that others share, a protocol each. `connections` are those that are open."""
+    """For ever: takes connections from a socket, a protocol each. `connections` are those that are open."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     num_looks = 0
@@ -76,8 +81,8 @@ async def accept_in_turn(
         except OSError as error:  # of some who connect and go, or this process can hold no more
             if error.errno in _NO_ROOM:
                 log.warning(
-                    "no connection can be taken: %s. Those that wait are taken by another process, or later. If this lasts, "
-                    "raise the limit of open files (ulimit -Hn), or add a server.", error,
+                    "no connection can be taken: %s. Those that wait are taken later, or by another process if there is one. "
+                    "If this lasts, raise the limit of open files (ulimit -Hn), or add a server.", error,
                 )  # fmt: skip
                 seat.leave()
                 pause = _NO_ROOM_SECONDS

@@ -66,13 +66,13 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """Uvicorn over an application. It cuts connections whose reader takes nothing; with a seat it shares its socket."""
+    """Uvicorn over an application. It cuts connections whose reader takes nothing, and may share its socket; see Seat."""
 
     def __init__(self, app: FastAPI, *, stalled_seconds: float = STALLED_SECONDS, seat: Seat | None = None) -> None:
         super().__init__(
             uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off")
         )
-        self._stalled_seconds, self._seat = stalled_seconds, seat
+        self._stalled_seconds, self._seat = stalled_seconds, seat or Seat.alone()
         self._accepting: list[asyncio.Task[None]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -85,28 +85,26 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to take connections."""
-        await super().startup([] if self._seat else sockets)
-        if self._seat:
-            connections = self.server_state.connections
-            protocol = functools.partial(
-                self.config.http_protocol_class,  # type: ignore[call-arg]  # mypy takes it for a plain asyncio.Protocol
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            )
-            self._accepting = [
-                asyncio.create_task(accept_in_turn(listener, self._seat, connections, protocol)) for listener in sockets or []
-            ]
-            for accepting in self._accepting:
-                accepting.add_done_callback(self._stopped_accepting)
+        await super().startup([])  # its own way of accepting resets connections that there is no room for, without a word
+        connections = self.server_state.connections
+        protocol = functools.partial(
+            self.config.http_protocol_class,  # type: ignore[call-arg]  # mypy takes it for a plain asyncio.Protocol
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self._accepting = [
+            asyncio.create_task(accept_in_turn(listener, self._seat, connections, protocol)) for listener in sockets or []
+        ]
+        for accepting in self._accepting:
+            accepting.add_done_callback(self._stopped_accepting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more connections and ends those that there are."""
         for accepting in self._accepting:
             accepting.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)  # out of the loop, before what they wait for is closed
-        if self._seat:
-            self._seat.leave()
+        self._seat.leave()
         await super().shutdown(sockets)
 
     def _stopped_accepting(self, accepting: asyncio.Task[None]) -> None:
