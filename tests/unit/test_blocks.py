@@ -23,6 +23,7 @@ from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_quarantine, show_row
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
+from penstock_server.recipes.filters import Filter
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.snapshots.shard import numbers
 from penstock_server.storage import blocks as blocks_module
@@ -171,6 +172,38 @@ def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
     monkeypatch.setattr(decode_module, "split_hashes", meeting)
     blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir), 2))
     assert [rows.sum() for rows in blocks.rows_of_shards()] == [3, 3, 3]
+
+
+def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row_and_no_statistics(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, score in (("old", 1), ("new", 0)):
+        (tmp_path / name).mkdir()
+        table = pa.table({"input_ids": pa.array([[score]] * 9, pa.list_(pa.int32())), "score": [score] * 9})
+        pq.write_table(table, tmp_path / name / "part-000.parquet")
+        (tmp_path / name / "penstock.toml").write_text('filter = "score > 0"')
+    link = tmp_path / "data"
+
+    def lead_to(name: str) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+
+    lead_to("old")
+    blocks = Blocks(open_snapshot(link, None), BlockStore(CacheFolder(cache_dir)))
+
+    def elsewhere(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **options: Any) -> Any:
+            lead_to("new")
+            found = call(*args, **options)
+            lead_to("old")
+            return found
+
+        return called
+
+    monkeypatch.setattr(Filter, "groups_that_may_match", elsewhere(Filter.groups_that_may_match))
+    monkeypatch.setattr(pq, "ParquetFile", elsewhere(pq.ParquetFile))
+    assert [rows.sum() for rows in blocks.rows_of_shards()] == [9]
+    assert rows_of(blocks.get([0])[0]) == [[1]] * 9
 
 
 def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_one(
@@ -662,9 +695,9 @@ def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(
 ) -> None:
     parsed, read = [], pq.read_metadata
 
-    def counted(path: Path) -> pq.FileMetaData:
-        parsed.append(path)
-        return read(path)
+    def counted(file: pa.OSFile) -> pq.FileMetaData:
+        parsed.append(str(Path(f"/proc/self/fd/{file.fileno()}").readlink()))
+        return read(file)
 
     monkeypatch.setattr(pq, "read_metadata", counted)
     path = tmp_path / "one" / "part-000.parquet"
@@ -674,7 +707,7 @@ def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(
         os.utime(path, (day, day))  # what was written just now is not remembered
         blocks = Blocks(open_snapshot(path.parent, None), BlockStore(CacheFolder(cache_dir)))
         assert [row for index in range(6) for row in rows_of(blocks.get([index])[0])] == tokens
-    assert parsed == [path, path]
+    assert parsed == [str(path)] * 2
 
 
 def test_the_name_of_all_tokens_is_made_once(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def write_groups(path: Path) -> Path:
 )
 def test_row_groups_are_ruled_out_by_their_statistics(tmp_path: Path, condition: str, groups: list[int]) -> None:
     path = write_groups(tmp_path / "rows.parquet")
-    assert parse_filter(condition, pq.read_schema(path)).groups_that_may_match(path) == groups
+    assert parse_filter(condition, pq.read_schema(path)).groups_that_may_match(path, pa.OSFile(str(path))) == groups
 
 
 def test_a_row_group_that_is_ruled_out_is_not_read(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_row_group_that_is_ruled_out_is_not_read(tmp_path: Path) -> None:
     content[4:start] = bytes(start - 4)
     path.write_bytes(content)
     high = parse_filter("n >= 4", pq.read_schema(path))
-    groups = high.groups_that_may_match(path)
+    groups = high.groups_that_may_match(path, pa.OSFile(str(path)))
     file = pq.ParquetFile(path)
     [rows] = file.read_row_groups(groups, columns=["n"]).combine_chunks().to_batches()
     assert rows.column("n").filter(pa.array(high.keep(rows))).to_pylist() == [4, 5, 6]
@@ -228,7 +228,7 @@ def test_a_row_group_with_one_uuid_may_match_a_filter_that_asks_for_null(tmp_pat
     pq.write_table(table := pa.table({"id": ids}), path := tmp_path / "uuids.parquet", row_group_size=1)
     found = parse_filter("id is not null", table.schema)
     assert found.keep(table.to_batches()[0]).tolist() == [True, False]
-    assert 0 in found.groups_that_may_match(path)
+    assert 0 in found.groups_that_may_match(path, pa.OSFile(str(path)))
 
 
 def test_rows_and_shards_of_another_schema_are_refused(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_rows_and_shards_of_another_schema_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FilterError, match=f"the filter '{condition}' fails"):
             parse_filter(condition, SCHEMA).keep(other.to_batches()[0])
         with pytest.raises(FilterError, match="other.parquet"):
-            parse_filter(condition, SCHEMA).groups_that_may_match(path)
+            parse_filter(condition, SCHEMA).groups_that_may_match(path, pa.OSFile(str(path)))
 
 
 def test_filters_of_one_text_are_equal() -> None:

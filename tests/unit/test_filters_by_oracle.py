@@ -320,7 +320,7 @@ def test_no_row_group_with_a_row_that_is_kept_is_ruled_out(
     path = tmp_path_factory.getbasetemp() / "rows.parquet"
     pq.write_table(pa.Table.from_batches([batch(rows)]), path, row_group_size=group_rows, write_statistics=statistics)
     kept = [at // group_rows for at, row in enumerate(rows) if condition.of(row) is True]
-    assert set(kept) <= set(parsed(condition.text).groups_that_may_match(path))
+    assert set(kept) <= set(parsed(condition.text).groups_that_may_match(path, pa.OSFile(str(path))))
 
 
 def test_no_test_of_a_column_rules_out_a_group_of_any_two_values(tmp_path: Path) -> None:
@@ -342,4 +342,6 @@ def test_no_test_of_a_column_rules_out_a_group_of_any_two_values(tmp_path: Path)
     for test in tests:
         for condition in (test, f"not ({test})"):
             kept = parsed(condition).keep(batch(rows))
-            assert {at // 2 for at in np.flatnonzero(kept).tolist()} <= set(parsed(condition).groups_that_may_match(path)), test
+            assert {at // 2 for at in np.flatnonzero(kept).tolist()} <= set(
+                parsed(condition).groups_that_may_match(path, pa.OSFile(str(path)))
+            ), test

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
-from pyarrow.fs import LocalFileSystem
 
 from penstock_server.recipes.filter_sql import FilterError, Meaning, parse
 
@@ -46,12 +45,12 @@ class Filter:
         except (pa.ArrowException, KeyError) as error:
             raise FilterError(f"the filter {self.text!r} fails: {_reason(error)}.") from error
 
-    def groups_that_may_match(self, path: Path) -> list[int]:
-        """The row groups of a Parquet file that can hold a row that is kept, by the statistics in its footer.
+    def groups_that_may_match(self, path: Path, file: pa.NativeFile) -> list[int]:
+        """The row groups of a Parquet file, opened, that can hold a row that is kept, by the statistics in its footer.
 
-        Raises FilterError: the file lacks a column, or has another type in it. OSError: it cannot be read.
+        Raises FilterError: the file at `path` lacks a column, or has another type in it. OSError: it cannot be read.
         """
-        fragment = ds.ParquetFileFormat().make_fragment(str(path), filesystem=LocalFileSystem())
+        fragment = ds.ParquetFileFormat().make_fragment(file)
         try:
             matching = fragment.subset(filter=self.bounds, schema=fragment.physical_schema)
         except pa.ArrowException as error:

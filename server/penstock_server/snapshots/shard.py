@@ -104,29 +104,32 @@ def spelled(name: str) -> str:
 
 def open_file(path: Path) -> BinaryIO:
     """Opens a file to read its footer; no other place does. Raises OSError."""
-    if not S_ISREG(path.stat().st_mode):  # a pipe would be waited for until somebody writes to it
-        raise OSError(EINVAL, "it is neither a file nor a link to one")
+    _check_is_file(path)
     return path.open("rb")
 
 
-def date_of(shard: Shard) -> Date:
-    """The date of a shard's file as it is now. Raises OSError: it is gone."""
-    return Date.of(shard.path.stat())
+def open_shard(shard: Shard) -> pa.OSFile:
+    """Opens a shard's file to decode it. Whatever is put in its place meanwhile is not what is read. Raises OSError."""
+    _check_is_file(shard.path)
+    return pa.OSFile(str(shard.path))
 
 
-def shard_changed(shard: Shard) -> bool:
-    """Whether the file is no longer the one whose footer was read. A new date on the same content is no change.
+def date_of(file: pa.OSFile) -> Date:
+    """The date of an open file as it is now. Raises OSError."""
+    return Date.of(os.fstat(file.fileno()))
 
-    Raises OSError: that cannot be known now.
-    """
-    try:
-        date = date_of(shard)
-        if date == shard.date:
-            return False
-        with open_file(shard.path) as file:
-            return date.size_bytes != shard.date.size_bytes or _file_digest(file, date.size_bytes) != shard.digest
-    except FileNotFoundError:
+
+def is_of(file: pa.OSFile, shard: Shard) -> bool:
+    """Whether an open file is the one whose footer was read. A new date on the same content is no change. Raises OSError."""
+    date = date_of(file)
+    if date == shard.date:
         return True
+    return date.size_bytes == shard.date.size_bytes and _file_digest(file, date.size_bytes) == shard.digest
+
+
+def _check_is_file(path: Path) -> None:
+    if not S_ISREG(path.stat().st_mode):  # a pipe would be waited for until somebody writes to it
+        raise OSError(EINVAL, "it is neither a file nor a link to one")
 
 
 @contextmanager
@@ -187,7 +190,7 @@ def _refused(path: Path, what: str) -> DatasetRefused:
     return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
 
 
-def _file_digest(file: BinaryIO, size: int) -> str:
+def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
     """A hash of the end of a file, where the footer is, and of samples spread over the rest; of all of a small file."""
     digest = blake2b(digest_size=16)
     file.seek(size - 8)

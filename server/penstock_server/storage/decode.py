@@ -15,7 +15,7 @@ from penstock_server.problems import ShardUnavailable, ShardUnreadable, Snapshot
 from penstock_server.recipes.encode import split_hashes
 from penstock_server.recipes.rows import take_rows
 from penstock_server.snapshots.folders import list_folder
-from penstock_server.snapshots.shard import date_of, shard_changed
+from penstock_server.snapshots.shard import Date, Shard, date_of, is_of, open_shard
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 from penstock_server.storage.parsed_footers import ParsedFooters
 
@@ -31,29 +31,17 @@ def rows_of_group(
 
     Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError, ArrowException, ValueError.
     """
-    shard = address.shard
-    try:
-        opened = date_of(shard)
-    except FileNotFoundError:
-        if not list_folder(shard.path.parent).shards:  # storage that is away looks like an empty folder, or none
-            raise
-        raise SnapshotGone(
-            f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} was removed since the server read it. Put it back, or "
-            f"begin a new run without it."
-        ) from None
-    if shard_changed(shard):
-        raise SnapshotGone(
-            f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
-            f"file back, or begin a new run once the server has taken the new one in."
-        )
     # Page by page: a row group of gigabytes must not be in memory as a whole. JSON is text, as read_shard has it.
-    with pq.ParquetFile(
-        shard.path,
-        metadata=_footers.of(shard, opened),
-        buffer_size=_BUFFER_BYTES,
-        pre_buffer=False,
-        arrow_extensions_enabled=False,
-    ) as file:
+    with (
+        _opened(snapshot, address.shard) as (source, opened),
+        pq.ParquetFile(
+            source,
+            metadata=_footers.of(address.shard.path, source, opened),
+            buffer_size=_BUFFER_BYTES,
+            pre_buffer=False,
+            arrow_extensions_enabled=False,
+        ) as file,
+    ):
         batches = file.iter_batches(address.rows_per_block, [address.row_group], columns, use_threads=False)
         for index in snapshot.blocks_of_group(address.group):
             at = snapshot.block(index)
@@ -61,8 +49,7 @@ def rows_of_group(
             if rows.num_rows != at.num_rows:
                 raise ValueError(f"block {at.number} has {rows.num_rows} rows, not {at.num_rows}")
             rows.validate()
-            if date_of(shard) != opened:  # rewritten in place: what was just read may be of either file
-                raise OSError(ESTALE, "it is being written to")
+            _check_unwritten(source, opened)
             yield at, rows
 
 
@@ -82,8 +69,11 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
         return
     if not addresses:  # a shard without row groups
         return
-    with reading(snapshot, addresses[0]):
-        groups = set(recipe.filter.groups_that_may_match(addresses[0].shard.path)) if recipe.filter else None
+    groups = None
+    if recipe.filter:
+        with reading(snapshot, addresses[0]), _opened(snapshot, addresses[0].shard) as (source, opened):
+            groups = set(recipe.filter.groups_that_may_match(addresses[0].shard.path, source))
+            _check_unwritten(source, opened)
     for first in (at for at in addresses if at.number == 0 and (groups is None or at.row_group in groups)):
         with reading(snapshot, first):
             for at, rows in rows_of_group(snapshot, first, columns):
@@ -108,6 +98,36 @@ def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
         ) from error
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable(snapshot, address, error) from error
+
+
+@contextmanager
+def _opened(snapshot: Snapshot, shard: Shard) -> Iterator[tuple[pa.OSFile, Date]]:
+    """A shard's file, and its date: opened once, or what is checked and what is read could be two files of one name.
+
+    Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError.
+    """
+    try:
+        file = open_shard(shard)
+    except FileNotFoundError:
+        if not list_folder(shard.path.parent).shards:  # storage that is away looks like an empty folder, or none
+            raise
+        raise SnapshotGone(
+            f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} was removed since the server read it. Put it back, or "
+            f"begin a new run without it."
+        ) from None
+    with file:
+        date = date_of(file)
+        if not is_of(file, shard):
+            raise SnapshotGone(
+                f"snapshot {snapshot.fingerprint} is gone: {shard.path.name} changed since the server read it. Put the old "
+                f"file back, or begin a new run once the server has taken the new one in."
+            )
+        yield file, date
+
+
+def _check_unwritten(file: pa.OSFile, opened: Date) -> None:
+    if date_of(file) != opened:  # rewritten in place: what was just read may be of either content
+        raise OSError(ESTALE, "it is being written to")
 
 
 def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:

@@ -7,10 +7,11 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock_server.snapshots.folders import is_quiet
-from penstock_server.snapshots.shard import Date, Shard, date_of
+from penstock_server.snapshots.shard import Date, date_of
 
 _FOOTER_BYTES = 4 << 20  # of footers as they are stored; parsed they take some ten times as much
 
@@ -22,15 +23,15 @@ class ParsedFooters:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[Path, Date], pq.FileMetaData] = OrderedDict()
 
-    def of(self, shard: Shard, date: Date) -> pq.FileMetaData:
-        """The footer of a shard that has this date now. Raises OSError, ArrowException: it cannot be read."""
-        key = shard.path, date
+    def of(self, path: Path, file: pa.OSFile, date: Date) -> pq.FileMetaData:
+        """The footer of a shard's file, opened and of this date. Raises OSError, ArrowException: it cannot be read."""
+        key = path, date
         with self._lock:
             if found := self._known.get(key):
                 self._known.move_to_end(key)
                 return found
-        found = pq.read_metadata(shard.path)
-        if is_quiet(date, time.time()) and date_of(shard) == date:
+        found = pq.read_metadata(file)
+        if is_quiet(date, time.time()) and date_of(file) == date:
             with self._lock:
                 self._known[key] = found
                 while sum(footer.serialized_size for footer in self._known.values()) > _FOOTER_BYTES and len(self._known) > 1:
