@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,14 +22,16 @@ from starlette.testclient import TestClient
 from penstock.spec import Spec
 from penstock_server.app import create_app
 from penstock_server.batches.gather import Chunk
+from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets import history as history_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
-from penstock_server.problems import ShardUnavailable, SnapshotGone
+from penstock_server.problems import DatasetRefused, ShardUnavailable, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes, write_note
+from penstock_server.snapshots.snapshot import Reading, read_folder
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -143,6 +146,39 @@ def test_what_is_unchanged_is_not_made_anew(folder: Path, open_all: Callable[[],
     again = catalog["d"].served(before.snapshot.fingerprint)
     assert again.index is not before.index
     assert catalog["d"].served(before.snapshot.fingerprint) is again
+
+
+@pytest.mark.parametrize("recipes", [("", ""), ("vocab_size = 10", "vocab_size = 11")])
+def test_what_changes_after_a_look_is_left_to_the_next_one(
+    folder: Path, open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch, recipes: tuple[str, str]
+) -> None:
+    versions = [folder.parent.parent / "old", folder.parent.parent / "new"]
+    for version, recipe in zip(versions, recipes, strict=True):
+        version.mkdir()
+        if recipe:  # the shards are the same files
+            (version / "part-9.parquet").hardlink_to(folder / "part-9.parquet")
+            (version / "penstock.toml").write_text(recipe)
+        else:
+            write_shard(version, 9, versions.index(version))
+    link = folder.parent / "link"
+
+    def lead_to(version: Path) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(version)
+
+    def late(*args: Any, **options: Any) -> Reading:
+        lead_to(versions[0])
+        return read_folder(*args, **options)
+
+    lead_to(versions[0])
+    catalog = open_all()
+    lead_to(versions[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_module, "read_folder", late)
+        with pytest.raises(DatasetRefused, match="is being written to: it changed while it was read"):
+            catalog.refresh("link")
+    lead_to(versions[1])
+    assert catalog.refresh("link").changed
 
 
 def test_a_policy_that_changes_takes_effect_without_another_snapshot(folder: Path, open_all: Callable[[], Catalog]) -> None:

@@ -198,6 +198,10 @@ class Dataset:
 
     def _read_folder(self, sight: Sight, *, settled: bool) -> Reading:
         reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, settled=settled)
+        if look(self.folder, sight.shards, self._tokenizer).recipe != sight.recipe:  # or the next look would find nothing new
+            raise DatasetRefused(
+                f"the recipe of {self.folder} is being written to: it changed while it was read. Wait until it is whole."
+            )
         known = self._held.recipe
         if known and sight.recipe == self._recipe_dates and recipe_key(known) == recipe_key(reading.recipe):
             return replace(reading, recipe=known)  # the same files: what is held by it may stay

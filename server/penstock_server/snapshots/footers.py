@@ -22,7 +22,7 @@ from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.snapshots.folders import is_quiet
 from penstock_server.snapshots.notes import read_note, write_note
-from penstock_server.snapshots.shard import Date, Shard, numbers, read_schema, read_shard
+from penstock_server.snapshots.shard import Date, Shard, being_written, numbers, read_schema, read_shard
 
 _FORMAT = 1  # of the note: to be raised when a field of Shard comes to mean something else
 _THREADS = 16  # waiting for disks, not for cores
@@ -61,19 +61,19 @@ class Footers:
     def read(self, dates: Mapping[str, Date], recipe: Recipe, *, settled: bool = False) -> dict[str, Shard | DatasetRefused]:
         """The shards of these names, or why one is refused, in the same order; forgets all others.
 
-        A shard whose date is remembered is not opened. `settled` says that the dates have been the same for a while.
+        A shard whose date is remembered is not opened, and one of another date than is given is refused: what came since is
+        for the next look. `settled` says that the dates have been the same for a while.
         """
         key, began = _key(recipe), time.time()
         known = self._known.shards if key == self._known.recipe else {}
         remembered = {name: known[name] for name, date in dates.items() if name in known and known[name].date == date}
         missing = [name for name in dates if name not in remembered]
         with ThreadPoolExecutor(_THREADS) as threads:
-            read = dict(zip(missing, threads.map(lambda name: _try_read(self._folder / name, recipe), missing), strict=True))
+            tried = threads.map(lambda name: _try_read(self._folder / name, dates[name], recipe), missing)
+            read = dict(zip(missing, tried, strict=True))
         found = {name: remembered.get(name) or read[name] for name in dates}
         remembered |= {
-            name: shard
-            for name, shard in read.items()
-            if isinstance(shard, Shard) and (is_quiet(shard.date, began) or (settled and shard.date == dates[name]))
+            name: shard for name, shard in read.items() if isinstance(shard, Shard) and (settled or is_quiet(shard.date, began))
         }
         self._known = replace(self._known, recipe=key, shards=remembered)
         if self._note and self._known != self._kept:
@@ -127,8 +127,10 @@ def _key(recipe: Recipe) -> str:
     return blake2b(json.dumps(recipe.identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _try_read(path: Path, recipe: Recipe) -> Shard | DatasetRefused:
+def _try_read(path: Path, date: Date, recipe: Recipe) -> Shard | DatasetRefused:
     try:
-        return read_shard(path, recipe)
+        shard = read_shard(path, recipe)
     except DatasetRefused as refusal:
         return refusal
+    # Of a folder that leads elsewhere meanwhile some shards would be of there, and the next look would find nothing new.
+    return shard if shard.date == date else being_written(path)

@@ -78,7 +78,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
         _check_columns(path, schema, recipe)
         digest = _file_digest(file, date.size_bytes)
         if Date.of(path.stat()) != date:  # by now it may be half of one file and half of another
-            raise DatasetRefused(f"{path} is being written to: it changed while it was read. Wait until it is whole.")
+            raise being_written(path)
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     return Shard(
         path=path,
@@ -95,6 +95,11 @@ def read_schema(path: Path) -> pa.Schema:
     """The columns of a Parquet file. Raises DatasetRefused: it is truncated, damaged or no Parquet."""
     with _opened(path) as file:
         return _footer(path, file)[1]
+
+
+def being_written(path: Path) -> DatasetRefused:
+    """What is said of a file that changes while it is read."""
+    return DatasetRefused(f"{path} is being written to: it changed while it was read. Wait until it is whole.")
 
 
 def spelled(name: str) -> str:
