@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -21,6 +22,7 @@ def main() -> int:
     try:
         return _run()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # or another Ctrl-C would end a wait for threads with a traceback
         print("penstock: stopped", file=sys.stderr)
         return 130
 

@@ -181,6 +181,25 @@ def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path
         assert process.communicate(timeout=20)[1] == ""
 
 
+def test_another_ctrl_c_ends_a_command_at_once_and_without_a_traceback() -> None:
+    script = """
+import sys, threading, time
+from penstock import cli
+
+def run():
+    threading.Thread(target=time.sleep, args=(60,)).start()  # as threads that tokenize are waited for
+    raise KeyboardInterrupt
+
+cli._run = run
+sys.exit(cli.main())
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        assert process.stderr.readline() == "penstock: stopped\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20)[1] == ""
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_log_that_cannot_hold_a_name_keeps_no_server_from_starting(tmp_path: Path, processes: str) -> None:
     write_numbered(tmp_path / "data" / "中文", 9)
