@@ -196,7 +196,7 @@ class Transport:
             raise first
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
-        reasons = "; ".join(f"{server}: {failure}" for server, failure in failures.items())
+        reasons = "; ".join(f"{server}: {failure}".removesuffix(".") for server, failure in failures.items())
         return ServerUnavailable(
             without_passwords(
                 f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers.addresses)}; the last "

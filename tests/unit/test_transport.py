@@ -85,6 +85,9 @@ def test_ranks_that_a_server_sent_away_at_once_do_not_come_back_at_once(monkeypa
 def test_when_time_is_up_one_error_says_for_how_long_whom_and_why() -> None:
     with pytest.raises(ServerUnavailable, match=r"retry_seconds=0.2 from http://127.0.0.1:9; .*Connection refused"):
         get("http://127.0.0.1:9", retry_seconds=0.2)
+    fault = b'{"type": "urn:penstock:problem:internal-error", "detail": "a fault."}'
+    with server(response(fault, "500 No")) as url, pytest.raises(ServerUnavailable, match=r": a fault\. Start the server"):
+        get(url, retry_seconds=0)
 
 
 @pytest.mark.parametrize(
