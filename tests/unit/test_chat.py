@@ -161,7 +161,7 @@ def test_reasoning_is_found_by_any_of_its_names(name: str, asked: str) -> None:
 
 
 def test_a_header_that_the_template_does_not_prompt_with_carries_no_loss() -> None:
-    with pytest.raises(ChatError, match="does not prompt for message 1. Mark"):
+    with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt. Mark"):
         template(PROMPTLESS).render(turns("Q", "A"))
     assert said(marked(PROMPTLESS), turns("Q", "A")) == ["A<|im_end|>"]
     with pytest.raises(ChatError, match="does not prompt for message 0"):

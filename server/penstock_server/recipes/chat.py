@@ -123,7 +123,9 @@ class ChatTemplate:
                 said = _without_blanks_behind_the_end(step[len(before) :], message)
                 prompted = self._prompt and before.endswith(self._prompt)
                 if not prompted and not _begins_with_content(said, message):
-                    raise ChatError(f"has a chat whose template does not prompt for message {number}. {_WAY_OUT}")
+                    raise ChatError(
+                        f"has a chat whose template does not prompt for message {number} with add_generation_prompt. {_WAY_OUT}"
+                    )
                 spans.append((len(before), len(before) + len(said)))
         if chat[-1]["role"] != "assistant":
             text = self._write(chat)
