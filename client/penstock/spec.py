@@ -85,10 +85,11 @@ class Spec:
     offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = field(
         default=None,
-        metadata={"doc": "steps to leave out, such as 41000-41200,50000-50010; or samples:1000-1999; see penstock.skip"},
+        metadata={"doc": "steps to leave out, such as 41000-41200,50000-50010; or samples:1000-1999, over all ranks"},
     )
     mix: str | None = field(
-        default=None, metadata={"doc": "datasets and weights of a mixture, such as wiki:0.7,code:0.3; see penstock.mix"}
+        default=None,
+        metadata={"doc": "datasets and weights of a mixture: wiki:0.7,code:0.3; others from a sample on: a:7,b:3;a:1,b:1@9000"},
     )
     mix_stop: str | None = field(
         default=None,

@@ -148,6 +148,18 @@ def test_weights_may_change_on_the_way(server: Server) -> None:
     assert Counter(name for name, _ in order[40:80]) == {"many": 10, "some": 30}
 
 
+def test_a_run_may_change_its_weights_from_where_it_stands(server: Server) -> None:
+    begun = dataset(server, mix="few:1,many:3")
+    iterator = iter(begun)
+    given = [divmod(token, 1000) for _ in range(5) for token in next(iterator)["input_ids"][:, 0].tolist()]
+    resumed = dataset(server, mix="few:1,many:3;few:3,many:1@20")
+    with pytest.warns(UserWarning, match="after its first 20 samples"):
+        resumed.load_state_dict(begun.state_dict(), strict=False)
+    rest = [divmod(token, 1000) for batch in resumed for token in batch["input_ids"][:, 0].tolist()]
+    assert [(list(SIZES)[number], row) for number, row in given + rest] == samples(server, mix="few:1,many:3;few:3,many:1@20")
+    assert len(set(given + rest)) == len(given + rest)
+
+
 def test_an_epoch_that_never_ends_has_batches_far_out(server: Server) -> None:
     assert dataset(server, mix={"few": 1 / 3, "many": 2 / 3}).spec.mix == "few:1,many:2"
     data = dataset(server, mix_stop="never", mix={"few": 0.5, "many": 1.5})
