@@ -180,9 +180,10 @@ def test_what_is_cut_off_rows_is_told(server: Server) -> None:
     lost = [b.num_tokens - a.num_tokens for a, b in zip(cut, whole, strict=True)]
     assert ([view.num_behind for view in cut], any(view.num_behind for view in whole)) == (lost, False)
     num_cut = sum(map(bool, lost))
-    told = f"seq_len cuts {sum(lost):,} tokens off {num_cut} of 8 rows, and no batch holds them: --long-rows split"
+    told = f"seq_len cuts {sum(lost):,} tokens off {num_cut} of 8 rows, and no batch holds them: "
+    told += "--long-rows split, --packing best_fit or concat keeps them"
     assert told in said()
-    for options in (("--long-rows", "split"), ("--packing", "concat")):
+    for options in (("--long-rows", "split"), ("--packing", "best_fit"), ("--packing", "concat")):
         assert "no batch holds" not in said(*options)
 
 

@@ -68,7 +68,7 @@ def _foot(
         yield from terminal.paragraph(f"for less padding use a smaller --seq-len, or --pad longest{packings}", YELLOW)
     if cut := [s for s in sequences if s.num_behind and spec.cuts_rows]:
         lost = counted(sum(s.num_behind for s in cut), "token")
-        packings = ": --long-rows split or --packing concat keeps them" if _can_be_packed(batch) else ""
+        packings = ": --long-rows split, --packing best_fit or concat keeps them" if _can_be_packed(batch) else ""
         yield from terminal.paragraph(
             f"seq_len cuts {lost} off {len(cut)} of {counted(len(sequences), 'row')}, and no batch holds them{packings}", YELLOW
         )
