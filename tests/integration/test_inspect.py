@@ -41,7 +41,7 @@ def inspect(data: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProc
 def test_every_dataset_is_told_with_its_recipe_and_its_first_rows(data: Path, tmp_path: Path) -> None:
     done = inspect(data, tmp_path)
     assert done.returncode == 0
-    assert done.stderr.endswith("1 row cannot be used; neighbours are served in their place\n")
+    assert done.stderr.endswith("1 row cannot be used (the first: text is empty); neighbours are served in their place\n")
     numbers, pairs, prefs, texts, mixture = done.stdout.split("\n\n")
     assert re.match(r"numbers: 5 rows in 1 shard, snapshot [0-9a-f]{16}\n  recipe: input_ids, pre-tokenized", numbers)
     assert "1 block, about" in numbers

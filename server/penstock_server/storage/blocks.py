@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.commands.terminal import printable
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
@@ -232,12 +233,13 @@ class Blocks:
     def _encode(self, address: BlockAddress, rows: pa.RecordBatch) -> pa.RecordBatch:
         snapshot = self._snapshot
         batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound, address.place)
-        num_bad = batch.num_rows - batch.column(encode.REASON).null_count
-        if num_bad:
+        reasons = batch.column(encode.REASON).drop_null()
+        if len(reasons):
+            first = f"the first: {printable(reasons[0].as_py())}"
             policy = snapshot.recipe.on_bad_row
             then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
             rows_of = f"{address.shard.path}, row group {address.row_group}"
-            log.warning("%s: %s cannot be used; %s", rows_of, counted(num_bad, "row"), then)
+            log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)
         return batch
 
 
