@@ -12,10 +12,13 @@ from corpora import write_numbered
 from penstock import Spec
 from penstock.spec import LARGEST_COUNT
 from penstock_server.batches import plan as plan_module
+from penstock_server.batches.room import check_room
+from penstock_server.datasets.advice import advice_on_run
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadParameter
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
+from synthetic import synthetic_plan
 
 
 @pytest.fixture
@@ -72,3 +75,32 @@ def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -
             own_epoch, own = divmod(number, plan.sizes[member])
             assert own_epoch in plan.own_epochs(member, epoch)
             assert plan.positions_of(member, epoch, np.array([own]), own_epoch) == [position]
+
+
+def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_full_disk_leaves(catalog: Catalog) -> None:
+    plan = catalog.plan("a", Spec(batch_size=10, shuffle="global", mix="a:1,b:1"))
+    cache, needed = plan.members[0].blocks.cache, sum(member.blocks.estimated_bytes for member in plan.members)
+    cache.budget_bytes, cache.configured_bytes = 0, needed
+    check_room(plan)
+    cache.configured_bytes = needed - 1
+    with pytest.raises(BadParameter, match=f"takes about {needed:,} bytes there, and the budget is {needed - 1:,}"):
+        check_room(plan)
+    check_room(catalog.plan("a", Spec(batch_size=10, mix="a:1,b:1")))
+
+
+@pytest.mark.parametrize(
+    ("rows_per_group", "budget_mib", "told"),
+    [
+        (20_000, 14, []),
+        (20_000, 8, ["Raise --cache-bytes, or use smaller windows: window=74898."]),
+        (20_000, 7, ["Raise --cache-bytes."]),  # too few blocks for windows of whole ones
+        (100, 20, ["Raise --cache-bytes, or use smaller windows: window=1000."]),
+        (100, 19, ["Raise --cache-bytes."]),
+    ],
+)
+def test_smaller_windows_are_advised_where_they_fit_and_still_mix(
+    tmp_path: Path, rows_per_group: int, budget_mib: int, told: list[str]
+) -> None:
+    plan = synthetic_plan(tmp_path, {"a": [[rows_per_group] * 100]})
+    plan.members[0].blocks.cache.budget_bytes = budget_mib << 20
+    assert [sentence.partition("for nearly every batch. ")[2] for sentence in advice_on_run(plan)] == told
