@@ -153,7 +153,8 @@ def test_labels_and_masks_that_are_not_used_are_warned_of_at_the_start(serve: Ca
 
 
 def test_a_bos_that_the_tokenizer_would_write_is_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
-    for name, recipe in (("silent", ""), ("opened", f'bos = "{EOS}"'), ("bare", "bos = false")):
+    said = {"opened": f'bos = "{EOS}"', "bare": "bos = false", "templated": f'text = "{EOS}{{text}}"'}
+    for name, recipe in ({"silent": ""} | said).items():
         write_text(tmp_path / name, ["the quick brown fox"] * 9)
         (tmp_path / name / "penstock.toml").write_text(recipe)
     tokenizer = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json")))

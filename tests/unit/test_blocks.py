@@ -25,14 +25,16 @@ from penstock_server.problems import ShardUnavailable, ShardUnreadable, Snapshot
 from penstock_server.recipes import encode
 from penstock_server.recipes.filters import Filter
 from penstock_server.snapshots import snapshot as snapshot_module
-from penstock_server.snapshots.shard import numbers
+from penstock_server.snapshots.shard import date_of, numbers
 from penstock_server.storage import blocks as blocks_module
 from penstock_server.storage import decode as decode_module
 from penstock_server.storage import maps as maps_module
+from penstock_server.storage import parsed_footers as parsed_footers_module
 from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.parsed_footers import ParsedFooters
 from penstock_server.storage.splits import Splits
 from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
@@ -708,6 +710,47 @@ def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(
         blocks = Blocks(open_snapshot(path.parent, None), BlockStore(CacheFolder(cache_dir)))
         assert [row for index in range(6) for row in rows_of(blocks.get([index])[0])] == tokens
     assert parsed == [str(path)] * 2
+
+
+def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Mock(side_effect=pq.read_metadata)
+    monkeypatch.setattr(pq, "read_metadata", read)
+    folder = write_shards(tmp_path / "d", "tokens", [[[1]]] * 4, type_=pa.list_(pa.int32()), row_group_size=1)
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    shards = open_snapshot(folder, None).shards
+    for budget, numbers_read in ((3, [0, 1, 2, 3, 1, 0]), (0, [0, 1, 0, 2, 3, 1, 0, 1])):
+        monkeypatch.setattr(parsed_footers_module, "_FOOTER_BYTES", budget * pq.read_metadata(shards[0].path).serialized_size)
+        read.reset_mock()
+        footers = ParsedFooters()
+        for number in (0, 1, 0, 0, 2, 3, 1, 0, 0, 1):
+            assert footers.of(shards[number], date_of(shards[number])).num_rows == 1
+        assert [
+            shards.index(shard) for call in read.call_args_list for shard in shards if shard.path == call[0][0]
+        ] == numbers_read
+
+
+@pytest.mark.parametrize("is_written_to_meanwhile", [False, True])
+def test_a_footer_is_not_kept_of_a_shard_that_was_written_to_just_now_or_while_it_was_read(
+    data: Path, monkeypatch: pytest.MonkeyPatch, is_written_to_meanwhile: bool
+) -> None:
+    [shard, *_] = open_snapshot(data, None).shards
+    if is_written_to_meanwhile:
+        os.utime(shard.path, (0, 0))
+    date, footers, read = date_of(shard), ParsedFooters(), pq.read_metadata
+
+    def writing(path: Path) -> pq.FileMetaData:
+        if is_written_to_meanwhile:
+            os.utime(path, (1, 1))
+        return read(path)
+
+    counted = Mock(side_effect=writing)
+    monkeypatch.setattr(pq, "read_metadata", counted)
+    for _ in range(2):
+        footers.of(shard, date)
+    assert counted.call_count == 2
 
 
 def test_the_name_of_all_tokens_is_made_once(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:

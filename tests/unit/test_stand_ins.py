@@ -21,11 +21,12 @@ SUBSTITUTE = 'on_bad_row = "substitute"\nmax_bad_share = 0.99\n'
 
 @pytest.fixture
 def open_holes(tmp_path: Path) -> Opener:
-    """Opens one shard of row groups of three rows, of token lists."""
+    """Opens shards of three row groups of three rows, of token lists."""
 
     def opened(rows: list[list[int]], toml: str = SUBSTITUTE, split: str = "all") -> Member:
         folder = tmp_path / "data" / "holes"
-        write_shards(folder, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=3)
+        shards = [rows[start : start + 9] for start in range(0, len(rows), 9)]
+        write_shards(folder, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=3)
         (folder / "penstock.toml").write_text(toml)
         catalog = open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")))
         [member] = catalog.plan("holes", Spec(batch_size=1, split=split)).members
@@ -106,8 +107,8 @@ def test_data_without_a_good_row_near_is_refused_not_searched_to_its_end(
     open_holes: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stand_ins, "_MOST_BLOCKS", 2)
-    member = open_holes([[]] * 9 + [[1]] * 3)
-    with pytest.raises(BadRow, match=r"no row of row group 0 in part-000.parquet can be used, nor .*quarantine"):
-        served(member, 0)
-    assert served(member, 1) == (3, [0, 1, 2])
-    assert inverse(member, 3, 0) == {3: [0], 2: [0], 1: [0]}
+    member = open_holes([[]] * 18 + [[1]] * 3)
+    with pytest.raises(BadRow, match=r"no row of row group 0 in part-001.parquet can be used, nor .*quarantine"):
+        served(member, 3)
+    assert served(member, 4) == (6, [0, 1, 2])
+    assert inverse(member, 6, 0) == {6: [0], 5: [0], 4: [0]}
