@@ -75,8 +75,12 @@ def test_the_least_recently_used_goes_first_and_a_map_outlives_its_file(tmp_path
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process has open")
 def test_who_lets_go_of_a_folder_keeps_no_file_of_it_open(tmp_path: Path) -> None:
-    for _ in range(9):
-        CacheFolder(tmp_path, 9 * KIB).write("some", content(0))
+    for number in range(9):
+        cache = CacheFolder(tmp_path / "cache", 9 * KIB)
+        if number % 2:
+            shutil.rmtree(tmp_path / "cache")  # there it opens a new lock file
+        assert cache.write("some", content(0))
+    del cache
     gc.collect()
     assert not [opened for opened in Path("/proc/self/fd").iterdir() if opened.resolve().is_relative_to(tmp_path)]
 
@@ -224,12 +228,17 @@ def test_several_processes_on_one_folder_never_exceed_the_budget(tmp_path: Path)
     assert CacheFolder(tmp_path, budget_bytes).used_bytes == sum(files(tmp_path).values())
 
 
-def test_where_the_folder_was_removed_meanwhile_all_count_in_a_new_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_lock_file_alone", [False, True])
+def test_where_the_folder_was_removed_meanwhile_all_count_in_a_new_one(tmp_path: Path, is_lock_file_alone: bool) -> None:
     folder, budget = tmp_path / "cache", 4 * KIB + 4 * OVERHEAD
     old = CacheFolder(folder, budget)
     assert old.write("a", content(0))
-    shutil.rmtree(folder)
+    if is_lock_file_alone:
+        (folder / ".lock").unlink()
+    else:
+        shutil.rmtree(folder)
     assert old.write("b", content(1))
+    assert old.used_bytes == sum(files(folder).values())
     new = CacheFolder(folder, budget)
     for number in range(6):
         assert (old, new)[number % 2].write(f"c{number}", content(number))
