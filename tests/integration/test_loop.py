@@ -137,6 +137,12 @@ def test_what_can_not_be_replayed_is_refused(server: Server, replay: object) -> 
         dataset(server, replay=replay)
 
 
+@pytest.mark.parametrize("name", ["prefetch_bytes", "retry_seconds"])
+def test_an_amount_below_zero_is_refused(server: Server, name: str) -> None:
+    with pytest.raises(SpecError, match=f"{name} must be a number from 0, not -1"):
+        dataset(server, **{name: -1})
+
+
 def test_numbers_of_numpy_are_as_good_as_plain_ones(server: Server) -> None:
     data = dataset(server, rank=np.int64(0), world_size=np.int64(1), replay=np.int64(2), prefetch_bytes=np.int64(1 << 20))
     data.set_epoch(np.int64(1))  # type: ignore[arg-type]

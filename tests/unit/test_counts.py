@@ -12,11 +12,13 @@ from unittest import TestCase
 from unittest.mock import Mock
 from weakref import WeakValueDictionary
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corpora import write_numbered
+from corpora import write_numbered, write_shards
 from damage import damaged
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
@@ -30,7 +32,7 @@ from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
-from planned import plan_of
+from planned import open_snapshot, plan_of
 
 WAYS = [{"packing": "best_fit", "split": "train"}, {"packing": "concat"}, {"long_rows": "split"}, {"split": "validation"}]
 MONTH_AGO = time.time() - 31 * 86_400
@@ -106,13 +108,15 @@ def test_counts_of_a_server_that_runs_for_months_stay(
     assert counts(cache) == made
 
 
+def num_maps(cache: Path) -> int:
+    """The files of row lengths that are mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(f"{cache}/" in line and ".lengths" in line for line in lines)
+
+
 def test_snapshots_share_what_is_read_of_their_shards_and_little_of_it_is_mapped(
     open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def num_maps() -> int:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return sum(f"{tmp_path}/cache" in line and ".lengths" in line for line in lines)
-
     monkeypatch.setattr(lengths_module, "_read", WeakValueDictionary())
     monkeypatch.setattr(lengths_module, "_COPIED_BYTES", 8 * 100)  # of two of the three shards
     catalog, held = open_all(), []
@@ -120,8 +124,34 @@ def test_snapshots_share_what_is_read_of_their_shards_and_little_of_it_is_mapped
         catalog.refresh("d")
         held.append(catalog["d"].latest)
         served(catalog, {"packing": "concat"})
-        assert num_maps() == number - 2
+        assert num_maps(tmp_path / "cache") == number - 2
         shutil.copy(tmp_path / "data" / "d" / "part-000.parquet", tmp_path / "data" / "d" / f"part-{number:03}.parquet")
+
+
+def test_large_files_of_counts_are_mapped_and_take_no_room_from_small_ones_that_are_copied(
+    open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lengths_module, "_read", WeakValueDictionary())
+    monkeypatch.setattr(lengths_module, "_SMALL_BYTES", 4 * 99)
+    monkeypatch.setattr(lengths_module, "_COPIED_BYTES", 4 * 100)
+    catalog = open_all()
+    held = catalog["d"].latest
+    served(catalog, {"packing": "concat"})
+    assert num_maps(tmp_path / "cache") == 3
+    pq.write_table(
+        pq.read_table(tmp_path / "data" / "d" / "part-000.parquet").slice(0, 99), tmp_path / "data" / "d" / "part-003.parquet"
+    )
+    catalog.refresh("d")
+    served(catalog, {"packing": "concat"})
+    assert held is not catalog["d"].latest
+    assert num_maps(tmp_path / "cache") == 3
+
+
+def test_shards_are_counted_as_many_at_a_time_as_keep_all_cores_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [[[1]] * num_groups for num_groups in (3, 1, 1, 9, 2)]
+    snapshot = open_snapshot(write_shards(tmp_path, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=1), None)
+    monkeypatch.setattr(lengths_module, "num_cores", lambda: 1)
+    assert [*lengths_module._counted_together(snapshot)] == [range(2), range(2, 4), range(4, 5)]
 
 
 def test_counts_that_cannot_be_stored_are_held_in_memory(

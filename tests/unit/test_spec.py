@@ -1,4 +1,5 @@
 import inspect
+import math
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from penstock import RemoteDataset, Spec, SpecError
 from penstock.source import Source
+from penstock.whole import check_amount, check_whole
 
 
 def test_what_a_query_leaves_out_has_its_default() -> None:
@@ -52,6 +54,21 @@ def test_all_wrong_parameters_are_listed_at_once() -> None:
 def test_a_bool_is_no_number() -> None:
     with pytest.raises(SpecError):
         Spec(seed=True)
+
+
+@pytest.mark.parametrize("number", [0, 4, True, 1.0, "2", None])
+def test_what_is_no_whole_number_within_its_bounds_is_refused(number: object) -> None:
+    assert [check_whole("some", found, 1, 3) for found in (1, 3, np.int64(3))] == [1, 3, 3]
+    with pytest.raises(SpecError, match=f"some must be a whole number from 1 to 3, not {number!r}"):
+        check_whole("some", number, 1, 3)
+
+
+@pytest.mark.parametrize("amount", [-1, -0.5, math.nan, False, "2", None])
+def test_what_is_no_amount_is_refused(amount: object) -> None:
+    for found in (0, 0.0, 1e9, math.inf, np.int64(3)):
+        check_amount("some", found)
+    with pytest.raises(SpecError, match=f"some must be a number from 0, not {amount!r}"):
+        check_amount("some", amount)
 
 
 def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones() -> None:
