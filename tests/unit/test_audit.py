@@ -117,13 +117,48 @@ def test_a_state_that_a_process_loads_once_it_has_trained_begins_a_start_too(led
     assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
 
 
-def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path) -> None:
+@pytest.mark.parametrize("tail", ["drop", "wrap"])
+def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path, tail: str) -> None:
     for worker, begins_at, first in ((0, 6, 6), (1, 4, 5)):  # in turn they gave steps 0 to 4
         append(ledger, replace(begin_of(), worker=worker, num_workers=2), range(worker, 8, 2))
-        resumed = replace(begin_of(start=1, step=begins_at), worker=worker, num_workers=2)
+        resumed = replace(begin_of(start=1, step=begins_at, tail=tail), worker=worker, num_workers=2)
         append(ledger, resumed, range(first, 20, 2), ends=True)
     assert report_on(ledger).is_proven
     assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
+
+
+def test_starts_of_workers_that_differ_in_where_the_last_of_them_begins_are_two(ledger: Path) -> None:
+    for rank in range(2):
+        for start, worker, begins_at, steps in (
+            (0, 0, 0, range(0, 8, 2)), (0, 1, 0, range(1, 8, 2)),
+            (1, 0, 4, range(4, 7, 2)), (1, 1, 4, range(5, 7, 2)),
+            (2, 0, 6, range(6, 10, 2)), (2, 1, 4, range(5, 10, 2)),
+        ):  # fmt: skip
+            begin = begin_of(rank, start=start, step=begins_at, world_size=2)
+            append(ledger, replace(begin, worker=worker, num_workers=2), steps, ends=start == 2)
+    assert report_on(ledger).is_proven
+
+
+def test_starts_are_told_with_the_ranks_that_took_part_in_each(ledger: Path) -> None:
+    fresh, again = begin_of(world_size=2), begin_of(world_size=2, start=1)
+    later, last = begin_of(world_size=2, start=2, step=5), begin_of(world_size=2, start=3, epoch=1, step=5)
+    for begin in (fresh, again, later, last):
+        append(ledger, begin, [begin.step])
+    for begin in (fresh, later):
+        append(ledger, replace(begin, rank=1), [begin.step])
+    [order] = facts_of(report_on(ledger))["orders"]
+    assert [start["ranks"] for start in order["starts"]] == [2, 1, 2, 1]
+
+
+def test_ranks_that_went_on_from_different_states_are_told(ledger: Path) -> None:
+    """Each by itself has trained on all of its samples."""
+    for rank, step in ((0, 5), (1, 3)):
+        append(ledger, begin_of(rank, world_size=2), range(8))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=step), range(step, 10), ends=True)
+    report = report_on(ledger)
+    [epoch] = report.orders[0].epochs
+    assert (epoch.is_proven, report.is_proven) == (True, False)
+    assert facts_of(report)["orders"][0]["apart"] == [{"rank": 1, "epoch": 0, "step": 3, "leader_epoch": 0, "leader_step": 5}]
 
 
 def test_an_epoch_that_one_of_two_workers_went_through_is_not_over(ledger: Path) -> None:
@@ -155,7 +190,8 @@ def test_another_world_size_and_batch_size_go_on_at_the_same_sample(ledger: Path
     for rank in range(4):
         append(ledger, begin_of(rank, world_size=4), range(3))
     for rank in range(2):
-        append(ledger, begin_of(rank, start=1, world_size=2, batch_size=4, offset=40), range(7), ends=True)
+        begin = begin_of(rank, start=1, world_size=2, batch_size=4, offset=40)
+        append(ledger, begin, range(7), ends=True, salt=1 << 40)  # its steps are other ones, whatever their numbers
     append(ledger, begin_of(0, start=2, epoch=1, batch_size=50), range(2), ends=True)
     report = report_on(ledger)
     assert report.is_proven
@@ -288,11 +324,11 @@ def test_of_each_start_those_steps_are_named_that_it_trained_again(ledger: Path)
 
 
 def test_a_batch_whose_digest_changed_is_no_proof(ledger: Path) -> None:
-    append(ledger, begin_of(), range(8))
-    append(ledger, begin_of(start=1, step=6), [6])
-    append(ledger, begin_of(start=2, step=5), range(5, 20), ends=True, salt=1 << 40)
+    append(ledger, begin_of(), range(8), salt=1 << 40)
+    append(ledger, begin_of(start=1, step=6), [6], salt=1 << 40)
+    append(ledger, begin_of(start=2, step=5), range(5, 20), ends=True)
     assert words(ledger).startswith("NOT PROVEN: 3 batches changed\n")
-    assert f"CHANGED epoch 0, step 6 of rank 0 had the digests {6 * 64:016x} and {6 * 64 + (1 << 40):016x}" in words(ledger)
+    assert f"CHANGED epoch 0, step 6 of rank 0 had the digests {6 * 64 + (1 << 40):016x} and {6 * 64:016x}" in words(ledger)
 
 
 def test_data_that_changed_altogether_is_told_about_as_fast_as_it_is_read(ledger: Path) -> None:
@@ -416,12 +452,14 @@ def test_files_may_be_joined_into_one(ledger: Path) -> None:
     assert audit([joined, *find_ledgers(later)]).is_proven
 
 
-def test_runs_on_other_data_or_in_another_order_are_accounted_for_apart(ledger: Path) -> None:
+@pytest.mark.parametrize(("name", "values"), [("seed", [0, 9]), ("num_sequences", [100, 104])])
+def test_runs_on_other_data_or_in_another_order_are_accounted_for_apart(ledger: Path, name: str, values: list[int]) -> None:
     write_run(ledger, epochs=1)
     for rank in range(2):
-        append(ledger, begin_of(rank, start=5, world_size=2, seed=9), range(rank, 10), ends=True)
+        append(ledger, begin_of(rank, start=5, world_size=2, **{name: values[1]}), range(rank, 10), ends=True)
     report = report_on(ledger)
-    assert [(dict(order.key)["seed"], order.is_proven) for order in report.orders] == [(0, True), (9, False)]
+    found = [(dict(order.key)[name], order.is_proven) for order in report.orders]
+    assert found == [(values[0], True), (values[1], False)]
     assert not report.is_proven
 
 
@@ -532,6 +570,39 @@ def test_of_several_starts_from_one_state_the_last_counts_on_each_rank(ledger: P
         append(ledger, begin_of(rank, world_size=2, start=1, step=5), range(5, 7))
         append(ledger, begin_of(rank, world_size=2, start=2, step=5), range(5, 10), ends=True)
     assert report_on(ledger).is_proven
+
+
+@pytest.mark.parametrize(("steps", "missing"), [([5, 6, 7], []), ([5], [[65, 70]])])
+def test_of_several_starts_from_one_state_that_counts_which_came_to_where_the_run_went_on(
+    ledger: Path, steps: list[int], missing: list[list[int]]
+) -> None:
+    """The last that did, or, where the ends of all are lost, the one that came furthest."""
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(6))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=5), [5, 6] if not rank else steps[1:-1])
+        append(ledger, begin_of(rank, world_size=2, start=2, step=5), steps if rank else [5, 6, 7])
+        append(ledger, begin_of(rank, world_size=2, start=3, step=7), [7, 8])
+        append(ledger, begin_of(rank, world_size=2, start=4, step=5), [] if rank else [5])  # by mistake
+        append(ledger, begin_of(rank, world_size=2, start=5, step=8), [8, 9], ends=True)
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.missing.tolist(), epoch.twice.tolist()) == (missing, [])
+
+
+def test_a_start_goes_on_from_no_other_slicing_in_mid_epoch(ledger: Path) -> None:
+    """From there it would have been told in samples."""
+    append(ledger, begin_of(batch_size=10), [0, 1])
+    append(ledger, begin_of(start=1, offset=20), range(10))
+    append(ledger, begin_of(start=2, batch_size=10, step=1), [1, *range(3, 8)])  # of which nothing was kept
+    append(ledger, begin_of(start=3, offset=20, step=4), range(4, 16), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_rounds_of_workers_with_one_seed_that_begin_elsewhere_are_two(ledger: Path) -> None:
+    append(ledger, begin_of(), range(10))
+    rest, again = (replace(begin_of(start=1, offset=offset), num_workers=1, loader_seed=7) for offset in (50, 0))
+    append(ledger, rest, range(10), ends=True)
+    append(ledger, replace(again, time=again.time + timedelta(minutes=1)), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: 100 samples trained on more than once\n")
 
 
 def test_a_rank_that_came_to_no_batch_of_a_start_has_trained_what_counts_before_it(ledger: Path) -> None:
