@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +20,7 @@ from penstock.batch import count_tokens
 from penstock.tensors import expand
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
-from penstock_server.batches.readable import as_json
+from penstock_server.batches.readable import as_json, shown_columns
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadParameter
 from penstock_server.storage.cache import CacheFolder
@@ -88,6 +91,15 @@ def test_labels_and_positions_are_those_that_a_trainer_gets(
             else:
                 side = name.removesuffix("input_ids").removesuffix("position_ids")
                 assert len(shown) == batch[f"{side}attention_mask"][index].sum()
+        if starts := sequence.get("document_starts"):
+            bits = np.unpackbits(frame.tensors["document_starts"][index], bitorder="little")
+            assert starts == np.flatnonzero(bits).tolist()
+
+
+def test_values_that_json_cannot_say_are_shown_in_words() -> None:
+    values = {"nan": math.nan, "inf": -math.inf, "vector": [0.5, math.nan], "bytes": b"abc", "half": np.float16(math.nan)}
+    block: Any = SimpleNamespace(columns={name: pa.array([value]) for name, value in values.items()})
+    assert shown_columns(block, 0) == {"nan": None, "inf": "-inf", "vector": [0.5, None], "bytes": "3 bytes", "half": None}
 
 
 def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
                 facts[name] = [_piece(plan, tokenizer, piece) for piece in line]
             facts[tensor.name] = _ids(line)
             if not tensor.turn:  # the labels of seq2seq travel themselves
-                facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, tensor, line)
+                facts[tensor.name.removesuffix("input_ids") + "labels"] = _labels(plan, line)
         elif tensor.kind == "mask":
             facts[tensor.name] = [int(learned) for ids, learned in line for _ in ids]
         elif tensor.kind == "count":
@@ -111,9 +111,9 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
     return facts
 
 
-def _labels(plan: Plan, tensor: Tensor, line: list[Turn]) -> list[int]:
+def _labels(plan: Plan, line: list[Turn]) -> list[int]:
     """The ids that are learned, as a trainer gets them."""
-    is_masked = any(t.feature == tensor.feature and (t.kind == "mask" or t.turn == "prompt") for t in plan.tensors)
+    is_masked = any(tensor.kind == "mask" or tensor.turn == "prompt" for tensor in plan.tensors)
     return [token if learned or not is_masked else IGNORED for ids, learned in line for token in ids]
 
 
