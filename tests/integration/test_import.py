@@ -201,7 +201,7 @@ def test_a_column_that_only_some_files_have_is_told(tmp_path: Path) -> None:
 def test_what_cannot_be_imported_is_refused_in_a_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "bad.jsonl").write_text('{"a": 1}\noops\n')
     (tmp_path / "good.csv").write_text("a\n1\n")
-    assert run(tmp_path / "good.csv", tmp_path / "full", "--columns", "a").returncode == 0
+    assert run(tmp_path / "good.csv", tmp_path / "full", "--columns", "a,, a").returncode == 0
     before = sorted(tmp_path.rglob("*"))
     done = run(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert (done.returncode, done.stdout) == (2, "")

@@ -91,6 +91,9 @@ def test_in_a_terminal_what_is_not_learned_is_dimmed(data: Path, tmp_path: Path)
     status, shown = penstock_in_terminal(80, "inspect", str(data), *arguments)
     assert status == 0
     assert "\x1b[2mhow many foxes?\x1b[0m one" in shown
+    _, shown = penstock_in_terminal(80, "inspect", str(data), *arguments[:-1], "texts", "--row", "3")
+    texts = re.findall(r"^ {6}.*$", re.sub(r"\x1b\[\d*m|\r", "", shown), re.MULTILINE)
+    assert max(map(len, texts)) == 80
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(data: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from corpora import write_numbered, write_shards
+from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from damage import damaged
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
@@ -152,6 +152,20 @@ def test_shards_are_counted_as_many_at_a_time_as_keep_all_cores_busy(tmp_path: P
     snapshot = open_snapshot(write_shards(tmp_path, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=1), None)
     monkeypatch.setattr(lengths_module, "num_cores", lambda: 1)
     assert [*lengths_module._counted_together(snapshot)] == [range(2), range(2, 4), range(4, 5)]
+
+
+def test_the_rows_that_a_filter_keeps_are_known_once_rows_or_tokens_are_counted(tmp_path: Path) -> None:
+    folder = write_text(tmp_path / "data" / "d", ["fox", "dog", "fox"], row_group_size=1)
+    (folder / "penstock.toml").write_text("filter = \"text = 'fox'\"")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    for number, name in enumerate(("lengths", "rows")):
+        cache = CacheFolder(tmp_path / f"cache{number}")
+        index = open_catalog(folder.parent, tokenizer, BlockStore(cache))["d"].latest.index
+        assert (index.num_rows, index.num_counted) == (None, 0)
+        index.lengths.num_done = 1
+        assert index.num_counted == 1
+        getattr(index, name).make(lambda _: None)
+        assert (index.num_rows, index.num_counted) == (2, 3 if name == "lengths" else 1)
 
 
 def test_counts_that_cannot_be_stored_are_held_in_memory(

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import write_tokenizer
-from importing import read_back, shards_in
+from importing import imported, read_back, shards_in
+from penstock_server.importing import run as run_module
 from penstock_server.importing.shards import Shape, old_shards, row_groups, shard_name, staged, write_shards
 from penstock_server.importing.source import ImportRefused
 from planned import open_snapshot
@@ -203,3 +204,30 @@ def test_a_file_is_no_folder_to_write_to(tmp_path: Path) -> None:
         old_shards(tmp_path / ("long" * 100), overwrite=True)
     with pytest.raises(ImportRefused, match="cannot be written"):
         stage(tmp_path / "x.jsonl" / "y", put)
+
+
+def test_progress_goes_on_from_file_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[list[int]] = []
+
+    class Bar:
+        def __init__(self, **_: object) -> None:
+            self.n = 0
+            passes.append([])
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, number: int) -> None:
+            self.n += number
+            passes[-1].append(self.n)
+
+    monkeypatch.setattr(run_module, "tqdm", Bar)
+    for name, num_rows in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.jsonl").write_text('{"n": 1}\n' * num_rows)
+    imported(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    size = (tmp_path / "a.jsonl").stat().st_size
+    assert [sorted(set(seen)) for seen in passes] == [[size, 3 * size]] * 2
+    assert all(seen == sorted(seen) for seen in passes)
