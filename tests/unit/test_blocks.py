@@ -606,6 +606,20 @@ def test_what_nobody_wants_any_more_is_not_made(
     assert len(count_reads) < 5
 
 
+def test_who_goes_through_blocks_and_leaves_wants_none_of_those_ahead(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_blocks().get([0])
+    blocks, began, go_on = open_blocks(), threading.Event(), threading.Event()
+    encoding_waits(monkeypatch, began, go_on)
+    through = blocks.each(range(5))
+    assert next(through).num_rows == 32
+    assert began.wait(30)
+    through.close()
+    assert not blocks._store._loads
+    go_on.set()
+
+
 def test_a_crowd_that_comes_after_a_restart_has_each_stored_block_read_once(
     open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
