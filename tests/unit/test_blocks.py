@@ -25,7 +25,7 @@ from penstock_server.problems import ShardUnavailable, ShardUnreadable, Snapshot
 from penstock_server.recipes import encode
 from penstock_server.recipes.filters import Filter
 from penstock_server.snapshots import snapshot as snapshot_module
-from penstock_server.snapshots.shard import date_of, numbers
+from penstock_server.snapshots.shard import date_of, numbers, open_shard
 from penstock_server.storage import blocks as blocks_module
 from penstock_server.storage import decode as decode_module
 from penstock_server.storage import maps as maps_module
@@ -737,13 +737,13 @@ def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget(
     shards = open_snapshot(folder, None).shards
     for budget, numbers_read in ((3, [0, 1, 2, 3, 1, 0]), (0, [0, 1, 0, 2, 3, 1, 0, 1])):
         monkeypatch.setattr(parsed_footers_module, "_FOOTER_BYTES", budget * pq.read_metadata(shards[0].path).serialized_size)
-        read.reset_mock()
-        footers = ParsedFooters()
+        footers, found = ParsedFooters(), list[int]()
         for number in (0, 1, 0, 0, 2, 3, 1, 0, 0, 1):
-            assert footers.of(shards[number], date_of(shards[number])).num_rows == 1
-        assert [
-            shards.index(shard) for call in read.call_args_list for shard in shards if shard.path == call[0][0]
-        ] == numbers_read
+            read.reset_mock()
+            with open_shard(shards[number]) as file:
+                assert footers.of(shards[number].path, file, date_of(file)).num_rows == 1
+            found += [number] * read.call_count
+        assert found == numbers_read
 
 
 @pytest.mark.parametrize("is_written_to_meanwhile", [False, True])
@@ -753,17 +753,19 @@ def test_a_footer_is_not_kept_of_a_shard_that_was_written_to_just_now_or_while_i
     [shard, *_] = open_snapshot(data, None).shards
     if is_written_to_meanwhile:
         os.utime(shard.path, (0, 0))
-    date, footers, read = date_of(shard), ParsedFooters(), pq.read_metadata
+    footers, read = ParsedFooters(), pq.read_metadata
 
-    def writing(path: Path) -> pq.FileMetaData:
+    def writing(file: pa.OSFile) -> pq.FileMetaData:
         if is_written_to_meanwhile:
-            os.utime(path, (1, 1))
-        return read(path)
+            os.utime(shard.path, (1, 1))
+        return read(file)
 
     counted = Mock(side_effect=writing)
     monkeypatch.setattr(pq, "read_metadata", counted)
-    for _ in range(2):
-        footers.of(shard, date)
+    with open_shard(shard) as file:
+        date = date_of(file)
+        for _ in range(2):
+            footers.of(shard.path, file, date)
     assert counted.call_count == 2
 
 
