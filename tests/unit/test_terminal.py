@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.commands.terminal import Terminal, Unit, abridge, columns_of, printable, units, wrap
+from penstock.commands.terminal import Terminal, Unit, abridge, columns_of, units, wrap
+from penstock.printable import printable
 
 
 def text_of(line: list[Unit]) -> str:

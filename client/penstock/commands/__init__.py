@@ -101,7 +101,7 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         with readers_may_leave():
             status = command.run(arguments)
     except PenstockError as error:
-        from penstock.commands.terminal import printable
+        from penstock.printable import printable
 
         print(f"penstock {name}: {printable(without_passwords(str(error)))}", file=sys.stderr)
         return 2

@@ -13,9 +13,9 @@ from penstock.audit import Report, audit
 from penstock.audit.compare import Comparison, compare, rows_of_missing
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
-from penstock.commands.terminal import printable
 from penstock.errors import LedgerError, SpecError
 from penstock.ledger_file import find_ledgers
+from penstock.printable import printable
 
 _SAMPLE = 100
 

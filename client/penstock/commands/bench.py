@@ -16,7 +16,8 @@ from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.measure import Figures, measure
 from penstock.commands.remote import connected, dataset_of, describe_dataset
 from penstock.commands.supply import Supply, frames, tensors
-from penstock.commands.terminal import BOLD, DIM, YELLOW, Terminal, printable
+from penstock.commands.terminal import BOLD, DIM, YELLOW, Terminal
+from penstock.printable import printable
 from penstock.transport import Transport
 from penstock.wording import without_passwords
 

@@ -12,7 +12,8 @@ from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.batch_view import SequenceView, view
 from penstock.commands.remote import connected, dataset_of, get_json
 from penstock.commands.table import table
-from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal, printable
+from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal
+from penstock.printable import printable
 from penstock.spec import Spec
 from penstock.urls import batches_path
 from penstock.wording import counted

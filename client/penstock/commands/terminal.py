@@ -15,14 +15,14 @@ from functools import lru_cache
 from itertools import accumulate, chain, groupby, takewhile
 from typing import NamedTuple, TextIO
 
+from penstock.printable import JOINERS, printable, spelled_out
+
 PLAIN, BOLD, DIM, RED, GREEN, YELLOW, CYAN = "", "1", "2", "31", "32", "33", "36"
 
 _PIPE_COLUMNS = 100
 _FEWEST_COLUMNS = 40
 _FEWEST_LEFT_OUT = 24  # to say that fewer are left out would take more room than they do
-_JOINERS = "\u200c\u200d"  # zero-width; without them Persian and many emoji are spelled wrong
 _EMOJI_VARIANT = "\ufe0f"  # makes some characters before it one column wider
-_MARKS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +61,11 @@ class Unit(NamedTuple):
     style: str
 
 
-def printable(text: str) -> str:
-    """The text with what a terminal would obey, or not show, spelled out: ␛ for an escape, ↵ for a new line, <U+202E>."""
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
 def units(text: str, style: str) -> Iterator[Unit]:
     """The characters of a text as they are shown; those that are spelled out stand back a little."""
     for character in text:
-        shown = _shown(character)
-        yield Unit(shown, style if shown == character else CYAN)
-
-
-@lru_cache(maxsize=4096)
-def _shown(character: str) -> str:
-    if character in _MARKS:
-        return _MARKS[character]
-    if character < " ":
-        return chr(0x2400 + ord(character))
-    category = unicodedata.category(character)
-    if (category[0] == "C" and character not in _JOINERS) or category in ("Zl", "Zp"):
-        return f"<U+{ord(character):04X}>"
-    return character
+        spelled = spelled_out(character)
+        yield Unit(spelled, style if spelled == character else CYAN)
 
 
 def columns_of(text: str) -> int:
@@ -94,7 +77,7 @@ def columns_of(text: str) -> int:
 def _columns(character: str) -> int:
     if character == _EMOJI_VARIANT:
         return 1
-    if character in _JOINERS or unicodedata.category(character) in ("Mn", "Me"):
+    if character in JOINERS or unicodedata.category(character) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
@@ -143,5 +126,5 @@ def abridge(text: str, columns: int) -> tuple[str, int, str]:
 
 def _fitting(text: Iterable[str], columns: int) -> int:
     """How many characters of a text fit into so many columns."""
-    ends = accumulate(columns_of(_shown(character)) for character in text)
+    ends = accumulate(columns_of(spelled_out(character)) for character in text)
     return sum(1 for _ in takewhile(lambda end: end <= columns, ends))

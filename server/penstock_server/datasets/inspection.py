@@ -9,7 +9,8 @@ from penstock.batch import SIDES
 from penstock.commands.batch_view import Run
 from penstock.commands.check import size
 from penstock.commands.table import run_lines
-from penstock.commands.terminal import BOLD, RED, YELLOW, Terminal, printable
+from penstock.commands.terminal import BOLD, RED, YELLOW, Terminal
+from penstock.printable import printable
 from penstock.wording import counted
 from penstock_server.datasets.describe import describe_dataset, summary
 from penstock_server.datasets.held import Served

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.commands.terminal import printable
+from penstock.printable import printable
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
