@@ -158,6 +158,28 @@ def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_b
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
 
 
+def test_large_row_groups_that_the_cache_cannot_keep_are_gone_through_one_after_the_other(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 150)
+    monkeypatch.setattr(blocks_module, "num_cores", lambda: 2)
+    shards = [[[shard, n] for n in range(500)] for shard in range(2)]
+    folder = write_shards(tmp_path / "data", "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=500)
+    snapshot = open_snapshot(folder, None)
+    encoded, encode_rows = list[str](), encode.encode
+
+    def recorded(*args: Any) -> pa.RecordBatch:
+        encoded.append(args[-1].shard)
+        return encode_rows(*args)
+
+    monkeypatch.setattr(encode, "encode", recorded)
+    cache = CacheFolder(cache_dir, 4 * snapshot.largest_group_bytes - 1)  # as much again as two groups take is not there
+    blocks = Blocks(snapshot, BlockStore(cache, 2))
+    assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
+    num_before = encoded.index("part-001.parquet")
+    assert num_before >= snapshot.blocks_per_group[0] - blocks_module._LOADED_TOGETHER
+
+
 def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ class Blocks:
         One thread decodes a row group, which may be very many blocks. So others are decoded beside it, as many as there are
         cores, if the cache can keep them.
         """
-        num_groups = min(num_cores(), self.cache.budget_bytes // (2 * self._snapshot.largest_group_bytes + 1))
+        num_groups = min(num_cores(), self.cache.budget_bytes // max(1, 2 * self._snapshot.largest_group_bytes))
         next_groups = deque(self._snapshot.begins_of_groups(indices))
         asked = dict[int, Asked]()
         try:
