@@ -26,7 +26,7 @@ from penstock_server.problems import DatasetRefused
 from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, list_folder, look
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import open_notes
-from penstock_server.snapshots.shard import Date
+from penstock_server.snapshots.shard import Date, being_written
 from penstock_server.snapshots.snapshot import Reading, Snapshot, read_folder, recipe_key
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.store import BlockStore
@@ -199,9 +199,7 @@ class Dataset:
     def _read_folder(self, sight: Sight, *, settled: bool) -> Reading:
         reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, settled=settled)
         if look(self.folder, sight.shards, self._tokenizer).recipe != sight.recipe:  # or the next look would find nothing new
-            raise DatasetRefused(
-                f"the recipe of {self.folder} is being written to: it changed while it was read. Wait until it is whole."
-            )
+            raise being_written(f"the recipe of {self.folder}")
         known = self._held.recipe
         if known and sight.recipe == self._recipe_dates and recipe_key(known) == recipe_key(reading.recipe):
             return replace(reading, recipe=known)  # the same files: what is held by it may stay

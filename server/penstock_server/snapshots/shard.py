@@ -97,9 +97,9 @@ def read_schema(path: Path) -> pa.Schema:
         return _footer(path, file)[1]
 
 
-def being_written(path: Path) -> DatasetRefused:
-    """What is said of a file that changes while it is read."""
-    return DatasetRefused(f"{path} is being written to: it changed while it was read. Wait until it is whole.")
+def being_written(what: Path | str) -> DatasetRefused:
+    """What is said of a file, or of several, that change while they are read."""
+    return DatasetRefused(f"{what} is being written to: it changed while it was read. Wait until it is whole.")
 
 
 def spelled(name: str) -> str:
