@@ -46,7 +46,12 @@ def readers_may_leave() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain when it flushes at its exit
+        give_stdout_up()
+
+
+def give_stdout_up() -> None:
+    """From now on what is printed goes nowhere: Python would write the rest of it at its exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -6,10 +6,8 @@ import asyncio
 import functools
 import gc
 import logging
-import os
 import resource
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,6 +16,7 @@ from fastapi import FastAPI
 
 from penstock import __version__
 from penstock.urls import batches_path
+from penstock.wording import give_stdout_up
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog
@@ -125,7 +124,7 @@ def _tell(greeting: str) -> None:
     try:
         print(greeting, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try again at its exit, and complain
+        give_stdout_up()
 
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:
