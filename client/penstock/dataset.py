@@ -130,6 +130,7 @@ class RemoteDataset(IterableDataset[Batch]):
             resolved = self._source.resolve(replace(asked, snapshot=first))
         if self.rank == 0:
             warn_as_advised(resolved.advice)
+        self._resolved = resolved
         self.spec = resolved.spec
         self.steps_per_epoch = resolved.num_steps
         self.vocab_size = resolved.vocab_size
@@ -280,7 +281,7 @@ class RemoteDataset(IterableDataset[Batch]):
         Raises StateMismatch: the state is refused (the message lists what differs), or it is not a state.
         """
         worker = find_worker()
-        stretch = stretch_behind(state, self._source, self.spec, self.steps_per_epoch, worker, strict=strict)
+        stretch = stretch_behind(state, self._source, self._resolved, worker, strict=strict)
         self._progress.go_to(stretch, worker)
         if self._book:
             self._book.num_loads += 1

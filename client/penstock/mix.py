@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import zip_longest
 from math import gcd, inf, isclose, lcm, nan
 
 from penstock.errors import SpecError
@@ -77,6 +78,20 @@ def spell_mix(weights: Mapping[str, float]) -> str:
     exact = {name: _exact(name, weight) for name, weight in weights.items()}
     scale = lcm(*(weight.denominator for weight in exact.values()))
     return ",".join(f"{name}:{int(weight * scale)}" for name, weight in exact.items())
+
+
+def first_other(one: Mix, other: Mix) -> float:
+    """The first sample, counted over all epochs, that two mixes may choose differently; infinity if they never do."""
+    pairs = zip_longest(_chosen(one), _chosen(other))
+    return min((phase[0] for pair in pairs if pair[0] != pair[1] for phase in pair if phase), default=inf)
+
+
+def _chosen(mix: Mix) -> list[tuple[int, dict[str, int]]]:
+    """Where each phase begins, and the shares of the datasets that it chooses from."""
+    return [
+        (phase.start, {name: share for name, share in zip(mix.datasets, phase.shares, strict=True) if share})
+        for phase in mix.phases
+    ]
 
 
 def _exact(name: str, weight: float) -> Fraction:

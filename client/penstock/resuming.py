@@ -8,27 +8,28 @@ from typing import Any
 
 from penstock.errors import StateMismatch
 from penstock.rank import Worker
-from penstock.source import Source
+from penstock.source import Resolved, Source
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.start import Stretch
 from penstock.state import counts_like, read_state
 
 
 def stretch_behind(
-    state: Mapping[str, Any], source: Source, spec: Spec, num_steps: int, worker: Worker | None, *, strict: bool
+    state: Mapping[str, Any], source: Source, resolved: Resolved, worker: Worker | None, *, strict: bool
 ) -> Stretch:
-    """The stretch after what was consumed; `num_steps` are those of a whole epoch, `worker` is who loads the state.
+    """The stretch after what was consumed, in the epochs of a spec that is resolved; `worker` is who loads the state.
 
     Raises StateMismatch: the state is refused, see read_state; or it is a worker's, and counts other steps in mid-epoch.
     Raises what Source.resolve raises.
     """
-    position = read_state(state, source.dataset, spec, strict=strict)
+    spec, num_steps = resolved.spec, resolved.num_steps
+    position = read_state(state, source.dataset, spec, num_sequences=resolved.num_sequences, strict=strict)
     if worker and not counts_like(state, spec):
         _check_is_over(state, source, spec, worker)
         position = replace(position, offset=LARGEST_COUNT)
     if position.offset:
         # A wrapped last step counts samples past the epoch's end.
-        position = replace(position, offset=min(position.offset, source.resolve(spec).num_sequences))
+        position = replace(position, offset=min(position.offset, resolved.num_sequences))
         num_steps = source.resolve(replace(spec, offset=position.offset)).num_steps
     if position.step > num_steps + 1:  # the last may have been filled, and be dropped now
         raise StateMismatch(f"this state is damaged: it is at step {position.step:,} of {num_steps:,}.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import SpecError, StateMismatch
+from penstock.mix import first_other, parse_mix
 from penstock.skip import behind, parse_skip
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.whole import plain
@@ -18,6 +19,7 @@ _VERSION = 1
 _ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
 # What decides it only where rows are joined, cut or sorted; None elsewhere.
 _CUT = ("seq_len", "task")
+_OF_MIXTURES = ("mix", "snapshot")  # what may differ from some sample on
 _COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}  # the least that each may be
 
 
@@ -45,13 +47,58 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
     }
 
 
-def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bool = True) -> Position:
+def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, num_sequences: int, strict: bool = True) -> Position:
     """The position that a state names. Under another batch_size or world_size it is counted in samples.
 
-    Where it is of other data or of another order, and `strict` is False, it is so many samples of the same epoch, counted
-    in the order of this spec, and a warning says so. Raises StateMismatch: it is no state, or not of this order, the
-    message lists what differs.
+    `num_sequences` are those of an epoch of the spec, over all ranks. Where the state is of other data or of another order,
+    and `strict` is False, it is so many samples of the same epoch, counted in the order of this spec, and a warning says so.
+    Raises StateMismatch: it is no state, or not of this order, the message lists what differs.
     """
+    at, consumed = _read_counts(state)
+    here = {"dataset": dataset, **_order(spec)}
+    reached = at.epoch * num_sequences + consumed
+    if goes_on(state, here, reached):
+        here |= {name: state[name] for name in _OF_MIXTURES}
+    differing = _differing(state, here)
+    if differing and strict:
+        raise StateMismatch(
+            f"this state belongs to another order of samples ({'; '.join(differing)}); going on from it would repeat some and "
+            f"skip others. Make the dataset with the same values{_way_back(state, here, at.epoch, reached)}, or start the "
+            f"epoch anew without the state, or count as many samples as consumed: load_state_dict(state, strict=False)."
+        )
+    if differing:
+        warnings.warn(
+            f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {at.epoch} after its "
+            f"first {consumed:,} samples, as this order counts them: some samples may come again, and others not at all.",
+            stacklevel=4,  # of load_state_dict
+        )
+    if differing or not counts_like(state, spec):
+        return Position(epoch=at.epoch, offset=consumed)
+    return at
+
+
+def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
+    """Whether the steps of a state that was read are those of the spec: of as many samples, less the same ones."""
+    samples_per_step = state["batch_size"] * state["world_size"]
+    return bool(samples_per_step == spec.samples_per_step and state.get("skip") == spec.skip)
+
+
+def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> bool:
+    """Whether the mixture of one state, or order, is that of another up to this sample, counted over all epochs.
+
+    Then it goes on there, with other weights, or with a dataset more. Both have a `mix` and a `snapshot`.
+    """
+    try:
+        one, other = (parse_mix(str(order.get("mix"))) for order in (then, now))
+        known = dict(zip(one.datasets, str(then.get("snapshot")).split("+"), strict=True))
+        found = dict(zip(other.datasets, str(now.get("snapshot")).split("+"), strict=True))
+    except ValueError:  # one is no mixture
+        return False
+    return 0 < first_other(one, other) >= sample and all(known[name] == found[name] for name in known.keys() & found.keys())
+
+
+def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
+    """The position of a state in its own steps, and in samples of its epoch. Raises StateMismatch: it is no state."""
     if not isinstance(state, Mapping) or state.get("version") != _VERSION:
         what = f"it is a {type(state).__name__}"
         if isinstance(state, Mapping):
@@ -65,36 +112,14 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, strict: bo
         wrong.append(f"skip={skip!r} must be a text, or None")
     if wrong:
         raise StateMismatch(f"this state is damaged: {', '.join(wrong)}.")
-    differing = _differing(state, dataset, spec)
-    if differing and strict:
-        then = state.get("snapshot")
-        known = f" (snapshot={then!r}: the data as it was)" if isinstance(then, str) and then != spec.snapshot else ""
-        raise StateMismatch(
-            f"this state belongs to another order of samples ({'; '.join(differing)}); going on from it would repeat some and "
-            f"skip others. Make the dataset with the same values{known}, or start the epoch anew without the state, or count "
-            f"the same number of samples as consumed: load_state_dict(state, strict=False)."
-        )
     epoch, step, offset, batch_size, world_size = counts.values()
     samples_per_step = batch_size * world_size
-    if differing or not counts_like(state, spec):
-        try:
-            skipped = parse_skip(skip, samples_per_step) if isinstance(skip, str) else ()
-        except SpecError as error:
-            raise StateMismatch(f"this state is damaged: {error}.") from error
-        offset, step = behind(skipped, offset, step * samples_per_step), 0
-    if differing:
-        warnings.warn(
-            f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {epoch} after its "
-            f"first {offset:,} samples, as this order counts them: some samples may come again, and others not at all.",
-            stacklevel=4,  # of load_state_dict
-        )
-    return Position(epoch=epoch, offset=offset, step=step)
-
-
-def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
-    """Whether the steps of a state that was read are those of the spec: of as many samples, less the same ones."""
-    samples_per_step = state["batch_size"] * state["world_size"]
-    return bool(samples_per_step == spec.samples_per_step and state.get("skip") == spec.skip)
+    try:
+        skipped = parse_skip(skip, samples_per_step) if skip is not None else ()
+    except SpecError as error:
+        raise StateMismatch(f"this state is damaged: {error}.") from error
+    consumed = behind(skipped, offset, min(step * samples_per_step, LARGEST_COUNT))
+    return Position(epoch=epoch, offset=offset, step=step), consumed
 
 
 def _counts(name: str, value: object) -> bool:
@@ -114,9 +139,18 @@ def _order(spec: Spec) -> dict[str, Any]:
     return {name: values[name] for name in _ORDER} | {name: values[name] if matters[name] else None for name in _CUT}
 
 
-def _differing(state: Mapping[str, Any], dataset: str, spec: Spec) -> list[str]:
+def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], epoch: int, reached: int) -> str:
+    """How a state that was refused might be taken, beside the same values."""
+    then = state.get("snapshot")
+    told = f" (snapshot={then!r}: the data as it was)" if isinstance(then, str) and then != here["snapshot"] else ""
+    # In a later epoch the sample that was reached follows from where the epochs before it ended then, which is not known.
+    if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and epoch == 0:
+        told += f", or let the mix be another from sample {reached:,} on, and no earlier"
+    return told
+
+
+def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """What decides the order and is not as it was then, each as a text."""
-    here = {"dataset": dataset, **_order(spec)}
     pairs = [(name, state.get(name), value) for name, value in here.items()]
     # One of _CUT that is None on one side differs because something else does, which is told.
     told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _CUT and None in (then, now))]

@@ -82,7 +82,7 @@ def begin_line(begin: Begin) -> tuple[str, str]:
 
 def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved | None, num_workers: int) -> None:
     """One start of the run, up to its crash: from a checkpoint, or anew."""
-    position = read_state(saved.state, "d", spec) if saved else Position()
+    position = read_state(saved.state, "d", spec, num_sequences=history.num_sequences) if saved else Position()
     position = replace(position, offset=min(position.offset, history.num_sequences))
     history.trained = saved.trained if saved else history.trained
     history.specs[number] = {}

@@ -55,7 +55,7 @@ def test_whatever_is_resumed_at_any_step_gives_the_rest_and_nothing_else(
 ) -> None:
     state, left = write_state("a", last, Position(epoch=3)), list(range(num_samples))
     for spec, num_steps in legs:
-        at = read_state(state, "a", spec)
+        at = read_state(state, "a", spec, num_sequences=num_samples)
         kept = without(left, spec)
         check_rest(spec, at, kept, num_samples)
         per_step = spec.batch_size * spec.world_size
@@ -63,7 +63,7 @@ def test_whatever_is_resumed_at_any_step_gives_the_rest_and_nothing_else(
         states = [write_state("a", spec, replace(at, step=at.step + step)) for step in range(len(behind))]
         for then, rest in zip(states, behind, strict=True):
             for other in (last, replace(spec, world_size=spec.world_size + 3), replace(spec, skip=last.skip)):
-                check_rest(other, read_state(then, "a", other), without(rest, other), num_samples)
+                check_rest(other, read_state(then, "a", other, num_sequences=num_samples), without(rest, other), num_samples)
         step = min(num_steps, len(behind) - 1)
         state, left = states[step], behind[step]
         assert state["epoch"] == 3

@@ -1,5 +1,7 @@
 """A state is taken by every dataset whose samples stand in the same order, and by no other."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from penstock import Spec, StateMismatch
 from penstock.state import Position, read_state, write_state
 
 HERE = Position(epoch=2, step=5)
+
+read = partial(read_state, num_sequences=100)
 
 
 @pytest.mark.parametrize(
@@ -27,12 +31,12 @@ HERE = Position(epoch=2, step=5)
 def test_what_changes_the_order_is_refused(then: dict[str, Any], now: dict[str, Any]) -> None:
     state = write_state("a", Spec(**then), HERE)
     with pytest.raises(StateMismatch, match=f"{next(iter(now))}: "):
-        read_state(state, "a", Spec(**(then | now)))
+        read(state, "a", Spec(**(then | now)))
 
 
 @pytest.mark.parametrize("now", [{"seq_len": 128}, {"pad": "longest"}, {"tail": "wrap"}, {"loss": "all"}])
 def test_what_leaves_the_order_as_it_is_does_not_matter(now: dict[str, Any]) -> None:
-    assert read_state(write_state("a", Spec(seq_len=64), HERE), "a", Spec(**({"seq_len": 64} | now))) == HERE
+    assert read(write_state("a", Spec(seq_len=64), HERE), "a", Spec(**({"seq_len": 64} | now))) == HERE
 
 
 def test_of_other_data_the_way_back_is_told() -> None:
@@ -40,17 +44,17 @@ def test_of_other_data_the_way_back_is_told() -> None:
     with pytest.raises(
         StateMismatch, match=r"with the same values \(snapshot='0123456789abcdef': the data as it was\), or start"
     ):
-        read_state(state, "a", Spec(snapshot="fedcba9876543210"))
+        read(state, "a", Spec(snapshot="fedcba9876543210"))
     with pytest.raises(StateMismatch, match=r"with the same values, or start"):
-        read_state(state, "a", Spec(snapshot="0123456789abcdef", seed=1))
+        read(state, "a", Spec(snapshot="0123456789abcdef", seed=1))
     with pytest.raises(StateMismatch, match=r"with the same values, or start"):
-        read_state(state | {"snapshot": None}, "a", Spec(snapshot="0123456789abcdef"))
+        read(state | {"snapshot": None}, "a", Spec(snapshot="0123456789abcdef"))
 
 
 def test_what_follows_from_other_differences_is_not_listed() -> None:
     state = write_state("a", Spec(packing="concat", seq_len=64), HERE)
     with pytest.raises(StateMismatch, match=r"\(packing: 'concat' then, 'rows' now\)"):
-        read_state(state, "a", Spec(seq_len=64))
+        read(state, "a", Spec(seq_len=64))
 
 
 def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() -> None:
@@ -59,8 +63,8 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
     now = Spec(seed=2, batch_size=2, world_size=3, skip="1")
     expected = "seed: 1 then, 2 now.* Going on in epoch 2 after its first 82 samples"  # 12 of them skipped
     with pytest.warns(UserWarning, match=expected):
-        assert read_state(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
-    assert read_state(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
+        assert read(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
+    assert read(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
 
 
 @pytest.mark.parametrize(
@@ -72,12 +76,12 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
 )  # fmt: skip
 def test_what_no_count_and_no_skip_can_be_is_damage(damage: dict[str, Any]) -> None:
     with pytest.raises(StateMismatch, match=f"damaged: {next(iter(damage))}="):
-        read_state(write_state("a", Spec(), HERE) | damage, "a", Spec())
+        read(write_state("a", Spec(), HERE) | damage, "a", Spec())
 
 
 def test_what_is_no_state_is_refused_whatever_is_asked_for() -> None:
     with pytest.raises(StateMismatch, match="damaged"):
-        read_state(write_state("a", Spec(), HERE) | {"step": None}, "a", Spec(seed=1), strict=False)
+        read(write_state("a", Spec(), HERE) | {"step": None}, "a", Spec(seed=1), strict=False)
 
 
 @given(st.sampled_from(["rows", "concat", "best_fit"]), st.sampled_from([0, 8]))
@@ -96,4 +100,49 @@ def test_of_every_parameter_it_is_said_whether_states_depend_on_it() -> None:
 
 def test_of_a_state_of_another_version_the_version_is_told() -> None:
     with pytest.raises(StateMismatch, match=r"not a state of a RemoteDataset, version 1: it says that it is of version 2\."):
-        read_state(write_state("a", Spec(), HERE) | {"version": 2}, "a", Spec())
+        read(write_state("a", Spec(), HERE) | {"version": 2}, "a", Spec())
+
+
+@pytest.mark.parametrize(
+    ("now", "is_taken"),
+    [
+        ({"mix": "a:3,b:1;a:1,b:1@84"}, True),
+        ({"mix": "a:3,b:1;a:1,b:1@1000000"}, True),
+        ({"mix": "a:3,b:1;a:1,b:1@83"}, False),  # among what was trained on
+        ({"mix": "a:3,b:1;a:3,b:1@83"}, False),  # the same weights, but they begin anew there
+        ({"mix": "a:3,b:2;a:1,b:1@84"}, False),
+        ({"mix": "a:3,b:1;a:1,aa:1@84", "snapshot": "one+three+two"}, True),  # in the order of their names
+        ({"mix": "a:3,b:1,c:0", "snapshot": "one+two+three"}, True),
+        ({"mix": "a:3,b:1,c:1", "snapshot": "one+two+three"}, False),
+        ({"mix": "a:3,b:1;a:1,b:1@84", "snapshot": "one+other"}, False),
+        ({"mix": "a:3,b:1;a:1,b:1@84", "snapshot": "one"}, False),
+        ({"mix_stop": "never", "mix": "a:3,b:1;a:1,b:1@84"}, False),
+        ({"seed": 1, "mix": "a:3,b:1;a:1,b:1@84"}, False),
+        ({"mix": None}, False),
+    ],
+)
+def test_the_mix_may_be_another_behind_what_was_trained_on(now: dict[str, Any], is_taken: bool) -> None:
+    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4, world_size=3, skip="2")
+    state = write_state("a", then, Position(step=6))  # 72 samples, and the 12 that are skipped
+    if is_taken:
+        assert read(state, "a", replace(then, **now)) == Position(step=6)
+    else:
+        with pytest.raises(StateMismatch, match=f"{next(iter(now))}: "):
+            read(state, "a", replace(then, **now))
+
+
+def test_the_samples_of_a_mix_are_counted_over_all_epochs() -> None:
+    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4)
+    state = write_state("a", then, HERE)
+    assert read(state, "a", replace(then, mix="a:3,b:1;a:1,b:1@220")) == HERE
+    with pytest.raises(StateMismatch, match="mix: "):
+        read(state, "a", replace(then, mix="a:3,b:1;a:1,b:1@219"))
+
+
+def test_of_a_mix_that_changes_too_early_it_is_told_from_where_on_it_may() -> None:
+    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4)
+    now = replace(then, mix="a:1,b:1")
+    with pytest.raises(StateMismatch, match=r"same values, or let the mix be another from sample 20 on, and no earlier, or st"):
+        read(write_state("a", then, Position(step=5)), "a", now)
+    with pytest.raises(StateMismatch, match=r"same values, or start"):
+        read(write_state("a", then, HERE), "a", now)
