@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import pytest
 
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
+from penstock.audit import audit
+from penstock.audit.compare import compare
+from penstock.ledger_file import find_ledgers
 from serving import Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}
@@ -148,16 +151,29 @@ def test_weights_may_change_on_the_way(server: Server) -> None:
     assert Counter(name for name, _ in order[40:80]) == {"many": 10, "some": 30}
 
 
-def test_a_run_may_change_its_weights_from_where_it_stands(server: Server) -> None:
-    begun = dataset(server, mix="few:1,many:3")
-    iterator = iter(begun)
-    given = [divmod(token, 1000) for _ in range(5) for token in next(iterator)["input_ids"][:, 0].tolist()]
-    resumed = dataset(server, mix="few:1,many:3;few:3,many:1@20")
-    with pytest.warns(UserWarning, match="after its first 20 samples"):
-        resumed.load_state_dict(begun.state_dict(), strict=False)
-    rest = [divmod(token, 1000) for batch in resumed for token in batch["input_ids"][:, 0].tolist()]
-    assert [(list(SIZES)[number], row) for number, row in given + rest] == samples(server, mix="few:1,many:3;few:3,many:1@20")
-    assert len(set(given + rest)) == len(given + rest)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_run_may_change_its_mix_from_where_it_stands(server: Server, tmp_path: Path, epoch: int) -> None:
+    first = "few:1,many:3"
+    noted: dict[str, Any] = {"ledger": tmp_path / "run.ledger", "name": "few"}
+    per_epoch = server.json("/v1/datasets/few/spec", mix=first, batch_size=1, seq_len=4)["num_sequences"]
+    begun = dataset(server, mix=first, **noted)
+    order = [token for _ in range(epoch) for batch in begun for token in batch["input_ids"][:, 0].tolist()]
+    sample = per_epoch * epoch + 20
+    begun.set_epoch(epoch)
+    order += [token for batch in islice(begun, 5) for token in batch["input_ids"][:, 0].tolist()]
+    state = begun.state_dict()
+    with pytest.raises(StateMismatch, match="mix: 'few:1,many:3' then, "):
+        dataset(server, mix=f"{first};few:3,many:1@{sample - 1}", **noted).load_state_dict(state)
+    mix = f"{first};few:3,many:1,some:2@{sample}"
+    resumed = dataset(server, mix=mix, **noted)
+    resumed.load_state_dict(state)
+    order += [token for batch in resumed for token in batch["input_ids"][:, 0].tolist()]
+    told = [(list(SIZES)[number], row) for number, row in (divmod(token, 1000) for token in order)]
+    assert told == samples(server, epoch + 1, mix=mix, name="few")
+    report = audit(find_ledgers(tmp_path / "run.ledger"))
+    assert report.is_proven
+    assert sum(epoch.num_due for epoch in report.orders[0].epochs) == len(order)
+    assert compare(report.paths, report.num_batches, [server.url], None).differing == []
 
 
 def test_an_epoch_that_never_ends_has_batches_far_out(server: Server) -> None:

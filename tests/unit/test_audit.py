@@ -719,3 +719,40 @@ def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> No
     assert text.count("MISSING") == 20
     [epoch] = facts_of(report_on(ledger))["orders"][0]["epochs"]
     assert (len(epoch["gaps"]), epoch["missing"]["ranges"], len(epoch["missing"]["positions"])) == (1100, 1100, 1000)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_a_mix_that_changes_behind_what_was_trained_on_is_one_run(ledger: Path, num_ahead: int) -> None:
+    def begin(rank: int, start: int, step: int, mix: str, snapshot: str, num_sequences: int) -> Begin:
+        spec: dict[str, Any] = {"mix": mix, "snapshot": snapshot, "mix_stop": "first"}
+        return begin_of(rank, start=start, step=step, world_size=2, num_sequences=num_sequences, **spec)
+
+    first, second, third = "a:7,b:3", "a:7,b:3;a:1,b:1@40", "a:7,b:3;a:1,b:1@40;a:1,c:1@80"
+    for rank in range(2):
+        append(ledger, begin(rank, 0, 0, first, "one+two", 100), range(4 + num_ahead))
+        append(ledger, begin(rank, 1, 4, second, "one+two", 150), range(4, 8 + num_ahead))
+        append(ledger, begin(rank, 2, 8, third, "one+two+three", 120), range(8, 12), ends=True)
+    report = report_on(ledger)
+    assert report.is_proven
+    [order] = report.orders
+    assert [(epoch.num_due, epoch.num_sequences, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
+    assert f"snapshot=one+two+three, seed=0, shuffle=window, packing=rows, mix={third}, mix_stop=first\n" in words(ledger)
+
+
+@pytest.mark.parametrize(
+    ("mix", "values"),
+    [
+        ("a:7,b:3;a:1,b:1@39", {}),  # among what was trained on
+        ("a:7,b:3;a:1,b:1@40", {"snapshot": "one+three"}),
+        ("a:7,b:3;a:1,b:1@40", {"seed": 1}),
+        ("a:7,b:3;a:1,b:1@40", {"step": 0}),  # a run of its own
+        ("a:7,b:3;a:1,b:1@40", {"start": -1}),  # it was before
+    ],
+)
+def test_another_mix_that_does_not_go_on_where_the_run_was_is_another_order(
+    ledger: Path, mix: str, values: dict[str, Any]
+) -> None:
+    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    append(ledger, begin_of(mix="a:7,b:3", **same), range(8))
+    append(ledger, begin_of(mix=mix, **({"start": 1, "step": 8} | same | values)), range(8, 20), ends=True)
+    assert len(report_on(ledger).orders) == 2

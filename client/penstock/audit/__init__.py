@@ -1,6 +1,7 @@
 """The audit: proves from the ledgers of a run that each sample was trained on exactly once an epoch, or says which was not.
 
 reading              files: iterations with their steps and digests, and what is damaged
+orders               which iterations are of one order of samples
 history, rank        of one rank, its starts and iterations, and what became of them
 course               which of these led to where the run is, and which a later start threw away
 slicing, intervals   steps of ranks: samples of an epoch

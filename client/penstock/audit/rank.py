@@ -13,12 +13,8 @@ from penstock.audit.intervals import covered, runs_of, without
 from penstock.audit.reading import IntArray, Part
 from penstock.audit.slicing import Slicing
 from penstock.ledger import Begin
-from penstock.state import Position, write_state
 
 _OPEN = 1 << 62
-_COUNTS = ("version", "epoch", "step", "offset", "batch_size", "world_size", "skip")  # of a state, what names no order
-
-OrderKey = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +88,6 @@ class RankHistory:
     starts: list[Start]
     legs: list[Leg]
     thrown: list[Thrown]
-
-
-def order_of(begin: Begin) -> OrderKey:
-    """What decides which sample stands where in an epoch: of one order, and so of one run, if it is equal."""
-    state = write_state(begin.dataset, begin.spec, Position()) | {"num_sequences": begin.num_sequences}
-    return tuple((name, value) for name, value in state.items() if name not in _COUNTS)
 
 
 def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRecord:

@@ -64,10 +64,11 @@ class Reading:
     damages: list[Damage]
 
 
-def read_ranks(path: Path) -> set[int]:
-    """The ranks whose iterations a file holds. Raises LedgerError: it cannot be opened, or is of another version."""
-    begins = (_begin_of(path, line) for _, lines in _chunks(path) for line in _BEGIN_LINE.findall(lines.tobytes()))
-    return {begin.rank for begin in begins if begin}
+def read_begins(path: Path) -> Iterator[Begin]:
+    """The iterations that a file holds. Raises LedgerError: it cannot be opened, or is of another version."""
+    for _, lines in _chunks(path):
+        begins = (_begin_of(path, line) for line in _BEGIN_LINE.findall(lines.tobytes()))
+        yield from (begin for begin in begins if begin)
 
 
 def read_ledger(path: Path) -> Reading:

@@ -11,8 +11,9 @@ from pathlib import Path
 from penstock.audit.account import Epoch, account_for
 from penstock.audit.course import Course, course_of, cuts_of, follow, reaches
 from penstock.audit.history import Iteration, Place, Start, StartKey
-from penstock.audit.rank import Changed, OrderKey, RankHistory, RankRecord, history_of, order_of, record_of
-from penstock.audit.reading import Damage, Part, read_ledger, read_ranks
+from penstock.audit.orders import OrderKey, Orders
+from penstock.audit.rank import Changed, RankHistory, RankRecord, history_of, record_of
+from penstock.audit.reading import Damage, Part, read_begins, read_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +83,32 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
     Raises LedgerError: a file cannot be read at all.
     """
     damages: list[Damage] = []
+    orders = Orders()
+    ranks: dict[Path, set[int]] = {path: set() for path in paths}
+    for path in paths:
+        for begin in read_begins(path):
+            ranks[path].add(begin.rank)
+            orders.add(begin)
     records: dict[OrderKey, list[RankRecord]] = {}
     num_batches = 0
-    for files in _by_rank(paths):
+    for files in _by_rank(ranks):
         parts: dict[tuple[OrderKey, int], list[Part]] = {}
         for path in files:
             reading = read_ledger(path)
             damages += reading.damages
             num_batches += sum(len(part.steps) for part in reading.parts)
             for part in reading.parts:
-                parts.setdefault((order_of(part.begin), part.begin.rank), []).append(part)
+                key, part.begin = orders.of(part.begin)
+                parts.setdefault((key, part.begin.rank), []).append(part)
         for (key, rank), found in parts.items():
             records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
     return Report(list(paths), num_batches, [_make_order(key, records) for key in records], damages)
 
 
-def _by_rank(paths: Sequence[Path]) -> list[list[Path]]:
-    """The files in groups that have no rank in common."""
-    ranks = {path: read_ranks(path) for path in paths}
+def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:
+    """The files in groups that have no rank in common, by the ranks that each holds."""
     if any(len(found) > 1 for found in ranks.values()):
-        return [list(paths)]
+        return [list(ranks)]
     groups: dict[tuple[int, ...], list[Path]] = {}
     for path, own in ranks.items():
         groups.setdefault(tuple(own), []).append(path)
