@@ -69,7 +69,8 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, num_sequen
     if differing:
         warnings.warn(
             f"this state belongs to another order of samples ({'; '.join(differing)}). Going on in epoch {at.epoch} after its "
-            f"first {consumed:,} samples, as this order counts them: some samples may come again, and others not at all.",
+            f"first {consumed:,} of {num_sequences:,} samples, as this order counts them: some samples may come again, and "
+            f"others not at all{'' if consumed < num_sequences else '; nothing is left of this epoch'}.",
             stacklevel=4,  # of load_state_dict
         )
     if differing or not counts_like(state, spec):

@@ -61,9 +61,11 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
     then = Spec(seed=1, batch_size=4, world_size=3, skip="1")
     state = write_state("a", then, Position(epoch=2, offset=10, step=5))
     now = Spec(seed=2, batch_size=2, world_size=3, skip="1")
-    expected = "seed: 1 then, 2 now.* Going on in epoch 2 after its first 82 samples"  # 12 of them skipped
+    expected = "seed: 1 then, 2 now.* Going on in epoch 2 after its first 82 of 100 samples.*not at all.$"  # 12 of them skipped
     with pytest.warns(UserWarning, match=expected):
         assert read(state, "b", now, strict=False) == Position(epoch=2, offset=82, step=0)
+    with pytest.warns(UserWarning, match="its first 94 of 90 samples.* not at all; nothing is left of this epoch.$"):
+        read_state(write_state("a", then, Position(epoch=2, offset=10, step=6)), "b", now, num_sequences=90, strict=False)
     assert read(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
 
 
