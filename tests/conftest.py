@@ -2,10 +2,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy.random  # noqa: F401
 import pytest
 from hypothesis import settings
 
 from serving import Server
+
+# Numpy's random is imported above because a loader's forked worker would: where pytest tells of a loader that is collected in
+# the midst of that, Python 3.11 loses the import.
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("penstock", deadline=None)
