@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 from penstock.wire import Frame
@@ -19,9 +18,10 @@ TENSOR_NAMES = {
 
 def count_tokens(frame: Frame) -> int:
     """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
-    if names := _lengths(tuple(frame.alike)):
+    if names := _lengths(frame.alike.names):
         return sum(map(frame.total, names))
-    return math.prod(frame.alike["input_ids"].shape[1:])  # what has no lengths has no padding
+    ids = frame.alike["input_ids"]
+    return ids.size // len(ids)  # what has no lengths has no padding
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from penstock.errors import PenstockError, SpecError
 from penstock.item import Item
 from penstock.prefetch import Prefetch
 from penstock.rank import Worker
-from penstock.tensors import ALL, CPU, Batch, as_tensor, columns_of, lines_of, travelled
+from penstock.tensors import ALL, CPU, Batch, Lines, as_tensor, kind_of, travelled
 from penstock.wire import Frame
 from penstock.wording import counted
 
@@ -70,21 +70,23 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
 
 def pack(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
     """What travelled and is needed for `columns`, out of the body that it came in, in pinned memory where asked for."""
-    arrays = travelled(frame)
-    unneeded = {name for name in columns_of(arrays) if name not in columns}
+    kind = kind_of(frame.alike.names)
+    arrays = travelled(frame, kind)
+    unneeded = {name for name in kind.columns if name not in columns}
     texts = {name: texts for name, texts in frame.texts.items() if name in columns}
     return {name: as_tensor(array, pin_memory) for name, array in arrays.items() if name not in unneeded} | texts
 
 
 def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
     """What penstock.tensors.expand makes of the frame, where the packed tensors lie. On a GPU nothing waits for it."""
-    made: Batch = {}
-    for lines in lines_of(packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)):
+    kind, made = kind_of(tuple(packed)), Batch()
+    for side in kind.sides:
+        lines = Lines(side, packed, lambda ids: torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device))
         ids, labels = (tensor.to(torch.int64, copy=True) for tensor in (lines.ids, lines.targets))
         mask = torch.ones_like(ids) if lines.attended is None else lines.attended.to(torch.int64)
         if lines.learned is not None:
             labels.masked_fill_(~lines.learned, IGNORED)
-        made.update(zip(lines.names, (ids, mask, labels), strict=True))
+        made.update(zip(side.names, (ids, mask, labels), strict=True))
     if "cu_seqlens" in packed:
         borders, ids = packed["cu_seqlens"], made["input_ids"]
         # Without the size torch would ask the GPU for it, and wait.
@@ -92,7 +94,8 @@ def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
         positions = (torch.arange(ids.numel(), device=ids.device) - begins).view(ids.shape)
         made["labels"].masked_fill_(positions == 0, IGNORED)
         made |= {"position_ids": positions, "cu_seqlens": borders}
-    return {name: value for name, value in (made | columns_of(packed)).items() if name in columns}
+    made |= {name: packed[name] for name in kind.columns}
+    return {name: value for name, value in made.items() if name in columns}
 
 
 class OnDevice:

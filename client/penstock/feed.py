@@ -70,8 +70,8 @@ class Feed:
 
     def __iter__(self) -> Iterator[Item]:
         items = self._items()
+        asked_at = time.perf_counter()
         while True:
-            asked_at = time.perf_counter()
             try:
                 item = next(items, None)
             finally:
@@ -82,7 +82,8 @@ class Feed:
             self._num_batches += 1
             self._num_tokens += item.num_tokens
             yield item
-            self._busy_seconds += time.perf_counter() - given_at
+            asked_at = time.perf_counter()
+            self._busy_seconds += asked_at - given_at
 
     def _items(self) -> Iterator[Item]:
         items = self._made()

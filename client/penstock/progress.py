@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from penstock.rank import Worker
 from penstock.start import SharedStart, Stretch
@@ -25,12 +24,24 @@ class Round:
     is_repetition: bool
 
 
-class _Counted(NamedTuple):
-    """What the loop consumed since the start was set for the `num_sets`th time: so many steps behind a position."""
+@dataclass(slots=True)
+class _Counted:
+    """What the loop consumed since the start was set for the `num_sets`th time: so many batches of `steps` behind a position.
+
+    A worker's steps are every second, say: it counts whole turns of all workers, and adds its own number when it resumes. The
+    last turn may be short, so no more than `num_left` steps are consumed.
+    """
 
     num_sets: int = 0
-    position: Position = Position()
-    num_steps: int = 0
+    position: Position = field(default_factory=Position)
+    stride: int = 1
+    num_left: int = 0
+    num_batches: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that these batches are."""
+        return min(self.num_batches * self.stride, self.num_left)
 
 
 class Progress:
@@ -78,10 +89,10 @@ class Progress:
     @property
     def position(self) -> Position:
         """What the loop consumed. What was set holds until an iteration goes on from there."""
-        num_sets, at, num_steps = self._counted
-        if num_sets != self._start.num_sets:
+        counted = self._counted
+        if counted.num_sets != self._start.num_sets:
             return self._start.stretch.position
-        return replace(at, step=at.step + num_steps)
+        return replace(counted.position, step=counted.position.step + counted.num_steps)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins the epoch at its first step."""
@@ -113,8 +124,8 @@ class Progress:
         if self._own and self._own[0] == num_sets:
             stretch = self._own[1]
         self._own = None
-        self._counted = _Counted(num_sets, stretch.position)
         steps = _steps_of(stretch, worker)
+        self._counted = _Counted(num_sets, stretch.position, steps.step, stretch.num_left)
         return Round(
             worker=worker,
             stretch=stretch,
@@ -148,15 +159,13 @@ class Progress:
         # Whether a worker set the start is looked at when somebody asks for the position: of each batch it would take
         # microseconds.
         if self.counts(round_):
-            # A worker counts whole turns of all workers: each adds its own number when it resumes. The last turn may be short.
-            num_steps = min(num_batches * round_.steps.step, round_.stretch.num_left)
-            self._counted = _Counted(round_.num_sets, round_.stretch.position, num_steps)
+            self._counted.num_batches = num_batches
 
     def _has_been_in(self, stretch: Stretch, num_sets: int) -> bool:
         """Whether the iteration before came further into the epoch than to a first batch to look at."""
-        counted_for, at, num_steps = self._counted
+        at, num_steps = self._counted.position, self._counted.num_steps
         came_far = at.offset > 0 or at.step + num_steps > min(1, stretch.num_steps - 1)
-        return counted_for == num_sets and came_far
+        return self._counted.num_sets == num_sets and came_far
 
     def _set(self, stretch: Stretch, *, by_state: bool) -> None:
         self._num_rounds += 1  # what still iterates is no longer counted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -48,9 +48,11 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
 
     On a GPU the same is made by penstock.device.unpack.
     """
-    arrays, made = travelled(frame), Batch()
-    for lines in lines_of(arrays, lambda ids: _numbers(ids.shape[1])):
-        ids, mask, labels = lines.names
+    kind = kind_of(frame.alike.names)
+    arrays, made = travelled(frame, kind), Batch()
+    for side in kind.sides:
+        lines = Lines(side, arrays, _numbers_of)
+        ids, mask, labels = side.names
         if ids in columns:
             made[ids] = _copied(lines.ids, np.int64, pin_memory)
         if mask in columns:
@@ -71,7 +73,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
             np.subtract(_numbers(len(begins)), begins, out=positions.reshape(-1))
         if "labels" in columns:  # what a document begins with does not follow from the one before it
             made["labels"].numpy().reshape(-1)[borders[:-1]] = IGNORED
-    for name in _columns(tuple(arrays)):
+    for name in kind.columns:
         if name in columns:
             made[name] = as_tensor(arrays[name], pin_memory)
     for name, texts in frame.texts.items():
@@ -82,10 +84,11 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
 
 def names_of(travelling: Collection[str]) -> list[str]:
     """The names of the tensors that `expand` gives for a frame with these tensors."""
-    made = [name for side in _sides(tuple(travelling)) for name in side.names]
+    kind = kind_of(tuple(travelling))
+    made = [name for side in kind.sides for name in side.names]
     if "document_starts" in travelling:
         made += ["cu_seqlens", "position_ids"]
-    return made + [name for name in _columns(tuple(travelling)) if name != "document_starts"]
+    return [*made, *kind.columns]
 
 
 class _Side(NamedTuple):
@@ -99,13 +102,12 @@ class _Side(NamedTuple):
 
 
 class Lines(Generic[Array]):
-    """The sequences of one side, as arrays of numpy or of torch, and the names of what is made of them: ids, mask, labels.
+    """The sequences of one side, as arrays of numpy or of torch. `numbers_of(ids)` are the numbers of their columns, [width].
 
     ids, targets  [batch_size, width], as they travelled; the targets are mostly the ids themselves
     """
 
     def __init__(self, side: _Side, arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> None:
-        self.names = side.names
         self._parts = side.parts
         self._arrays: Mapping[str, Array] = arrays
         self._numbers_of: Callable[[Array], Array] = numbers_of
@@ -137,19 +139,17 @@ class Lines(Generic[Array]):
         return self.attended
 
 
-def lines_of(arrays: Mapping[str, Array], numbers_of: Callable[[Array], Array]) -> Iterator[Lines[Array]]:
-    """The sequences of each side of a batch; `numbers_of(ids)` are the numbers of its columns, int32 [width]."""
-    return (Lines(side, arrays, numbers_of) for side in _sides(tuple(arrays)))
+class Kind(NamedTuple):
+    """What the tensors of a batch are: the sides of its sequences, and the columns that travel beside them."""
 
-
-def columns_of(arrays: Mapping[str, T]) -> dict[str, T]:
-    """What travels beside the sequences of a batch."""
-    return {name: arrays[name] for name in _columns(tuple(arrays))}
+    sides: tuple[_Side, ...]
+    columns: tuple[str, ...]
 
 
 @lru_cache
-def _sides(travelling: tuple[str, ...]) -> tuple[_Side, ...]:
-    return tuple(
+def kind_of(travelling: tuple[str, ...]) -> Kind:
+    """The kind of a batch of which tensors of these names travel."""
+    sides = tuple(
         _Side(
             (f"{side}input_ids", f"{side}attention_mask", f"{side}labels"),
             tuple(side + name if side + name in travelling else "" for name in PARTS),
@@ -157,21 +157,17 @@ def _sides(travelling: tuple[str, ...]) -> tuple[_Side, ...]:
         for side in SIDES
         if f"{side}input_ids" in travelling
     )
+    parts = {part for side in sides for part in side.parts} | {"cu_seqlens", "document_starts"}
+    return Kind(sides, tuple(name for name in travelling if name not in parts))
 
 
-@lru_cache
-def _columns(travelling: tuple[str, ...]) -> tuple[str, ...]:
-    parts = {part for side in _sides(travelling) for part in side.parts} | {"cu_seqlens"}
-    return tuple(name for name in travelling if name not in parts)
-
-
-def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
+def travelled(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
     """What `expand` takes of a frame: the parts of sequences, cu_seqlens, and columns of types that torch has.
 
     How many documents there are, and whether there is padding, is found out here: a GPU that is asked makes everybody wait.
     """
     arrays = frame.tensors
-    for side in _sides(tuple(arrays)):
+    for side in kind.sides:
         lengths = side.parts[_LENGTHS]
         if lengths and frame.total(lengths) == arrays[side.parts[0]].size:
             del arrays[lengths]
@@ -180,7 +176,7 @@ def travelled(frame: Frame) -> dict[str, npt.NDArray[Any]]:
         begins = np.flatnonzero(starts)
         arrays["cu_seqlens"] = borders = np.empty(len(begins) + 1, np.int32)
         borders[:-1], borders[-1] = begins, starts.size
-    for name in _columns(tuple(arrays)):
+    for name in kind.columns:
         if arrays[name].dtype.name in _WIDENED:
             arrays[name] = arrays[name].astype(_WIDENED[arrays[name].dtype.name])
     return arrays
@@ -207,6 +203,10 @@ def _new(shape: tuple[int, ...], dtype: npt.DTypeLike, pin_memory: bool) -> tupl
         return tensor, tensor.numpy()
     array = np.empty(shape, dtype)  # in half of the time that torch takes
     return torch.from_numpy(array), array
+
+
+def _numbers_of(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    return _numbers(ids.shape[1])
 
 
 @lru_cache(maxsize=8)

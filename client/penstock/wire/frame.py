@@ -22,10 +22,11 @@ _LARGEST_HEADER = 1 << 20
 
 
 class Arrays(dict[str, Array]):
-    """Each tensor in frames of one layout, shape [num_frames, *shape]; views of the received bytes."""
+    """Each tensor in frames of one layout, shape [num_frames, *shape]; views of the received bytes. `names` are all of them."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         super().__init__(arrays)
+        self.names = tuple(arrays)
         self._totals: dict[str, list[int]] = {}
 
     def totals(self, name: str) -> list[int]:
@@ -102,8 +103,9 @@ class _Alike:
             heads = memory[1 : 1 + len(following), : at - start]
             self._digests += Heads(header.address, header.layout).recognise(heads, following)
             self.steps += following[: len(self._digests) - 1]
-        self._arrays = Arrays(header.layout.arrays(view, at, self.frame_nbytes, len(self.steps)))
-        self._texts = [(t, self._arrays.pop(t.name)) for t in header.layout.tensors if t.dtype in TEXTS]
+        arrays = header.layout.arrays(view, at, self.frame_nbytes, len(self.steps))
+        self._texts = [(t, arrays.pop(t.name)) for t in header.layout.tensors if t.dtype in TEXTS]
+        self._arrays = Arrays(arrays)
 
     def frames(self) -> Iterator[Frame]:
         """Each of them. Raises WireError: its payload's digest is not what was expected."""
