@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,3 +90,24 @@ def test_windows_that_are_sorted_by_length_count() -> None:
     sorted_.sequences(np.arange(10 * POOLS))
     remembered = sum(places.nbytes for window in range(4) for places in sorted_._arranged(window))
     assert before == sorted_.nbytes == order.nbytes + remembered
+    assert list(sorted_._known) == [0, 1, 2, 3]
+
+
+def test_windows_of_an_epoch_that_made_room_do_not_wait_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "_BUDGET_BYTES", 0)
+    rows, epochs, orders = np.full(POOLS, 10), PlannedEpochs(), list[weakref.ref[LengthOrder]]()
+
+    def plan() -> PlannedEpoch:
+        order = EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=0)
+        sorted_ = LengthOrder(order, lambda pools, _: pools, 8, 1)
+        sorted_.sequences(np.arange(10 * POOLS))
+        orders.append(weakref.ref(sorted_))
+        return Rows(rows, 8), sorted_
+
+    gc.disable()
+    try:
+        for number in range(6):
+            epochs.get(number, plan)
+        assert [order() is None for order in orders] == [True, True, False, False, False, False]
+    finally:
+        gc.enable()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ class LengthOrder:
 
     def __init__(self, order: EpochOrder, lengths: Callable[[IntArray, IntArray], IntArray], run: int, run_key: int) -> None:
         self._order, self._lengths, self._run, self._run_key = order, lengths, run, run_key
-        self._arranged = lru_cache(maxsize=_REMEMBERED_WINDOWS)(self._arrange)
+        self._known: OrderedDict[int, tuple[_Places, _Places]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_sequences = order.num_sequences
 
@@ -64,6 +64,16 @@ class LengthOrder:
                 moves = self._arranged(window)[int(inverse)]
             moved[mine] = start + moves[positions[mine] - start]
         return moved
+
+    def _arranged(self, window: int) -> tuple[_Places, _Places]:
+        """As _arrange; the last few are remembered."""
+        # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
+        if window not in self._known:
+            if len(self._known) >= _REMEMBERED_WINDOWS:
+                self._known.popitem(last=False)
+            self._known[window] = self._arrange(window)
+        self._known.move_to_end(window)
+        return self._known[window]
 
     def _arrange(self, window: int) -> tuple[_Places, _Places]:
         """Where each place of a window takes its sequence from, and the inverse; both from the window's start."""
