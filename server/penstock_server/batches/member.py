@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -92,7 +93,8 @@ def _plan(member: Member, epoch: int) -> PlannedEpoch:
         _, groups = member.snapshot.pools
     order = EpochOrder(packing.sequences_per_pool, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
     if of.group_by_length:
-        return packing, LengthOrder(order, _Lengths(member, packing), of.group_by_length, key(of.seed, epoch, "runs"))
+        lengths = partial(_lengths, packing, member.index.row_lengths(of.split))
+        return packing, LengthOrder(order, lengths, of.group_by_length, key(of.seed, epoch, "runs"))
     return packing, order
 
 
@@ -110,17 +112,10 @@ def _packing(member: Member, epoch: int) -> Packing:
     return Rows(index.rows_per_block(of.split), of.seq_len)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    """Tokens of sequences, shape of `pools`: of rows, or parts of rows, cut to seq_len."""
-
-    member: Member
-    packing: Packing
-
-    def __call__(self, pools: IntArray, indices: IntArray) -> IntArray:
-        _, blocks, rows, starts, stops = self.packing.spans(pools, indices)
-        of_block = self.member.index.row_lengths(self.member.order.split)
-        lengths = np.empty_like(rows)
-        for block, mine in by_value(blocks):
-            lengths[mine] = of_block(block)[rows[mine]]
-        return np.minimum(lengths, stops) - starts
+def _lengths(packing: Packing, of_block: Callable[[int], IntArray], pools: IntArray, indices: IntArray) -> IntArray:
+    """Tokens of sequences, shape of `pools`: of rows, or parts of rows, cut to seq_len; `of_block` see Index.row_lengths."""
+    _, blocks, rows, starts, stops = packing.spans(pools, indices)
+    lengths = np.empty_like(rows)
+    for block, mine in by_value(blocks):
+        lengths[mine] = of_block(block)[rows[mine]]
+    return np.minimum(lengths, stops) - starts
