@@ -174,7 +174,6 @@ class Block:
 
     def take(self, rows: IntArray) -> Block:
         """The block of some of the rows."""
-        kept = {int(row): number for number, row in enumerate(rows.tolist()) if row in self.bad} if self.bad else {}
         return replace(
             self,
             features={
@@ -182,7 +181,7 @@ class Block:
                 for name, feature in self.features.items()
             },
             columns={name: column.take(pa.array(rows)) for name, column in self.columns.items()},
-            bad={number: self.bad[row] for row, number in kept.items()},
+            bad={number: self.bad[row] for number, row in enumerate(rows.tolist()) if row in self.bad} if self.bad else {},
             numbered=rows if self.numbered is None else self.numbered[rows],
             splits=self.splits[rows],
         )
