@@ -150,8 +150,7 @@ class Blocks:
 
     def is_stored(self, index: int) -> bool:
         """Whether a block is in the cache."""
-        at = self._snapshot.block(index)
-        return self._store.cache.has(self._key_in(at, at.number))
+        return self._store.cache.has(self._find_key(index))
 
     def read_ahead(self, job: Hashable, window: int, indices: Callable[[], list[int]]) -> None:
         """Has blocks loaded in the background that a job needs next; see ReadAhead.want."""
@@ -199,12 +198,9 @@ class Blocks:
         )
 
     def _find_key(self, index: int) -> str:
+        """The name of a block in the cache."""
         address = self._snapshot.block(index)
-        return self._key_in(address, address.number)
-
-    def _key_in(self, address: BlockAddress, number: int) -> str:
-        """The name in the cache of block `number` of the row group that a block is of."""
-        return f"{self._group_key(address)}-{number}"
+        return f"{self._group_key(address)}-{address.number}"
 
     def _keys(self, address: BlockAddress) -> list[str]:
         """The names in the cache of all blocks of the row group that a block is of."""
