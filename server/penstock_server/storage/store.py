@@ -50,7 +50,7 @@ class _Wanted:
     """What is wanted of a row group, by the numbers of its blocks."""
 
     futures: dict[int, Future[Block]] = field(default_factory=dict)
-    is_made: bool = False  # a thread decodes it
+    is_under_way: bool = False  # a thread decodes it
 
 
 @dataclass(slots=True)
@@ -140,9 +140,9 @@ class BlockStore:
         with self._answering(wanted, [number]):
             if self._missing(group, wanted, [number]):
                 with self._lock:
-                    if number in wanted.futures and not wanted.is_made:
+                    if number in wanted.futures and not wanted.is_under_way:
                         self._threads.submit(self._make, group, wanted, decode)
-                        wanted.is_made = True  # not before: if no thread can be started, nobody may rely on it
+                        wanted.is_under_way = True  # not before: if no thread can be started, nobody may rely on it
         with self._lock:
             self._end(group, wanted)
 
@@ -186,13 +186,13 @@ class BlockStore:
     def _still_wanted(self, group: Sequence[str], wanted: _Wanted) -> list[int]:
         """The blocks of a row group that are wanted by now; if there is none, the row group is no longer being made."""
         with self._lock:
-            wanted.is_made = bool(wanted.futures)
+            wanted.is_under_way = bool(wanted.futures)
             self._end(group, wanted)
             return list(wanted.futures)
 
     def _end(self, group: Sequence[str], wanted: _Wanted) -> None:
         """Forgets a row group of which nothing is wanted any more: from here on a request begins anew."""
-        if not wanted.futures and not wanted.is_made and self._wanted.get(group[0]) is wanted:
+        if not wanted.futures and not wanted.is_under_way and self._wanted.get(group[0]) is wanted:
             del self._wanted[group[0]]
 
     def _take(self, wanted: _Wanted, number: int) -> Future[Block] | None:
