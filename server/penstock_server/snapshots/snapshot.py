@@ -67,7 +67,7 @@ class Snapshot:
         self.folder = folder
         self.shards = tuple(shards)
         self.recipe = recipe
-        rows, nbytes = _joined(s.rows_per_group for s in shards), _joined(s.bytes_per_group for s in shards)
+        rows, nbytes = self._rows_per_group, self._bytes_per_group
         self._first_group = starts_of(np.array([len(s.rows_per_group) for s in shards], np.int64))
         self._block_size, self.blocks_per_group = _split(rows, nbytes)
         self._first_block = starts_of(self.blocks_per_group)
@@ -100,27 +100,34 @@ class Snapshot:
     @cached_property
     def nbytes(self) -> int:
         """The bytes of all shards' columns that are read, uncompressed."""
-        return sum(sum(shard.bytes_per_group) for shard in self.shards)
+        return int(self._bytes_per_group.sum())
 
     @cached_property
     def bytes_per_block(self) -> IntArray:
         """About the bytes of each block's columns, uncompressed, shape [num_blocks]; its tokens seldom take more."""
-        rows = _joined(shard.rows_per_group for shard in self.shards)
-        nbytes = _joined(shard.bytes_per_group for shard in self.shards)
         group, _ = numbered(self.blocks_per_group)
-        found: IntArray = nbytes[group] * self.rows_per_block // np.maximum(rows[group], 1)
+        found: IntArray = self._bytes_per_group[group] * self.rows_per_block // np.maximum(self._rows_per_group[group], 1)
         return found
 
     @cached_property
     def largest_block_bytes(self) -> int:
         """About the bytes of the largest block's columns, uncompressed; see bytes_per_block."""
-        nbytes = _joined(shard.bytes_per_group for shard in self.shards)
-        return int((nbytes // self.blocks_per_group).max())
+        return int((self._bytes_per_group // self.blocks_per_group).max())
 
     @cached_property
     def largest_group_bytes(self) -> int:
         """The bytes of the largest row group's columns, uncompressed."""
-        return max(max(shard.bytes_per_group, default=0) for shard in self.shards)
+        return int(self._bytes_per_group.max(initial=0))
+
+    @property
+    def _rows_per_group(self) -> IntArray:
+        """Rows of each row group, shape [num_groups]; joined anew, since shards have the same."""
+        return _joined(shard.rows_per_group for shard in self.shards)
+
+    @property
+    def _bytes_per_group(self) -> IntArray:
+        """The bytes of each row group's columns, uncompressed, shape [num_groups]; joined anew, likewise."""
+        return _joined(shard.bytes_per_group for shard in self.shards)
 
     def begins_of_groups(self, blocks: Sequence[int]) -> list[int]:
         """Of some ascending blocks, the first one of each row group."""
