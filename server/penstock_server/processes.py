@@ -30,7 +30,7 @@ log = logging.getLogger("penstock.processes")
 
 _GRACE_SECONDS = 6.0  # for what is being sent; a process itself gives up after three
 _STEADY_SECONDS = 30.0  # a process that lived for so long is replaced at once
-_LONGEST_DELAY_SECONDS = 16.0
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 16.0
 
 # A fork would take over the threads and locks of pyarrow and tokenizers in whatever state they are.
 _context = multiprocessing.get_context("spawn")
@@ -76,7 +76,7 @@ class _Child:
     process: SpawnProcess
     seat: Seat
     started_at: float
-    delay_seconds: float = 0.5
+    delay_seconds: float = _FIRST_DELAY_SECONDS
     follows_at: float | None = None
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Child:
             self.process.exitcode,
             f" in {delay:g} seconds" if delay else "",
         )
-        longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else 0.5
+        longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else _FIRST_DELAY_SECONDS
         return replace(self, delay_seconds=longer, follows_at=now + delay)
 
     def _replaced(self, settings: Settings, listener: socket.socket) -> _Child:
