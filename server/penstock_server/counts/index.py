@@ -101,8 +101,9 @@ class Index:
             if (seq_len, split) not in self._bins:
                 make = partial(self._count_bins, split, seq_len)
                 what = f"the sequences that the documents of {self._name} fill"
-                path = partial(self._path, f"bins-{split}-{seq_len}")
-                self._bins[seq_len, split] = Counting(what, self._snapshot.num_blocks, make, lambda: [path()])
+                self._bins[seq_len, split] = Counting(
+                    what, self._snapshot.num_blocks, make, lambda: [self._bins_path(split, seq_len)]
+                )
             return self._bins[seq_len, split]
 
     @property
@@ -164,7 +165,10 @@ class Index:
                 advance(stop)
 
         with self._packing:  # one at a time: each keeps a core busy
-            return keep_bins(self._path(f"bins-{split}-{seq_len}"), len(starts) - 1, pack_all)
+            return keep_bins(self._bins_path(split, seq_len), len(starts) - 1, pack_all)
+
+    def _bins_path(self, split: str, seq_len: int) -> Path:
+        return self._path(f"bins-{split}-{seq_len}")
 
     def _path(self, name: str) -> Path:
         return self._blocks.cache.folder / f"{self._blocks.identity}-{name}-{_FORMAT}{_SUFFIX}"
