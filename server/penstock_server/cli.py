@@ -142,11 +142,10 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
-        store, catalog = open_data(settings)
-        names = arguments.dataset or catalog.datasets
-        datasets = [catalog[name].latest for name in names]
         if wrong := [length for length in arguments.best_fit if not 1 <= length <= LARGEST_SEQ_LEN]:
             raise SettingsError(f"--best-fit must be a seq_len from 1 to {LARGEST_SEQ_LEN:,}, not {wrong[0]}")
+        store, catalog = open_data(settings)
+        datasets = [catalog[name].latest for name in arguments.dataset or catalog.datasets]
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
         print(f"penstock prepare: {error}", file=sys.stderr)
         return 2

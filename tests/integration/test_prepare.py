@@ -67,6 +67,13 @@ def test_without_a_validation_split_there_is_one_packing(data: Path, tmp_path: P
     assert len(list((tmp_path / "cache").glob("*-bins-*.index"))) == 1
 
 
+def test_a_wrong_length_is_told_before_anything_is_read(data: Path, tmp_path: Path) -> None:
+    done = prepare(data, tmp_path / "cache", "--best-fit", "256", "--best-fit", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--best-fit must be a seq_len from 1 to" in done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
 def test_what_was_done_before_it_was_stopped_is_not_done_again(data: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with closing(Fork("prepare", data, "--cache-dir", cache)):
