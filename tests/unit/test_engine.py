@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +26,7 @@ from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
+from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.batches.readable import as_json
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.lookup import find_row, show_row
@@ -281,6 +285,24 @@ def test_nothing_that_a_body_was_made_of_waits_for_the_garbage_collector(tmp_pat
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"packing": "concat"}, {"packing": "best_fit"}, {"long_rows": "split"}, {"group_by_length": 4}]
+)
+def test_planned_epochs_are_dropped_with_their_snapshot(tmp_path: Path, spec: dict[str, Any]) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a", [[[(3, True), (4, True)] * 5] * 8], 0, is_filtered=False)
+    plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), "a", batch_size=2, seq_len=4, **spec)
+    gc.disable()
+    try:
+        member = replace(plan.members[0], planned=PlannedEpochs())
+        member.epoch(1)[1].sequences(np.arange(2))
+        planned = weakref.ref(member.planned)
+        del member
+        assert planned() is None
+    finally:
         gc.enable()
 
 
