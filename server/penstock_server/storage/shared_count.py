@@ -49,7 +49,7 @@ class SharedCount:
 
     @contextmanager
     def held(self, recount: Callable[[], int]) -> Iterator[Used]:
-        """Holds the folder for this process and thread; what is left in the count is written back.
+        """Holds the folder for this process and thread; what is left in the count is written back, unless an error is raised.
 
         `recount` gives the bytes where the file is new. Raises OSError: another process has held the folder for thirty seconds,
         or held it then and does so still.

@@ -65,8 +65,8 @@ class _Load:
 class BlockStore:
     """The blocks of all datasets: in the cache folder, and the ones that are mapped into memory now.
 
-    However many ask for blocks of a row group, one thread maps or decodes it for all of them. Threads decode row groups side by
-    side; pyarrow and `tokenizers` release the GIL.
+    However many ask for blocks of a row group, one thread decodes it for all of them. Threads decode row groups side by side;
+    pyarrow and `tokenizers` release the GIL.
     """
 
     def __init__(self, cache: CacheFolder, num_threads: int | None = None) -> None:
@@ -191,7 +191,7 @@ class BlockStore:
             return list(wanted.futures)
 
     def _end(self, group: Sequence[str], wanted: _Wanted) -> None:
-        """Forgets a row group of which nothing is wanted any more: from here on a request begins anew."""
+        """Forgets a row group of which nothing is wanted any more: a request begins anew. To be called with the lock."""
         if not wanted.futures and not wanted.is_under_way and self._wanted.get(group[0]) is wanted:
             del self._wanted[group[0]]
 
