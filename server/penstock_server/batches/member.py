@@ -88,9 +88,7 @@ class Member:
 def _plan(member: Member, epoch: int) -> PlannedEpoch:
     of = member.order
     packing = _packing(member, epoch)
-    groups = member.snapshot.blocks_per_group
-    if of.packing == "best_fit":
-        _, groups = member.snapshot.pools
+    groups = member.snapshot.pools.per_group if of.packing == "best_fit" else member.snapshot.blocks_per_group
     order = EpochOrder(packing.sequences_per_pool, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
     if of.group_by_length:
         lengths = partial(_lengths, packing, member.index.row_lengths(of.split))
@@ -103,8 +101,8 @@ def _packing(member: Member, epoch: int) -> Packing:
     if of.packing == "concat":
         return Concat(index.tokens_per_block(of.split), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
     if of.packing == "best_fit":
-        starts, _ = member.snapshot.pools
-        return BestFit(starts, index.bins(of.split, of.seq_len), index.rows_per_block(of.split), of.seq_len)
+        bins, rows = index.bins(of.split, of.seq_len), index.rows_per_block(of.split)
+        return BestFit(member.snapshot.pools.starts, bins, rows, of.seq_len)
     if of.long_rows == "split":
         return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
     if of.group_by_length:

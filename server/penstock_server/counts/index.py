@@ -156,7 +156,7 @@ class Index:
         return np.concatenate(counts, axis=1)
 
     def _count_bins(self, split: str, seq_len: int, advance: Callable[[int], None]) -> PackedPools:
-        starts, _ = self._snapshot.pools
+        starts = self._snapshot.pools.starts
         lengths = self.row_lengths(split)
 
         def pack_all() -> Iterator[Bins]:

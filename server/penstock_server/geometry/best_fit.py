@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +87,15 @@ def _parts(lengths: IntArray, seq_len: int) -> tuple[IntArray, IntArray, IntArra
     return rows, firsts, np.minimum(firsts + seq_len, lengths[rows])
 
 
-def pools_of(rows_per_block: IntArray, blocks_per_group: IntArray) -> tuple[IntArray, IntArray]:
-    """How blocks are pooled: where each pool starts, and at last their number; and the pools of each group of them.
+class Pools(NamedTuple):
+    """How blocks are pooled: where each pool starts, and at last their number; and how many each group of them has."""
+
+    starts: IntArray
+    per_group: IntArray
+
+
+def pools_of(rows_per_block: IntArray, blocks_per_group: IntArray) -> Pools:
+    """The pools of blocks.
 
     Small row groups that follow each other are one pool; each block of a large row group is a pool of its own, and the order
     keeps these together, since the row group is decoded in one go.
@@ -103,7 +111,7 @@ def pools_of(rows_per_block: IntArray, blocks_per_group: IntArray) -> tuple[IntA
         elif rows[end] - rows[starts[-1]] >= POOL_ROWS:
             _close(starts, per_group, end)
     _close(starts, per_group, first_block[-1])
-    return np.array(starts), np.array(per_group)
+    return Pools(np.array(starts), np.array(per_group))
 
 
 def _close(starts: list[int], per_group: list[int], end: int) -> None:
@@ -155,7 +163,7 @@ class PackedPools:
 class BestFit:
     """The bins of every pool, one sequence each: a Packing.
 
-    `pool_starts` see pools_of; `rows_per_block` are the rows that were packed, shape [num_blocks].
+    `pool_starts` see Pools; `rows_per_block` are the rows that were packed, shape [num_blocks].
     """
 
     def __init__(self, pool_starts: IntArray, packed: PackedPools, rows_per_block: IntArray, seq_len: int) -> None:

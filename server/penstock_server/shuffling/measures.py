@@ -202,7 +202,7 @@ def _unit_edges(sample: Sample, source: MemberEpoch, unit: str) -> IntArray:
     member = sample.plan.members[source.member]
     first_pool = member.snapshot.first_block_of_shard
     if member.order.packing == "best_fit":
-        first_pool = np.searchsorted(member.snapshot.pools[0], first_pool)
+        first_pool = np.searchsorted(member.snapshot.pools.starts, first_pool)
     return source.starts[first_pool]
 
 

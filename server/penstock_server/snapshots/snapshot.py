@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray, begins_run, find, numbered, starts_of
-from penstock_server.geometry.best_fit import pools_of
+from penstock_server.geometry.best_fit import Pools, pools_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place
 from penstock_server.recipes.recipe import Recipe
@@ -88,8 +88,8 @@ class Snapshot:
         self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @cached_property
-    def pools(self) -> tuple[IntArray, IntArray]:
-        """How best_fit packs blocks together; see best_fit.pools_of."""
+    def pools(self) -> Pools:
+        """How best_fit packs blocks together."""
         return pools_of(self.rows_per_block, self.blocks_per_group)
 
     @property
