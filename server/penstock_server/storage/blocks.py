@@ -121,7 +121,7 @@ class Blocks:
             self.forget(found for found in asked.values() if isinstance(found, Future))
 
     def forget(self, futures: Iterable[Future[Block]]) -> None:
-        """Gives up blocks that were asked for; see BlockStore.forget."""
+        """Gives up blocks that were asked for, of whatever snapshot, since all have one store; see BlockStore.forget."""
         for future in futures:
             self._store.forget(future)
 
