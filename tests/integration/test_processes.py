@@ -107,11 +107,24 @@ def test_a_process_that_is_killed_in_mid_epoch_changes_nothing_and_is_replaced(
         assert f"server process {before[1]} ended with -9" in log
 
 
+def wait_until_each_serves(server: Server, pids: list[int]) -> None:
+    """Makes connections until each process has one."""
+    port = int(server.url.rpartition(":")[2])
+    with ExitStack() as stack:
+
+        def does_each() -> bool:
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            return all(num_connections(pid, port) for pid in pids)
+
+        wait_for(does_each)
+
+
 @linux
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_one_that_was_started(serve: Callable[..., Server], data: Path, how: signal.Signals) -> None:
     with serve(data, "--processes", "3") as server:
         pids = children(server, 3)
+        wait_until_each_serves(server, pids)  # one that is still being started tells that it cannot be
         assert server.stop(how) == ""
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         if how == signal.SIGKILL:
