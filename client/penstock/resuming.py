@@ -23,7 +23,9 @@ def stretch_behind(
     Raises what Source.resolve raises.
     """
     spec, num_steps = resolved.spec, resolved.num_steps
-    position = read_state(state, source.dataset, spec, num_sequences=resolved.num_sequences, strict=strict)
+    position = read_state(
+        state, source.dataset, spec, num_sequences=resolved.num_sequences, by_worker=worker is not None, strict=strict
+    )
     if worker and not counts_like(state, spec):
         _check_is_over(state, source, spec, worker)
         position = replace(position, offset=LARGEST_COUNT)

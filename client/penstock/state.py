@@ -47,7 +47,9 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
     }
 
 
-def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, num_sequences: int, strict: bool = True) -> Position:
+def read_state(
+    state: Mapping[str, Any], dataset: str, spec: Spec, *, num_sequences: int, by_worker: bool = False, strict: bool = True
+) -> Position:
     """The position that a state names. Under another batch_size or world_size it is counted in samples.
 
     `num_sequences` are those of an epoch of the spec, over all ranks. Where the state is of other data or of another order,
@@ -56,15 +58,18 @@ def read_state(state: Mapping[str, Any], dataset: str, spec: Spec, *, num_sequen
     """
     at, consumed = _read_counts(state)
     here = {"dataset": dataset, **_order(spec)}
-    reached = at.epoch * num_sequences + consumed
-    if goes_on(state, here, reached):
+    # Later epochs begin where those before end, which follows from the mix. A loader's worker counts steps of others, too, and
+    # the last step may have been filled with samples that are trained on already.
+    may_go_on = at.epoch == 0 and not by_worker and spec.tail == "drop"
+    if may_go_on and goes_on(state, here, consumed):
         here |= {name: state[name] for name in _OF_MIXTURES}
     differing = _differing(state, here)
     if differing and strict:
+        way_back = _way_back(state, here, consumed if may_go_on else None)
         raise StateMismatch(
             f"this state belongs to another order of samples ({'; '.join(differing)}); going on from it would repeat some and "
-            f"skip others. Make the dataset with the same values{_way_back(state, here, at.epoch, reached)}, or start the "
-            f"epoch anew without the state, or count as many samples as consumed: load_state_dict(state, strict=False)."
+            f"skip others. Make the dataset with the same values{way_back}, or start the epoch anew without the state, or "
+            f"count as many samples as consumed: load_state_dict(state, strict=False)."
         )
     if differing:
         warnings.warn(
@@ -85,7 +90,7 @@ def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
 
 
 def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> bool:
-    """Whether the mixture of one state, or order, is that of another up to this sample, counted over all epochs.
+    """Whether the mixture of one state, or order, is that of another up to this sample of the first epoch.
 
     Then it goes on there, with other weights, or with a dataset more. Both have a `mix` and a `snapshot`.
     """
@@ -140,13 +145,12 @@ def _order(spec: Spec) -> dict[str, Any]:
     return {name: values[name] for name in _ORDER} | {name: values[name] if matters[name] else None for name in _CUT}
 
 
-def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], epoch: int, reached: int) -> str:
-    """How a state that was refused might be taken, beside the same values."""
+def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int | None) -> str:
+    """How a state that was refused might be taken, beside the same values: with another mix behind what is consumed."""
     then = state.get("snapshot")
     told = f" (snapshot={then!r}: the data as it was)" if isinstance(then, str) and then != here["snapshot"] else ""
-    # In a later epoch the sample that was reached follows from where the epochs before it ended then, which is not known.
-    if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and epoch == 0:
-        told += f", or let the mix be another from sample {reached:,} on, and no earlier"
+    if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and consumed is not None:
+        told += f", or let the mix be another from sample {consumed:,} on, and no earlier"
     return told
 
 

@@ -133,12 +133,15 @@ def test_the_mix_may_be_another_behind_what_was_trained_on(now: dict[str, Any], 
             read(state, "a", replace(then, **now))
 
 
-def test_the_samples_of_a_mix_are_counted_over_all_epochs() -> None:
-    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4)
-    state = write_state("a", then, HERE)
-    assert read(state, "a", replace(then, mix="a:3,b:1;a:1,b:1@220")) == HERE
-    with pytest.raises(StateMismatch, match="mix: "):
-        read(state, "a", replace(then, mix="a:3,b:1;a:1,b:1@219"))
+@pytest.mark.parametrize("values", [{"at": Position(epoch=1, step=5)}, {"by_worker": True}, {"tail": "wrap"}])
+def test_the_mix_is_that_of_the_state_where_it_is_not_plain_what_was_trained_on(values: dict[str, Any]) -> None:
+    """In a later epoch, in a loader's worker, and where the last step is filled."""
+    options: dict[str, Any] = {"at": Position(step=5), "by_worker": False, "tail": "drop"} | values
+    then = Spec(mix="a:3,b:1", mix_stop="first", snapshot="one+two", batch_size=4, tail=options["tail"])
+    state = write_state("a", then, options["at"])
+    with pytest.raises(StateMismatch, match="mix: .* same values, or start"):
+        read(state, "a", replace(then, mix="a:3,b:1;a:1,b:1@1000"), by_worker=options["by_worker"])
+    assert read(state, "a", then, by_worker=options["by_worker"]) == options["at"]
 
 
 def test_of_a_mix_that_changes_too_early_it_is_told_from_where_on_it_may() -> None:
@@ -146,5 +149,5 @@ def test_of_a_mix_that_changes_too_early_it_is_told_from_where_on_it_may() -> No
     now = replace(then, mix="a:1,b:1")
     with pytest.raises(StateMismatch, match=r"same values, or let the mix be another from sample 20 on, and no earlier, or st"):
         read(write_state("a", then, Position(step=5)), "a", now)
-    with pytest.raises(StateMismatch, match=r"same values, or start"):
-        read(write_state("a", then, HERE), "a", now)
+    with pytest.raises(StateMismatch, match="mix: "):
+        read(write_state("a", then, Position()), "a", now)  # though nothing was trained on yet
