@@ -739,6 +739,50 @@ def test_a_mix_that_changes_behind_what_was_trained_on_is_one_run(ledger: Path, 
     assert f"snapshot=one+two+three, seed=0, shuffle=window, packing=rows, mix={third}, mix_stop=first\n" in words(ledger)
 
 
+@pytest.mark.parametrize("num_tried", [0, 3])
+def test_a_mix_that_was_tried_and_given_up_again_is_thrown_away(ledger: Path, num_tried: int) -> None:
+    first, tried, second = "a:7,b:3", "a:7,b:3;b:1@40", "a:7,b:3;a:1,b:1@60"
+    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    append(ledger, begin_of(mix=first, **same), range(12))
+    append(ledger, begin_of(mix=tried, start=1, step=8, num_sequences=80, **same), range(8, 8 + num_tried))
+    append(ledger, begin_of(mix=first, start=2, step=10, **same), range(10, 12))
+    assert report_on(ledger).is_proven
+    append(ledger, begin_of(mix=second, start=3, step=12, num_sequences=120, **same), range(12, 24), ends=True)
+    [order] = report_on(ledger).orders
+    assert order.is_proven
+    assert [(epoch.num_due, epoch.num_sequences, epoch.is_finished) for epoch in order.epochs] == [(120, 120, True)]
+
+
+def test_what_was_trained_on_behind_a_change_of_the_mix_is_not_of_the_run(ledger: Path) -> None:
+    """A state of the first mix was loaded into the second, though it had passed the change: with strict=False."""
+    first, second = "a:7,b:3", "a:7,b:3;a:1,b:1@40"
+    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    append(ledger, begin_of(mix=first, **same), range(12))
+    append(ledger, begin_of(mix=second, start=1, step=8, **same), range(8, 9))
+    append(ledger, begin_of(mix=second, start=2, step=12, **same), range(12, 20), ends=True)
+    [order] = report_on(ledger).orders
+    assert [epoch.missing.tolist() for epoch in order.epochs] == [[[45, 60]]]
+
+
+def test_of_two_mixes_the_clock_of_one_rank_tells_which_came_first(ledger: Path) -> None:
+    """Rank 0 was killed before its first batch under the second; the clock of rank 1 is behind."""
+    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first", "world_size": 2}
+    for rank in range(2):
+        begun = begin_of(rank, mix="a:7,b:3", **same)
+        append(ledger, replace(begun, time=begun.time - timedelta(hours=5 * rank)), range(4))
+    resumed = begin_of(1, mix="a:7,b:3;a:1,b:1@40", start=1, step=4, **same)
+    append(ledger, replace(resumed, time=resumed.time - timedelta(hours=5)), range(4, 5))
+    assert len(report_on(ledger).orders) == 1
+
+
+def test_a_mix_that_changes_in_a_later_epoch_is_another_order(ledger: Path) -> None:
+    """Where an epoch begins follows from the mix."""
+    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    append(ledger, begin_of(mix="a:7,b:3", **same), range(20), ends=True)
+    append(ledger, begin_of(mix="a:7,b:3;a:1,b:1@120", start=1, epoch=1, step=4, **same), range(4, 16), ends=True)
+    assert len(report_on(ledger).orders) == 2
+
+
 @pytest.mark.parametrize(
     ("mix", "values"),
     [

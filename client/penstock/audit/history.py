@@ -42,6 +42,7 @@ class Iteration:
     begin        of the worker that begins first
     first_steps  of each worker, as its begin line has it
     runs         steps that were recorded, half-open, sorted, shape [runs, 2]; one that was recorded again begins a run anew
+    stop         the position up to which it is of its run's order of samples
     time         when it began, and `last_time` when it last went on after another; see Part
     """
 
@@ -50,6 +51,7 @@ class Iteration:
     slicing: Slicing
     first_steps: dict[int, int]
     runs: IntArray
+    stop: int
     has_end: bool
     time: datetime
     last_time: datetime
@@ -60,9 +62,18 @@ class Iteration:
         return self.begin.epoch, self.slicing.position(self.begin.step)
 
     @property
+    def own_runs(self) -> IntArray:
+        """What of its runs is of its run's order of samples."""
+        if self.stop >= self.slicing.num_sequences:
+            return self.runs
+        num_steps = self.slicing.num_steps_before(self.stop)
+        return clip(self.runs, 0, num_steps - (self.slicing.position(num_steps) > self.stop))
+
+    @property
     def reach(self) -> Place:
-        """Behind what it recorded."""
-        return self.begin.epoch, self.slicing.position(int(self.runs[-1, 1])) if len(self.runs) else self.place[1]
+        """Behind what it recorded, as far as that is of its run's order of samples."""
+        runs = self.own_runs
+        return self.begin.epoch, self.slicing.position(int(runs[-1, 1])) if len(runs) else self.place[1]
 
     def may_have_saved(self, resumed: Iteration) -> bool:
         """Whether the state with which another iteration resumes may be of this one: it was there, between two of its steps."""
@@ -101,7 +112,7 @@ class Kept:
     @property
     def runs(self) -> IntArray:
         """The steps that these are."""
-        runs = self.iteration.runs
+        runs = self.iteration.own_runs
         for other in self.resumed:
             runs = self.iteration.before(runs, other)
         return runs

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import inf
 from typing import Any
 
+from penstock.audit.history import Place
 from penstock.audit.slicing import Slicing
 from penstock.ledger import Begin
+from penstock.mix import first_other, parse_mix
 from penstock.state import Position, goes_on, write_state
 
 _COUNTS = ("version", "epoch", "step", "offset", "batch_size", "world_size", "skip")  # of a state, what names no order
@@ -18,17 +22,28 @@ OrderKey = tuple[tuple[str, object], ...]
 
 @dataclass(slots=True)
 class _Order:
-    """An order: the first sample of it that was asked for, over all epochs, and the lowest rank and when that began."""
+    """An order: the first epoch and position of it that were asked for, and when each rank first and last began in it."""
 
     values: dict[str, Any]
-    first: int
-    began: tuple[int, datetime]
+    first: Place
+    began: dict[int, tuple[datetime, datetime]]
+
+    def times(self, rank: int) -> tuple[datetime, datetime]:
+        """When a rank first and last began in it; if it never did, when the lowest rank did."""
+        return self.began.get(rank) or self.began[min(self.began)]
 
     def goes_on_from(self, other: _Order) -> bool:
         """Whether it is the other one, but for a mix that is another from where the run changed over to it."""
-        is_later = self.first > 0 and self.began[1] > other.began[1]
+        epoch, position = self.first
+        rank = _shared_rank(self, other)
+        is_later = self.times(rank)[0] > other.times(rank)[0] and epoch == 0 < position <= other.values["num_sequences"]
         same = all(value == other.values[name] for name, value in self.values.items() if name not in _OF_MIXTURES)
-        return is_later and same and goes_on(other.values, self.values, self.first)
+        return is_later and same and goes_on(other.values, self.values, position)
+
+
+def _shared_rank(*orders: _Order) -> int:
+    """A rank that began in each, since the clocks of two may differ; -1 if none did."""
+    return min(set.intersection(*(set(order.began) for order in orders)), default=-1)
 
 
 class Orders:
@@ -36,29 +51,52 @@ class Orders:
 
     def __init__(self) -> None:
         self._orders: dict[OrderKey, _Order] = {}
-        self._last: dict[OrderKey, _Order] = {}
+        # Of each the order that its run came to, and the sample of the first epoch up to which they agree.
+        self._last: dict[OrderKey, tuple[_Order, float]] = {}
 
     def add(self, begin: Begin) -> None:
         """An iteration."""
         key = _key_of(begin)
-        first = begin.epoch * begin.num_sequences + Slicing.of(begin).position(begin.step)
-        began = (begin.rank, begin.time)
-        order = self._orders.setdefault(key, _Order(dict(key), first, began))
-        order.first, order.began = min(order.first, first), min(order.began, began)
+        first = (begin.epoch, Slicing.of(begin).position(begin.step))
+        order = self._orders.setdefault(key, _Order(dict(key), first, {}))
+        order.first = min(order.first, first)
+        since, until = order.began.get(begin.rank, (begin.time, begin.time))
+        order.began[begin.rank] = min(since, begin.time), max(until, begin.time)
 
-    def of(self, begin: Begin) -> tuple[OrderKey, Begin]:
-        """The order that an iteration is accounted for in, and the iteration as one of it: that which its run came to."""
+    def of(self, begin: Begin) -> tuple[OrderKey, Begin, int]:
+        """The order that an iteration is accounted for in, and the iteration as one of it: that which its run came to.
+
+        And the position up to which its samples are those of that order: behind it the run changed over.
+        """
         key = _key_of(begin)
-        if key not in self._last:
-            self._last[key] = self._find_last(key)
-        values = self._last[key].values
-        return tuple(values.items()), replace(begin, num_sequences=values["num_sequences"])
+        if not self._last:
+            self._find_last()
+        last, sample = self._last[key]
+        num_sequences = last.values["num_sequences"]
+        stop = min(sample, begin.num_sequences, num_sequences) if begin.epoch == 0 or sample == inf else 0
+        return tuple(last.values.items()), replace(begin, num_sequences=num_sequences), int(stop)
 
-    def _find_last(self, key: OrderKey) -> _Order:
-        order = self._orders[key]
-        while later := [other for other in self._orders.values() if other.goes_on_from(order)]:
-            order = min(later, key=lambda other: other.began[1])
-        return order
+    def _find_last(self) -> None:
+        """Orders are of one run if each goes on from another of them; the last is that in which an iteration began last."""
+        left = dict(self._orders)
+        while left:
+            run = {key: left[key] for key in _run_of(next(iter(left)), left)}
+            rank = _shared_rank(*run.values())
+            last = max(run, key=lambda key: run[key].times(rank)[1])
+            self._last |= {key: (run[last], sample) for key, sample in _run_of(last, run).items()}
+            left = {key: order for key, order in left.items() if key not in run}
+
+
+def _run_of(key: OrderKey, orders: Mapping[OrderKey, _Order]) -> dict[OrderKey, float]:
+    """The orders of the run that one is of, each with the sample of the first epoch up to which it agrees with that one."""
+    found = {key: inf}
+    for one in (queue := [key]):
+        for other in orders.keys() - found.keys():
+            pair = orders[one], orders[other]
+            if pair[0].goes_on_from(pair[1]) or pair[1].goes_on_from(pair[0]):
+                found[other] = min(found[one], first_other(*(parse_mix(order.values["mix"]) for order in pair)))
+                queue.append(other)
+    return found
 
 
 def _key_of(begin: Begin) -> OrderKey:

@@ -118,13 +118,15 @@ def history_of(record: RankRecord, course: Course) -> RankHistory:
 
 
 def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
+    slicing, stop = Slicing.of(begin), min(part.stop for part in parts)
     return Iteration(
         start=start,
         begin=begin,
-        slicing=Slicing.of(begin),
+        slicing=slicing,
         first_steps={part.begin.worker: part.begin.step for part in parts},
         runs=runs_of(np.sort(np.concatenate([part.steps for part in parts]))),
-        has_end=all(part.has_end for part in parts),
+        stop=stop,
+        has_end=all(part.has_end for part in parts) and stop >= slicing.num_sequences,
         time=min(part.time for part in parts),
         last_time=max(part.last_time for part in parts),
     )

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from penstock.errors import LedgerError
 from penstock.ledger import STEP_COLUMNS, Begin, check_of
 from penstock.ledger_file import MAGIC
+from penstock.spec import LARGEST_COUNT
 
 IntArray = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -34,7 +35,7 @@ class Part:
     """What one file says of one iteration. `steps` and `digests`, shape [batches], are in the order of the file.
 
     `time` is that of its begin line, but never before that of another line above it, whatever the clock said; `last_time` that
-    of the begin line with which it last went on after another.
+    of the begin line with which it last went on after another. `stop` is the position up to which it is of its run's order.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Part:
     steps: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     digests: Digests = field(default_factory=lambda: np.empty(0, np.uint64))
     has_end: bool = False
+    stop: int = LARGEST_COUNT
 
 
 @dataclass(frozen=True, slots=True)

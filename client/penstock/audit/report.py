@@ -98,7 +98,7 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
             damages += reading.damages
             num_batches += sum(len(part.steps) for part in reading.parts)
             for part in reading.parts:
-                key, part.begin = orders.of(part.begin)
+                key, part.begin, part.stop = orders.of(part.begin)
                 parts.setdefault((key, part.begin.rank), []).append(part)
         for (key, rank), found in parts.items():
             records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
