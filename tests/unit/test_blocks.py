@@ -748,7 +748,7 @@ def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(
     assert parsed == [str(path)] * 2
 
 
-def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget(
+def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget_and_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Mock(side_effect=pq.read_metadata)
@@ -757,8 +757,10 @@ def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget(
     for path in folder.iterdir():
         os.utime(path, (0, 0))
     shards = open_snapshot(folder, None).shards
-    for budget, numbers_read in ((3, [0, 1, 2, 3, 1, 0]), (0, [0, 1, 0, 2, 3, 1, 0, 1])):
+    four, three, one = [0, 1, 2, 3], [0, 1, 2, 3, 1, 0], [0, 1, 0, 2, 3, 1, 0, 1]  # what is read, by how many are kept
+    for budget, most, numbers_read in ((4, 4, four), (3, 4, three), (0, 4, one), (4, 3, three), (4, 1, one)):
         monkeypatch.setattr(parsed_footers_module, "_FOOTER_BYTES", budget * pq.read_metadata(shards[0].path).serialized_size)
+        monkeypatch.setattr(parsed_footers_module, "_MOST_FOOTERS", most)
         footers, found = ParsedFooters(), list[int]()
         for number in (0, 1, 0, 0, 2, 3, 1, 0, 0, 1):
             read.reset_mock()

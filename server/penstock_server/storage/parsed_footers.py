@@ -14,6 +14,7 @@ from penstock_server.snapshots.folders import is_quiet
 from penstock_server.snapshots.shard import Date, date_of
 
 _FOOTER_BYTES = 4 << 20  # of footers as they are stored; parsed they take some ten times as much
+_MOST_FOOTERS = 64  # those of a few row groups are parsed in less time than one of these takes to decode
 
 
 class ParsedFooters:
@@ -34,6 +35,10 @@ class ParsedFooters:
         if is_quiet(date, time.time()) and date_of(file) == date:
             with self._lock:
                 self._known[key] = found
-                while sum(footer.serialized_size for footer in self._known.values()) > _FOOTER_BYTES and len(self._known) > 1:
+                while len(self._known) > 1 and self._are_too_many():
                     self._known.popitem(last=False)
         return found
+
+    def _are_too_many(self) -> bool:
+        nbytes = sum(footer.serialized_size for footer in self._known.values())
+        return nbytes > _FOOTER_BYTES or len(self._known) > _MOST_FOOTERS
