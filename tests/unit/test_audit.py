@@ -127,15 +127,23 @@ def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path, tail:
     assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
 
 
-def test_starts_of_workers_that_differ_in_where_the_last_of_them_begins_are_two(ledger: Path) -> None:
+@pytest.mark.parametrize("begins_at", [((4, 4), (6, 4)), ((6, 4), (6, 6))])
+def test_starts_of_workers_that_differ_in_where_one_of_them_begins_are_two(
+    ledger: Path, begins_at: tuple[tuple[int, int], ...]
+) -> None:
     for rank in range(2):
-        for start, worker, begins_at, steps in (
-            (0, 0, 0, range(0, 8, 2)), (0, 1, 0, range(1, 8, 2)),
-            (1, 0, 4, range(4, 7, 2)), (1, 1, 4, range(5, 7, 2)),
-            (2, 0, 6, range(6, 10, 2)), (2, 1, 4, range(5, 10, 2)),
-        ):  # fmt: skip
-            begin = begin_of(rank, start=start, step=begins_at, world_size=2)
-            append(ledger, replace(begin, worker=worker, num_workers=2), steps, ends=start == 2)
+        for start, (firsts, stop) in enumerate(zip([(0, 0), *begins_at], (8, 7, 10), strict=True)):
+            for worker, first in enumerate(firsts):
+                begin = begin_of(rank, start=start, step=first, world_size=2)
+                append(ledger, replace(begin, worker=worker, num_workers=2), range(first + worker, stop, 2), ends=start == 2)
+    assert report_on(ledger).is_proven
+
+
+def test_a_state_of_unequal_workers_is_of_a_start_in_which_the_last_of_them_came_so_far(ledger: Path) -> None:
+    for start, firsts, stop in ((0, (0, 0), 8), (1, (2, 2), 4), (2, (6, 4), 20)):  # the last has steps 0 to 4 behind it
+        for worker, first in enumerate(firsts):
+            begin = replace(begin_of(start=start, step=first), worker=worker, num_workers=2)
+            append(ledger, begin, range(first + worker, stop, 2), ends=start == 2)
     assert report_on(ledger).is_proven
 
 
@@ -588,12 +596,29 @@ def test_of_several_starts_from_one_state_that_counts_which_came_to_where_the_ru
     assert (epoch.missing.tolist(), epoch.twice.tolist()) == (missing, [])
 
 
-def test_a_start_goes_on_from_no_other_slicing_in_mid_epoch(ledger: Path) -> None:
+@pytest.mark.parametrize("other", [{"batch_size": 10, "offset": 20}, {"offset": 0}, {"offset": 20, "skip": "samples:90-94"}])
+def test_a_start_goes_on_from_no_other_slicing_in_mid_epoch(ledger: Path, other: dict[str, Any]) -> None:
     """From there it would have been told in samples."""
     append(ledger, begin_of(batch_size=10), [0, 1])
     append(ledger, begin_of(start=1, offset=20), range(10))
-    append(ledger, begin_of(start=2, batch_size=10, step=1), [1, *range(3, 8)])  # of which nothing was kept
+    append(ledger, begin_of(start=2, **other), range(1, 8))  # of which nothing was kept
     append(ledger, begin_of(start=3, offset=20, step=4), range(4, 16), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_a_start_goes_on_in_mid_epoch_on_more_ranks_whose_steps_are_of_the_same_samples(ledger: Path) -> None:
+    append(ledger, begin_of(batch_size=10), range(8))
+    append(ledger, begin_of(start=1, batch_size=10, step=3), [3])  # of which nothing was kept
+    for rank in range(2):
+        append(ledger, begin_of(rank, start=2, world_size=2, step=5), range(5, 10), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_a_state_that_was_saved_behind_the_last_step_of_a_start_is_of_that_start(ledger: Path) -> None:
+    """As one that is told to stop saves it: what an earlier start lost of those steps was trained again."""
+    append(ledger, begin_of(), [*range(5), *range(6, 12)])
+    append(ledger, begin_of(start=1, step=5), range(5, 10))
+    append(ledger, begin_of(start=2, step=10), range(10, 20), ends=True)
     assert report_on(ledger).is_proven
 
 
@@ -667,6 +692,14 @@ def test_of_what_was_cut_twice_no_more_counts_than_before_the_first_cut(ledger: 
     [epoch] = report_on(ledger).orders[0].epochs
     assert (epoch.missing.tolist(), epoch.twice.tolist()) == ([[40, 47]], [])
     assert [(gap.steps, gap.leg.started.number) for gap in epoch.gaps] == [((8, 10), 1)]
+
+
+def test_of_a_state_that_no_start_came_to_all_that_is_behind_it_was_thrown_away(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(epoch=1), range(5))
+    append(ledger, begin_of(start=1, offset=47, batch_size=1), range(53), ends=True)
+    append(ledger, begin_of(start=1, epoch=1), range(20), ends=True)
+    assert report_on(ledger).is_proven
 
 
 @pytest.mark.parametrize("hours", [-2, 2])
