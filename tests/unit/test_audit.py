@@ -117,12 +117,16 @@ def test_a_state_that_a_process_loads_once_it_has_trained_begins_a_start_too(led
     assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
 
 
-@pytest.mark.parametrize("tail", ["drop", "wrap"])
-def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path, tail: str) -> None:
-    for worker, begins_at, first in ((0, 6, 6), (1, 4, 5)):  # in turn they gave steps 0 to 4
-        append(ledger, replace(begin_of(), worker=worker, num_workers=2), range(worker, 8, 2))
-        resumed = replace(begin_of(start=1, step=begins_at, tail=tail), worker=worker, num_workers=2)
-        append(ledger, resumed, range(first, 20, 2), ends=True)
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [({}, {}), ({}, {"tail": "wrap"}), ({"mix": "a:7,b:3"}, {"mix": "a:7,b:3;a:1,b:1@25", "num_sequences": 102})],
+)
+def test_workers_that_go_on_from_unequal_steps_are_one_start(ledger: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
+    then = {"snapshot": "one+two", "mix_stop": "first"} | then
+    for worker, begins_at in ((0, 6), (1, 6), (2, 3)):  # in turn they gave steps 0 to 4
+        append(ledger, replace(begin_of(**then), worker=worker, num_workers=3), range(worker, 8, 3))
+        resumed = replace(begin_of(start=1, step=begins_at, **(then | now)), worker=worker, num_workers=3)
+        append(ledger, resumed, range(begins_at + worker, 20, 3), ends=True)
     assert report_on(ledger).is_proven
     assert "epoch 0, steps 5-7 of start 1 were trained twice: start 2 resumed" in words(ledger)
 
@@ -616,16 +620,30 @@ def test_a_start_goes_on_in_mid_epoch_on_more_ranks_whose_steps_are_of_the_same_
 
 def test_a_state_that_was_saved_behind_the_last_step_of_a_start_is_of_that_start(ledger: Path) -> None:
     """As one that is told to stop saves it: what an earlier start lost of those steps was trained again."""
-    append(ledger, begin_of(), [*range(5), *range(6, 12)])
-    append(ledger, begin_of(start=1, step=5), range(5, 10))
-    append(ledger, begin_of(start=2, step=10), range(10, 20), ends=True)
+    for start, worker, begins_at, steps in (
+        (0, 0, 0, range(0, 12, 2)), (0, 1, 0, [1, 3, 7, 9, 11]),
+        (1, 0, 4, [4, 6, 8]), (1, 1, 4, [5, 7]),
+        (2, 0, 10, range(10, 20, 2)), (2, 1, 8, range(9, 20, 2)),
+    ):  # fmt: skip
+        begin = replace(begin_of(start=start, step=begins_at), worker=worker, num_workers=2)
+        append(ledger, begin, steps, ends=start == 2)
     assert report_on(ledger).is_proven
 
 
-def test_rounds_of_workers_with_one_seed_that_begin_elsewhere_are_two(ledger: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "one", "other"),
+    [
+        ({"offset": 50}, {"num_workers": 1, "loader_seed": 7}, {"num_workers": 1, "loader_seed": 7}),
+        ({"step": 10}, {"num_workers": 1, "loader_seed": 7}, {"num_workers": 1, "loader_seed": 8}),
+        ({"step": 10}, {"iteration": 0}, {"iteration": 1}),
+    ],
+)
+def test_rounds_of_a_process_that_begin_elsewhere_are_two(
+    ledger: Path, at: dict[str, int], one: dict[str, int], other: dict[str, int]
+) -> None:
     append(ledger, begin_of(), range(10))
-    rest, again = (replace(begin_of(start=1, offset=offset), num_workers=1, loader_seed=7) for offset in (50, 0))
-    append(ledger, rest, range(10), ends=True)
+    rest, again = replace(begin_of(start=1, **at), **one), replace(begin_of(start=1, offset=0), **other)  # type: ignore[arg-type]
+    append(ledger, rest, range(rest.step, 10 + rest.step), ends=True)
     append(ledger, replace(again, time=again.time + timedelta(minutes=1)), range(20), ends=True)
     assert words(ledger).startswith("NOT PROVEN: 100 samples trained on more than once\n")
 
@@ -700,6 +718,24 @@ def test_of_a_state_that_no_start_came_to_all_that_is_behind_it_was_thrown_away(
     append(ledger, begin_of(start=1, offset=47, batch_size=1), range(53), ends=True)
     append(ledger, begin_of(start=1, epoch=1), range(20), ends=True)
     assert report_on(ledger).is_proven
+
+
+def test_of_a_start_that_goes_back_to_an_earlier_epoch_the_later_one_is_thrown_away_on_all_ranks(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(10), ends=True)
+        append(ledger, begin_of(rank, world_size=2, epoch=1), range(4))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=7), range(7, 10), ends=True)
+        append(ledger, begin_of(rank, world_size=2, start=1, epoch=1), range(10), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_what_was_thrown_away_is_told_with_the_start_that_took_over(ledger: Path) -> None:
+    for start, steps in ((0, range(10)), (1, range(6, 8)), (2, range(9, 20))):
+        append(ledger, begin_of(start=start, step=steps[0]), steps, ends=start == 2)
+    assert facts_of(report_on(ledger))["orders"][0]["thrown_away"] == [
+        {"epoch": 0, "first_step": 9, "last_step": 9, "start": 1, "resumed_by": 3},
+        {"epoch": 0, "first_step": 6, "last_step": 7, "start": 2, "resumed_by": 3},
+    ]
 
 
 @pytest.mark.parametrize("hours", [-2, 2])
@@ -816,10 +852,23 @@ def test_a_mix_that_changes_in_a_later_epoch_is_another_order(ledger: Path) -> N
     assert len(report_on(ledger).orders) == 2
 
 
+def test_a_run_whose_mix_changes_is_one_in_whatever_order_its_files_are_named_and_whatever_clocks_say(ledger: Path) -> None:
+    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    paths = [append(ledger, begin_of(mix="a:7,b:3", batch_size=10, **same), range(4))]
+    for start, steps in ((1, range(4, 6)), (2, range(6, 10))):
+        for rank in range(2):
+            begin = begin_of(rank, start=start, step=steps[0], world_size=2, mix="a:7,b:3;a:1,b:1@40", **same)
+            begin = replace(begin, time=begin.time - timedelta(hours=3 * rank))
+            paths.append(append(ledger.with_name(f"{start}"), begin, steps, ends=start == 2))
+    for named in (paths, paths[::-1]):
+        assert audit(named).is_proven
+
+
 @pytest.mark.parametrize(
     ("mix", "values"),
     [
         ("a:7,b:3;a:1,b:1@39", {}),  # among what was trained on
+        ("a:7,b:3;a:1,b:1@119", {"epoch": 1, "step": 4}),
         ("a:7,b:3;a:1,b:1@40", {"snapshot": "one+three"}),
         ("a:7,b:3;a:1,b:1@40", {"seed": 1}),
         ("a:7,b:3;a:1,b:1@40", {"step": 0}),  # a run of its own

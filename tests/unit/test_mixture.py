@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import SpecError
-from penstock.mix import Mix, Phase, parse_mix, spell_mix
+from penstock.mix import Mix, Phase, first_other, parse_mix, spell_mix
 from penstock_server.geometry.mixture import Mixture
 
 shares = st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any)
@@ -171,3 +171,18 @@ def test_a_dataset_that_ends_with_a_phase_has_no_sample_behind_it() -> None:
         assert samples[2:] == [None, None]
         sizes = [2, 100] if number == 0 else [100, 2]
         assert mixture.epoch_length(sizes, "first") == mixture.sample(1 - number, 100)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "first"),
+    [
+        ("a:1,b:1", "b:2,a:2,c:0", math.inf),
+        ("a:1,b:1", "a:1,b:2", 0),
+        ("a:1,b:1", "a:1,b:1;a:1@8", 8),
+        ("a:1,b:1;a:1@9", "a:1,b:1;a:1@8", 8),
+        ("a:1,b:1;b:1@8;a:1@20", "a:1,b:1;b:1@8", 20),
+    ],
+)
+def test_mixes_are_the_same_up_to_the_first_phase_that_either_has_alone(one: str, other: str, first: float) -> None:
+    mixes = parse_mix(one), parse_mix(other)
+    assert [first_other(*mixes), first_other(*mixes[::-1])] == [first, first]
