@@ -80,6 +80,9 @@ def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: S
                 assert slicing.step_of(position) == (step, rank)
     found = slicing.positions({rank: runs_of(np.array(own, np.int64)) for rank, own in steps.items()})
     assert sorted(numbers(found)) == sorted(expected)
+    for position in range(schedule.num_positions):
+        begun = {slicing.step_of(before)[0] for before in behind if before < position}
+        assert slicing.num_steps_before(position) == len(begun)
     for step in range(schedule.num_steps):
         assert slicing.num_steps_before(slicing.position(step)) == step
         first = step * slicing.per_step

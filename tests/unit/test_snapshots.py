@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import tempfile
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -313,6 +315,34 @@ def test_while_new_data_is_looked_at_only_those_wait_who_may_have_to_see_it(
         for thread in threads:
             thread.join()
     assert len(answered) == 9
+
+
+def test_of_many_who_ask_for_a_look_at_a_slow_folder_only_one_takes_a_thread(
+    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, looks, may_end = open_all(), threading.Event(), threading.Event()
+
+    def look(data_dir: Path) -> Survey:
+        looks.set()
+        may_end.wait(60)
+        return survey(data_dir)
+
+    monkeypatch.setattr("penstock_server.datasets.catalog.survey", look)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(create_app(catalog, InFlight(1 << 30)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [asyncio.create_task(client.post("/v1/datasets/d/refresh")) for _ in range(50)]
+            try:
+                assert await asyncio.to_thread(looks.wait, 60)
+                for _ in range(3):
+                    assert (await asyncio.wait_for(client.get("/v1/datasets"), 30)).status_code == 200
+            finally:
+                may_end.set()
+                answers = await asyncio.gather(*asked)
+        assert {answer.status_code for answer in answers} == {200}
+
+    asyncio.run(run())
 
 
 def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(
