@@ -80,6 +80,7 @@ def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: S
                 assert slicing.step_of(position) == (step, rank)
     found = slicing.positions({rank: runs_of(np.array(own, np.int64)) for rank, own in steps.items()})
     assert sorted(numbers(found)) == sorted(expected)
+    assert all(start < stop for start, stop in found.tolist())
     for position in range(schedule.num_positions):
         begun = {slicing.step_of(before)[0] for before in behind if before < position}
         assert slicing.num_steps_before(position) == len(begun)
@@ -96,3 +97,11 @@ def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing
     found = slicing.positions({rank: whole for rank in range(512) if rank != 7})
     assert size(found) == slicing.num_sequences - 4_000_000
     assert len(found) == 2_000_000
+
+
+def test_each_of_very_many_runs_of_steps_is_an_interval() -> None:
+    slicing = Slicing(4, 2, 0, (), 8 * 200_000, "drop")
+    steps = np.arange(200_000)  # the ranks take turns
+    firsts = 8 * steps + 4 * (steps % 2)
+    found = slicing.positions({rank: runs_of(steps[rank::2]) for rank in range(2)})
+    assert found.tolist() == np.stack([firsts, firsts + 4], axis=1).tolist()

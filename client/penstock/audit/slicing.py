@@ -70,7 +70,7 @@ class Slicing:
         `runs` are half-open ranges of steps of each rank, shape [runs, 2], sorted and disjoint. What tail=wrap repeats from the
         epoch's start is left out. As few intervals as possible where all ranks have a step, else some for each step.
         """
-        return self._unskipped(join([self._numbers(*group) for group in self._groups(runs)]))
+        return not_empty(self._unskipped(join([self._numbers(*group) for group in self._groups(runs)])))
 
     @property
     def _num_samples(self) -> int:
@@ -84,8 +84,8 @@ class Slicing:
         """Neighbouring ranks that have steps in common: arrays of step, stop, rank, last rank + 1; half-open."""
         borders, _ = np.unique(join([*runs.values()]), return_inverse=True)  # else numpy hashes: a hundred times slower here
         for at in range(0, len(borders) - 1, _RUNS_AT_ONCE):
+            # At the last border, one more than there are stops, no rank has a step.
             starts, stops = borders[at : at + _RUNS_AT_ONCE], borders[at + 1 : at + 1 + _RUNS_AT_ONCE]
-            starts = starts[: len(stops)]
             has = np.zeros((len(starts), self.world_size + 2), np.int8)  # one column for no rank on each side
             for rank, run in runs.items():
                 if len(run):
@@ -104,8 +104,8 @@ class Slicing:
         steps = _concatenated_ranges(starts[~is_all], sizes)
         edges = np.stack([ranks[~is_all], ends[~is_all]], axis=1) * self.batch_size
         parts = (steps * self.per_step)[:, None] + np.repeat(edges, sizes, axis=0)
-        numbers = np.minimum(np.concatenate([whole, parts]) + self._first, self._num_samples)
-        return not_empty(numbers)
+        numbers: IntArray = np.minimum(np.concatenate([whole, parts]) + self._first, self._num_samples)
+        return numbers
 
     def _unskipped(self, numbers: IntArray) -> IntArray:
         """Positions of samples: an interval that goes over skipped ones is several."""
@@ -118,10 +118,9 @@ class Slicing:
         which = np.repeat(np.arange(len(numbers)), counts)
         run = _concatenated_ranges(low, counts)
         shift = starts[run] - firsts[run]
-        found = np.stack(
+        return np.stack(
             [np.maximum(numbers[which, 0] + shift, starts[run]), np.minimum(numbers[which, 1] + shift, stops[run])], axis=1
         )
-        return not_empty(found)
 
 
 def _concatenated_ranges(starts: IntArray, counts: IntArray) -> IntArray:
