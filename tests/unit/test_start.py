@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from penstock.errors import PenstockError
+from penstock.progress import Progress
 from penstock.rank import Worker, find_worker
 from penstock.start import SharedStart, Stretch
 from penstock.state import Position
@@ -121,6 +122,32 @@ def test_a_round_that_fails_before_its_first_batch_takes_nothing(seeds: tuple[in
     assert [take(start, 1, worker(n, seeds[1])) for n in range(3)] == [True] * 3
     assert start.is_taken
     assert not take(start, 3, None)
+
+
+def test_a_state_is_not_taken_by_workers_that_began_before_it_was_loaded() -> None:
+    """They may come to their first batch when the loop has long left them."""
+    progress = Progress(50)
+    left = progress.begin(worker(0, loader_seed=99))
+    progress.go_to(RESUMED, None)
+    progress.take(left)
+    assert (progress.has_loaded, progress.num_left) == (True, 43)
+    assert progress.begin(worker(0, loader_seed=12)).steps == range(7, 50, 3)
+
+
+def test_a_state_of_a_worker_is_for_its_next_round_alone_and_for_none_once_the_loop_chooses_an_epoch() -> None:
+    """As of one that lives on from epoch to epoch."""
+    progress, own = Progress(50), worker(1, loader_seed=99)
+    whole = range(1, 50, 3)
+    for _ in range(2):
+        progress.go_to(RESUMED, own)
+        assert (progress.position, progress.epoch, progress.num_left) == (RESUMED.position, 2, 50)  # whole for the others
+        for steps in (range(8, 50, 3), whole):
+            round_ = progress.begin(own)
+            progress.take(round_)
+            assert (round_.stretch.position.epoch, round_.steps) == (2, steps)
+        progress.go_to(RESUMED, own)
+        progress.set_epoch(3)
+        assert progress.begin(own).steps == whole
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
