@@ -758,6 +758,12 @@ def test_clocks_of_machines_may_differ(ledger: Path, hours: int) -> None:
     assert again.twice.tolist() == [[0, 40]]
 
 
+def test_a_rank_that_goes_on_where_the_clock_is_behind_began_later_all_the_same(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    append(ledger, replace(begin_of(start=1, step=5), time=FIRST - timedelta(hours=2)), range(5, 20), ends=True)
+    assert report_on(ledger).is_proven
+
+
 def test_a_start_of_which_rank_0_came_to_no_batch_is_known_by_the_others(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, begin_of(rank, world_size=2), range(7))
