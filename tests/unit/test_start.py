@@ -150,6 +150,25 @@ def test_a_state_of_a_worker_is_for_its_next_round_alone_and_for_none_once_the_l
         assert progress.begin(own).steps == whole
 
 
+@pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 7, 2), (0, 50, 2), (3, 7, 2), (3, 50, 3)])
+def test_the_epoch_is_that_of_a_workers_state_unless_that_is_over_and_the_loop_came_further(
+    epoch: int, step: int, expected: int
+) -> None:
+    progress = Progress(50)
+    progress.set_epoch(epoch)
+    progress.go_to(replace(RESUMED, position=replace(RESUMED.position, step=step)), worker(1, loader_seed=99))
+    assert progress.epoch == expected
+
+
+def test_workers_that_gave_all_of_an_epoch_are_at_its_end_though_their_last_turn_is_short() -> None:
+    progress = Progress(50)
+    round_ = progress.begin(worker(1, loader_seed=99))
+    progress.count(round_, 16)
+    assert progress.position.step == 48
+    progress.count(round_, 17)
+    assert progress.position.step == 50
+
+
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
 def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContext | ForkServerContext) -> None:
     """As one that evaluates does, on the dataset that another process trains on."""
