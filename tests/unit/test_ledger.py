@@ -112,12 +112,12 @@ def test_a_batch_is_in_the_file_before_the_loop_has_it(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_off_anywhere_is_read_and_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
-    whole = lines_of(begin_of(), [0, 1, 2], ends=True).encode()
-    first = whole.index(b"\n") + 1
-    for cut in [*range(0, first, 97), *range(first, len(whole))]:
+    iteration, later = lines_of(begin_of(), [0, 1, 2], ends=True).encode(), lines_of(begin_of(epoch=1), []).encode()
+    whole, first, end = iteration + later, iteration.index(b"\n") + 1, len(iteration)
+    for cut in [*range(8), *range(8, first, 97), *range(first, end), *range(end, len(whole), 97)]:
         path.write_bytes(whole[:cut])
         before = entries(read_ledger(path))
-        assert before == [(step, f"{step * 64:016x}") for step in range(max(0, cut + 1 - first) // 43)]
+        assert before == [(step, f"{step * 64:016x}") for step in range(max(0, min(cut, end) + 1 - first) // 43)]
         ledger = open_at(path)
         record(ledger, 9)
         ledger.close()
