@@ -105,6 +105,12 @@ def test_a_process_without_a_job_agrees_with_itself() -> None:
     agreement.check("c4")
 
 
+def test_each_question_has_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    assert [Agreement(name).first(answer) for name, answer in (("one", "5d"), ("other", "c4"))] == ["5d", "c4"]
+
+
 def test_a_fork_of_a_rank_leaves_alone_the_store_that_is_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
     job = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
