@@ -89,6 +89,7 @@ class Prefetch(Generic[T]):
             return
         with self._changed:
             self._closed = True
+            self._failure = None  # in its traceback is all of this: what was fetched would wait for the garbage collector
             self._hand.clear()
             self._groups.clear()
             self._taken_bytes = self._made_bytes
@@ -104,17 +105,19 @@ class Prefetch(Generic[T]):
             if self._groups:
                 self._changed.notify_all()
                 return self._groups.popleft()
-        if self._closed:  # another thread did; a StopIteration would pass for the end of the epoch
-            raise PenstockError("this iteration was closed, as all are when the interpreter exits: begin another one.")
-        if self._failure:
-            raise self._failure
+            if self._closed:  # another thread did; a StopIteration would pass for the end of the epoch
+                raise PenstockError("this iteration was closed, as all are when the interpreter exits: begin another one.")
+            if self._failure:
+                raise self._failure
         raise StopIteration
 
     def _run(self) -> None:
         try:
             self._work_ahead()
         except BaseException as error:
-            self._failure = error
+            with self._changed:
+                if not self._closed:
+                    self._failure = error
         finally:
             with self._changed:
                 self._finished = True

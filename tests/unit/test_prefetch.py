@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import threading
@@ -6,6 +7,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from multiprocessing import current_process, get_context
 from multiprocessing.process import BaseProcess
+from weakref import ref
 
 import pytest
 
@@ -111,6 +113,32 @@ def test_closing_interrupts_what_the_thread_is_in_and_leaves_no_thread() -> None
     ahead.close()
     ahead.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_failed_does_not_wait_for_the_garbage_collector_once_it_is_closed(is_told: bool) -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def groups() -> Generator[list[bytes], None, None]:
+        yield from groups_of(1)
+        entered.set()
+        assert is_told or gate.wait(30)
+        raise ConnectionError
+
+    gc.disable()
+    try:
+        ahead = prefetch(groups(), 8 * KIB, gate)
+        assert next(ahead) == item(0)
+        assert entered.wait(30)
+        if is_told:
+            with suppress(ConnectionError):
+                next(ahead)
+        ahead.close()
+        kept = ref(ahead)
+        del ahead
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_wakes_a_thread_that_waits_for_room_and_a_loop_that_waits_for_a_batch() -> None:
