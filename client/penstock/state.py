@@ -43,7 +43,7 @@ def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
         "batch_size": spec.batch_size,
         "world_size": spec.world_size,
         "skip": spec.skip,
-        **_order(spec),
+        **order_of(spec),
     }
 
 
@@ -57,7 +57,7 @@ def read_state(
     Raises StateMismatch: it is no state, or not of this order, the message lists what differs.
     """
     at, consumed = _read_counts(state)
-    here = {"dataset": dataset, **_order(spec)}
+    here = {"dataset": dataset, **order_of(spec)}
     # Later epochs begin where those before end, which follows from the mix. A loader's worker counts steps of others, too, and
     # the last step may have been filled with samples that are trained on already.
     may_go_on = at.epoch == 0 and not by_worker and spec.tail == "drop"
@@ -87,6 +87,19 @@ def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
     """Whether the steps of a state that was read are those of the spec: of as many samples, less the same ones."""
     samples_per_step = state["batch_size"] * state["world_size"]
     return bool(samples_per_step == spec.samples_per_step and state.get("skip") == spec.skip)
+
+
+def order_of(spec: Spec) -> dict[str, Any]:
+    """What decides which sample of a dataset stands where in an epoch."""
+    values = spec.to_dict()
+    # Where rows are joined or cut, sequences of another length are other samples. Where they are sorted, it is by their
+    # lengths as they are cut; and in seq2seq they are not cut as a whole.
+    matters = {
+        "seq_len": not spec.cuts_rows or spec.group_by_length,
+        "task": spec.cuts_rows and spec.group_by_length,
+    }
+    # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
+    return {name: values[name] for name in _ORDER} | {name: values[name] if matters[name] else None for name in _CUT}
 
 
 def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> bool:
@@ -131,18 +144,6 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
 def _counts(name: str, value: object) -> bool:
     """Whether a value of the state is a number that it may be."""
     return isinstance(value, int) and not isinstance(value, bool) and _COUNTS[name] <= value <= LARGEST_COUNT
-
-
-def _order(spec: Spec) -> dict[str, Any]:
-    values = spec.to_dict()
-    # Where rows are joined or cut, sequences of another length are other samples. Where they are sorted, it is by their
-    # lengths as they are cut; and in seq2seq they are not cut as a whole.
-    matters = {
-        "seq_len": not spec.cuts_rows or spec.group_by_length,
-        "task": spec.cuts_rows and spec.group_by_length,
-    }
-    # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
-    return {name: values[name] for name in _ORDER} | {name: values[name] if matters[name] else None for name in _CUT}
 
 
 def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int | None) -> str:

@@ -12,9 +12,8 @@ from penstock.audit.history import Place
 from penstock.audit.slicing import Slicing
 from penstock.ledger import Begin
 from penstock.mix import first_other, parse_mix
-from penstock.state import Position, goes_on, write_state
+from penstock.state import goes_on, order_of
 
-_COUNTS = ("version", "epoch", "step", "offset", "batch_size", "world_size", "skip")  # of a state, what names no order
 _OF_MIXTURES = ("mix", "snapshot", "num_sequences")  # what may become another in one run
 
 OrderKey = tuple[tuple[str, object], ...]
@@ -101,5 +100,4 @@ def _run_of(key: OrderKey, orders: Mapping[OrderKey, _Order]) -> dict[OrderKey, 
 
 def _key_of(begin: Begin) -> OrderKey:
     """What decides which sample stands where in an epoch: of one order if it is equal."""
-    state = write_state(begin.dataset, begin.spec, Position()) | {"num_sequences": begin.num_sequences}
-    return tuple((name, value) for name, value in state.items() if name not in _COUNTS)
+    return tuple({"dataset": begin.dataset, **order_of(begin.spec), "num_sequences": begin.num_sequences}.items())
