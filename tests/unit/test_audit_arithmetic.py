@@ -84,6 +84,7 @@ def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: S
     for position in range(schedule.num_positions):
         begun = {slicing.step_of(before)[0] for before in behind if before < position}
         assert slicing.num_steps_before(position) == len(begun)
+        assert slicing.num_steps_within(position) == sum(p < position for p in behind) // slicing.per_step
     for step in range(schedule.num_steps):
         assert slicing.num_steps_before(slicing.position(step)) == step
         first = step * slicing.per_step

@@ -42,7 +42,7 @@ class Iteration:
     begin        of the worker that begins first
     first_steps  of each worker, as its begin line has it
     runs         steps that were recorded, half-open, sorted, shape [runs, 2]; one that was recorded again begins a run anew
-    stop         the position up to which it is of its run's order of samples
+    own_runs     those of them up to where its run changed over to another order of samples; mostly all
     time         when it began, and `last_time` when it last went on after another; see Part
     """
 
@@ -51,7 +51,7 @@ class Iteration:
     slicing: Slicing
     first_steps: dict[int, int]
     runs: IntArray
-    stop: int
+    own_runs: IntArray
     has_end: bool
     time: datetime
     last_time: datetime
@@ -60,14 +60,6 @@ class Iteration:
     def place(self) -> Place:
         """Where it begins."""
         return self.begin.epoch, self.slicing.position(self.begin.step)
-
-    @property
-    def own_runs(self) -> IntArray:
-        """What of its runs is of its run's order of samples."""
-        if self.stop >= self.slicing.num_sequences:
-            return self.runs
-        num_steps = self.slicing.num_steps_before(self.stop)
-        return clip(self.runs, 0, num_steps - (self.slicing.position(num_steps) > self.stop))
 
     @property
     def reach(self) -> Place:

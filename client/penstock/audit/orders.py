@@ -51,7 +51,7 @@ class Orders:
     def __init__(self) -> None:
         self._orders: dict[OrderKey, _Order] = {}
         # Of each the order that its run came to, and the sample of the first epoch up to which they agree.
-        self._last: dict[OrderKey, tuple[_Order, float]] = {}
+        self._last: dict[OrderKey, tuple[OrderKey, float]] = {}
 
     def add(self, begin: Begin) -> None:
         """An iteration."""
@@ -67,13 +67,12 @@ class Orders:
 
         And the position up to which its samples are those of that order: behind it the run changed over.
         """
-        key = _key_of(begin)
         if not self._last:
             self._find_last()
-        last, sample = self._last[key]
-        num_sequences = last.values["num_sequences"]
+        last, sample = self._last[_key_of(begin)]
+        num_sequences = self._orders[last].values["num_sequences"]
         stop = min(sample, begin.num_sequences, num_sequences) if begin.epoch == 0 or sample == inf else 0
-        return tuple(last.values.items()), replace(begin, num_sequences=num_sequences), int(stop)
+        return last, replace(begin, num_sequences=num_sequences), int(stop)
 
     def _find_last(self) -> None:
         """Orders are of one run if each goes on from another of them; the last is that in which an iteration began last."""
@@ -82,7 +81,7 @@ class Orders:
             run = {key: left[key] for key in _run_of(next(iter(left)), left)}
             rank = _shared_rank(*run.values())
             last = max(run, key=lambda key: run[key].times(rank)[1])
-            self._last |= {key: (run[last], sample) for key, sample in _run_of(last, run).items()}
+            self._last |= {key: (last, sample) for key, sample in _run_of(last, run).items()}
             left = {key: order for key, order in left.items() if key not in run}
 
 

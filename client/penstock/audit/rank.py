@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.audit.course import Course
 from penstock.audit.history import Iteration, Kept, Start
-from penstock.audit.intervals import covered, runs_of, without
+from penstock.audit.intervals import clip, covered, runs_of, without
 from penstock.audit.reading import IntArray, Part
 from penstock.audit.slicing import Slicing
 from penstock.ledger import Begin
@@ -119,14 +119,16 @@ def history_of(record: RankRecord, course: Course) -> RankHistory:
 
 def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
     slicing, stop = Slicing.of(begin), min(part.stop for part in parts)
+    runs = runs_of(np.sort(np.concatenate([part.steps for part in parts])))
+    is_own = stop >= slicing.num_sequences
     return Iteration(
         start=start,
         begin=begin,
         slicing=slicing,
         first_steps={part.begin.worker: part.begin.step for part in parts},
-        runs=runs_of(np.sort(np.concatenate([part.steps for part in parts]))),
-        stop=stop,
-        has_end=all(part.has_end for part in parts) and stop >= slicing.num_sequences,
+        runs=runs,
+        own_runs=runs if is_own else clip(runs, 0, slicing.num_steps_within(stop)),
+        has_end=is_own and all(part.has_end for part in parts),
         time=min(part.time for part in parts),
         last_time=max(part.last_time for part in parts),
     )

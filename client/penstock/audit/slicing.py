@@ -59,6 +59,10 @@ class Slicing:
         """How many steps begin before a position."""
         return max(0, -(-(before(self.skipped, position) - self._first) // self.per_step))
 
+    def num_steps_within(self, position: int) -> int:
+        """How many steps have all of their samples before a position."""
+        return max(0, (before(self.skipped, position) - self._first) // self.per_step)
+
     def step_of(self, position: int) -> tuple[int, int]:
         """The (step, rank) that shows a position; it must lie after `offset`, and not be skipped."""
         step, within = divmod(before(self.skipped, position) - self._first, self.per_step)
