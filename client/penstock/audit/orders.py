@@ -34,10 +34,11 @@ class _Order:
     def goes_on_from(self, other: _Order) -> bool:
         """Whether it is the other one, but for a mix that is another from where the run changed over to it."""
         epoch, position = self.first
+        if epoch or not 0 < position <= other.values["num_sequences"] or not goes_on(other.values, self.values, position):
+            return False
         rank = _shared_rank(self, other)
-        is_later = self.times(rank)[0] > other.times(rank)[0] and epoch == 0 < position <= other.values["num_sequences"]
-        same = all(value == other.values[name] for name, value in self.values.items() if name not in _OF_MIXTURES)
-        return is_later and same and goes_on(other.values, self.values, position)
+        is_later = self.times(rank)[0] > other.times(rank)[0]
+        return is_later and all(self.values[name] == other.values[name] for name in self.values if name not in _OF_MIXTURES)
 
 
 def _shared_rank(*orders: _Order) -> int:
@@ -63,9 +64,9 @@ class Orders:
         order.began[begin.rank] = min(since, begin.time), max(until, begin.time)
 
     def of(self, begin: Begin) -> tuple[OrderKey, Begin, int]:
-        """The order that an iteration is accounted for in, and the iteration as one of it: that which its run came to.
+        """The order that an iteration is accounted for in, which is the last one of its run.
 
-        And the position up to which its samples are those of that order: behind it the run changed over.
+        With it the iteration, of as many sequences as that order has, and the position up to which it gave the same samples.
         """
         if not self._last:
             self._find_last()
@@ -88,7 +89,8 @@ class Orders:
 def _run_of(key: OrderKey, orders: Mapping[OrderKey, _Order]) -> dict[OrderKey, float]:
     """The orders of the run that one is of, each with the sample of the first epoch up to which it agrees with that one."""
     found = {key: inf}
-    for one in (queue := [key]):
+    queue = [key]
+    for one in queue:
         for other in orders.keys() - found.keys():
             pair = orders[one], orders[other]
             if pair[0].goes_on_from(pair[1]) or pair[1].goes_on_from(pair[0]):
