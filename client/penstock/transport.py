@@ -60,10 +60,17 @@ class Transport:
         transport was interrupted.
         Raises the PenstockError that fits the refusal: all servers answered that they will not, whoever asks.
         """
+        failures: dict[str, Exception] = {}
+        try:
+            return self._get(target, decode, failures)
+        finally:
+            failures.clear()  # this call is in their tracebacks: with what came it would wait for the garbage collector
+
+    def _get(self, target: str, decode: Callable[[memoryview], T], failures: dict[str, Exception]) -> T:
+        """As `get`. `failures` holds the last one of each server."""
         self._come_home()
         deadline = time.monotonic() + self._retry_seconds
         delay = _FIRST_DELAY_SECONDS
-        failures: dict[str, Exception] = {}
         is_first, is_last = True, False
         while True:
             turn = self._servers.turn(also_busy=is_last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from weakref import ref
 
 import pytest
 
@@ -50,6 +52,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_on_the_way_is_tried_again(fault: bytes) -> None:
     with server(fault, fault, response(b"here")) as url:
         assert get(url) == (b"here", 2)
+
+
+def test_a_fault_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        with server(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", response(b"here")) as url:
+            transport = Transport([url], retry_seconds=20.0)
+            with closing(transport):
+                assert transport.get("/path", bytes) == b"here"
+            assert transport.num_retries == 1
+        kept = ref(transport)
+        del transport
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_body_that_does_not_decode_is_fetched_again() -> None:
