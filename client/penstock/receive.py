@@ -133,6 +133,8 @@ class Receiver:
 
     def close(self) -> None:
         """Closes the connections. If a thread that did not end in time still uses them, it fails, and not this."""
+        # No more are made. And whoever is told of them mostly has this, too: both would wait for the garbage collector.
+        self._on_connect = socket.socket.close
         for origin in tuple(self._connections):
             self._drop(origin)
 

@@ -1,10 +1,12 @@
 """Memory for bodies goes from one connection to the next, unless a thread may still write to it."""
 
+import gc
 import socket
 import sys
 import threading
 from base64 import b64encode
 from contextlib import closing, suppress
+from weakref import ref
 
 import httpx
 import pytest
@@ -33,6 +35,20 @@ def test_what_one_epoch_received_into_the_next_one_does_too() -> None:
             del body
             assert fetch(second, server).obj is where
             assert fetch(beside, server).obj is not where
+
+
+def test_one_that_is_closed_does_not_wait_for_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        with pages(lambda _: (200, BODY)) as server:
+            connection = Connection()
+            with closing(connection):
+                assert fetch(connection, server) == BODY
+        kept = ref(connection)
+        del connection
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_memory_is_not_given_away_while_a_thread_fetches() -> None:
