@@ -850,6 +850,16 @@ def test_of_two_mixes_the_clock_of_one_rank_tells_which_came_first(ledger: Path)
     assert len(report_on(ledger).orders) == 1
 
 
+def test_a_mix_that_changes_where_the_clock_is_behind_came_later_all_the_same(ledger: Path) -> None:
+    same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
+    append(ledger, begin_of(mix="a:7,b:3", **same), range(8))
+    resumed = begin_of(mix="a:7,b:3;a:1,b:1@40", start=1, step=8, **same)
+    append(ledger, replace(resumed, time=resumed.time - timedelta(hours=5)), range(8, 20), ends=True)
+    [order] = report_on(ledger).orders
+    assert order.is_proven
+    assert dict(order.key)["mix"] == "a:7,b:3;a:1,b:1@40"
+
+
 def test_a_mix_that_changes_in_a_later_epoch_is_another_order(ledger: Path) -> None:
     """Where an epoch begins follows from the mix."""
     same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
@@ -885,6 +895,7 @@ def test_another_mix_that_does_not_go_on_where_the_run_was_is_another_order(
     ledger: Path, mix: str, values: dict[str, Any]
 ) -> None:
     same: dict[str, Any] = {"snapshot": "one+two", "mix_stop": "first"}
-    append(ledger, begin_of(mix="a:7,b:3", **same), range(8))
-    append(ledger, begin_of(mix=mix, **({"start": 1, "step": 8} | same | values)), range(8, 20), ends=True)
-    assert len(report_on(ledger).orders) == 2
+    first = append(ledger, begin_of(mix="a:7,b:3", **same), range(8))
+    other = begin_of(mix=mix, **({"start": 1, "step": 8} | same | values))
+    second = append(ledger.with_name("other"), other, range(8, 20), ends=True)
+    assert len(audit([first, second]).orders) == 2

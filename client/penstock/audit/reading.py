@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +67,18 @@ class Reading:
 
 
 def read_begins(path: Path) -> Iterator[Begin]:
-    """The iterations that a file holds. Raises LedgerError: it cannot be opened, or is of another version."""
+    """The iterations that a file holds, each of a later time than those above it, whatever the clock said.
+
+    Raises LedgerError: it cannot be opened, or is of another version.
+    """
+    found: set[bytes] = set()
+    time = datetime.min.replace(tzinfo=UTC)
     for _, lines in _chunks(path):
-        begins = (_begin_of(path, line) for line in _BEGIN_LINE.findall(lines.tobytes()))
-        yield from (begin for begin in begins if begin)
+        for line in _BEGIN_LINE.findall(lines.tobytes()):
+            if line not in found and (begin := _begin_of(path, line)):
+                found.add(line)
+                time = max(begin.time, time + timedelta.resolution)
+                yield replace(begin, time=time)
 
 
 def read_ledger(path: Path) -> Reading:
