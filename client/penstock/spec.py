@@ -150,7 +150,7 @@ class Spec:
         return parse_skip(self.skip, self.samples_per_step) if self.skip else ()
 
     def mixed(self) -> Mix | None:
-        """The mix of a mixture."""
+        """The mix of a mixture; None of a plain dataset."""
         return parse_mix(self.mix) if self.mix else None
 
     @classmethod

@@ -35,7 +35,10 @@ class Part:
     """What one file says of one iteration. `steps` and `digests`, shape [batches], are in the order of the file.
 
     `time` is that of its begin line, but never before that of another line above it, whatever the clock said; `last_time` that
-    of the begin line with which it last went on after another. `stop` is the position up to which it is of its run's order.
+    of the begin line with which it last went on after another.
+
+    Two things only all files together tell, and the audit puts them in, see Orders.of: `begin` then tells as many sequences as
+    the order has that its run came to, and `stop` is the position up to which it is of that order.
     """
 
     path: Path
