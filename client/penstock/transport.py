@@ -88,7 +88,8 @@ class Transport:
                     failures[server] = failure
                     if isinstance(failure, Busy):  # it lives, so that time is not up either
                         deadline, is_last = time.monotonic() + failure.after_seconds + self._retry_seconds, False
-                    self._raise_if_all_refuse(failures)
+                if sum(isinstance(failure, PenstockError) for failure in failures.values()) == len(self._servers):
+                    raise _refusal(failures)
             left = deadline - time.monotonic()
             if is_last or (failures and left <= 0):
                 raise self._unavailable(failures)
@@ -193,15 +194,6 @@ class Transport:
             else:
                 self._servers.stay_away()
 
-    def _raise_if_all_refuse(self, failures: Mapping[str, Exception]) -> None:
-        refusals = {server: failure for server, failure in failures.items() if isinstance(failure, PenstockError)}
-        if len(refusals) == len(self._servers):
-            [first, *others] = refusals.values()
-            if others:
-                words = "\n".join(f"{server}: {refusal}" for server, refusal in refusals.items())
-                raise type(first)(without_passwords(f"all {len(refusals)} servers refuse.\n{words}"))
-            raise first
-
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
         reasons = "; ".join(f"{server}: {failure}".removesuffix(".") for server, failure in failures.items())
         return ServerUnavailable(
@@ -211,3 +203,12 @@ class Transport:
                 f"resumes from its last checkpoint."
             )
         )
+
+
+def _refusal(failures: Mapping[str, Exception]) -> Exception:
+    """What to raise where all servers refuse."""
+    first, *others = failures.values()
+    if not others:
+        return first
+    words = "\n".join(f"{server}: {refusal}" for server, refusal in failures.items())
+    return type(first)(without_passwords(f"all {len(failures)} servers refuse.\n{words}"))

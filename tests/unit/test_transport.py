@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from weakref import ref
@@ -54,13 +54,14 @@ def test_a_fault_on_the_way_is_tried_again(fault: bytes) -> None:
         assert get(url) == (b"here", 2)
 
 
-def test_a_fault_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:
+@pytest.mark.parametrize("last", [response(b"here"), problem("bad-row", 500)], ids=["an answer", "a refusal"])
+def test_a_fault_and_a_refusal_leave_nothing_to_the_garbage_collector(last: bytes) -> None:
     gc.disable()
     try:
-        with server(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", response(b"here")) as url:
+        with server(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", last) as url:
             transport = Transport([url], retry_seconds=20.0)
-            with closing(transport):
-                assert transport.get("/path", bytes) == b"here"
+            with closing(transport), suppress(DataError):
+                transport.get("/path", bytes)
             assert transport.num_retries == 1
         kept = ref(transport)
         del transport
