@@ -150,8 +150,10 @@ def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int |
     """How a state that was refused might be taken, beside the same values: with another mix behind what is consumed."""
     then = state.get("snapshot")
     told = f" (snapshot={then!r}: the data as it was)" if isinstance(then, str) and then != here["snapshot"] else ""
-    if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and consumed is not None:
+    if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and consumed:
         told += f", or let the mix be another from sample {consumed:,} on, and no earlier"
+        if "@" not in str(state["mix"]):
+            told += f": mix='{state['mix']};WEIGHTS@{consumed}'"
     return told
 
 
