@@ -207,6 +207,16 @@ def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None
     assert rows_of(block)[0] == [*load_tokenizer(data / "../tokenizer.json").encode(["fox!"], "raw")[0], 0]
 
 
+@pytest.mark.parametrize("declared", ["n", "{n}"])
+def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path, declared: str) -> None:
+    write(data, f'text = "{declared}"', {"n": [7]})
+    with pytest.raises(DatasetRefused, match="is int64, but text must be text") as refusal:
+        open_blocks(data)
+    write(data, str(refusal.value).split("prints it: ")[1].split(". Mend")[0], {"n": [7]})
+    [block] = open_blocks(data).get([0])
+    assert rows_of(block) == [[*load_tokenizer(data / "../tokenizer.json").encode([" 7"], "n")[0], 0]]
+
+
 def test_a_template_without_a_column_is_refused(data: Path) -> None:
     write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
     with pytest.raises(DatasetRefused, match="reads no column"):

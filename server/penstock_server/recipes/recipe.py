@@ -202,7 +202,10 @@ def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None
     type_ = source.type(schema)
     fits, wanted = _FITTING[kind]
     if not fits(type_):
-        raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")
+        told = f"column {source.text!r} is {type_}, but {role} must be {wanted}"
+        if wanted == "text" and (pa.types.is_integer(type_) or pa.types.is_floating(type_)):
+            told += f'. A template with other text beside the number prints it: {role} = " {{{source.text.strip("{}")}}}"'
+        raise FieldError(told)
 
 
 def travelling_column(name: str, schema: pa.Schema) -> Column:
