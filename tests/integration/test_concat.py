@@ -203,7 +203,7 @@ def test_a_bad_row_stops_the_count_or_is_left_out_of_the_stream(serve: Callable[
     rows = [[n, n] for n in range(40)]
     rows[7] = []
     folder = write_shards(tmp_path / "holes", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=10)
-    with serve(tmp_path) as server, pytest.raises(DataError, match="row 7 of row group 0 in part-000.parquet is empty"):
+    with serve(tmp_path) as server, pytest.raises(DataError, match="row 7 of row group 0 in part-000.parquet: is empty"):
         dataset(server, dataset="holes", seq_len=2)
     (folder / "penstock.toml").write_text('on_bad_row = "substitute"\nmax_bad_share = 0.9')
     cache = tmp_path / "cache"

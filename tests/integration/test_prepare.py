@@ -120,7 +120,7 @@ def test_bad_rows_end_it_with_their_place_and_other_datasets_are_prepared(data: 
     (data / "bad" / "penstock.toml").write_text('tokenizer = "../../tokenizer.json"')
     done = prepare(data, tmp_path / "cache")
     assert done.returncode == 1
-    assert "row 1 of row group 0 in part-000.parquet text is empty" in done.stderr
+    assert "row 1 of row group 0 in part-000.parquet: text is empty" in done.stderr
     assert "80 of 80 blocks are in the cache" in done.stdout
     with (data / "long" / "penstock.toml").open("a") as recipe:
         recipe.write("\nfilter = \"text = ''\"")

@@ -203,7 +203,7 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
         ("numbers/epochs/0/ranks/0/batches/0?format=json&format=msgpack", 422, "bad-parameter", "format is given twice"),
         ("numbers/spec?snapshot=0123", 409, "snapshot-gone", "snapshot 0123 of numbers is not on this server"),
         ("broken/spec", 500, "dataset-refused", "half.parquet is truncated"),
-        ("holes/epochs/0/ranks/0/batches/0?batch_size=3", 500, "bad-row", "row 1 of row group 0 in part-000.parquet is empty"),
+        ("holes/epochs/0/ranks/0/batches/0?batch_size=3", 500, "bad-row", "row 1 of row group 0 in part-000.parquet: is empty"),
         ("holes/epochs/0/ranks/0/batches/0/provenance?batch_size=3", 500, "bad-row", 'on_bad_row = "substitute"'),
     ],
 )
@@ -251,7 +251,7 @@ def test_what_stops_a_run_is_told_and_everything_before_it_is_delivered(serve: C
             server.url, "holes", batch_size=4, seq_len=2**17, pad="longest", shuffle="none", retry_seconds=30
         )  # fmt: skip
         seen: list[int] = []
-        with pytest.raises(DataError, match="row 300 of row group 0 in part-000.parquet is empty"):
+        with pytest.raises(DataError, match="row 300 of row group 0 in part-000.parquet: is empty"):
             seen.extend(int(batch["input_ids"][0, 0]) for batch in data)
         assert seen == list(range(0, 300, 4))
 

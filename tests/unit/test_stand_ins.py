@@ -96,7 +96,7 @@ def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_ho
     member = open_holes([[1], [], [3], [], [], []], 'on_bad_row = "fail"')
     [block] = member.blocks.get([0])
     assert usable_rows(member, 0, block, np.array([0, 2]))[2].tolist() == [0, 2]
-    with pytest.raises(BadRow, match=r"row 1 of row group 0 in part-000.parquet is empty; 1 of the 3 rows"):
+    with pytest.raises(BadRow, match=r"row 1 of row group 0 in part-000.parquet: is empty; 1 of the 3 rows there cannot"):
         usable_rows(member, 0, block, np.array([0, 1]))
     with pytest.raises(BadRow, match=r"row 0 of row group 1 .* 3 of the 3 rows"):
         served(member, 1)
