@@ -11,7 +11,7 @@ from penstock_server.batches import stand_ins
 from penstock_server.batches.member import Member
 from penstock_server.batches.stand_ins import stands_for, usable_rows
 from penstock_server.datasets.catalog import open_catalog
-from penstock_server.problems import BadRow
+from penstock_server.problems import BadParameter, BadRow
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
@@ -101,6 +101,13 @@ def test_where_rows_are_not_substituted_a_bad_one_is_told_with_its_place(open_ho
     with pytest.raises(BadRow, match=r"row 0 of row group 1 .* 3 of the 3 rows"):
         served(member, 1)
     assert inverse(member, 0, 0) == {0: [0]}
+
+
+def test_a_split_without_a_row_is_told_with_its_share_and_a_filter_only_where_there_is_one(open_holes: Opener) -> None:
+    with pytest.raises(BadParameter, match=r"in split=validation that can be used\. Raise .* now 0\.01\), .* the data\."):
+        open_holes([[1]], "validation = 0.01", "validation")
+    with pytest.raises(BadParameter, match=r"that is kept by its filter and can be used\. Mend the filter or the data\."):
+        open_holes([[1]], 'filter = "tokens is null"')
 
 
 def test_data_without_a_good_row_near_is_refused_not_searched_to_its_end(

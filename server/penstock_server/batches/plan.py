@@ -266,9 +266,13 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
 
 
 def _no_sequence(member: Member, spec: Spec) -> str:
-    name = member.name
-    where = "" if spec.split == "all" else f" in split={spec.split}"
-    share = "" if spec.split == "all" else ", or raise the split's share (validation, in penstock.toml), or use split=all"
+    name, recipe = member.name, member.snapshot.recipe
+    where, ways = "", ""
+    if spec.split != "all":
+        where = f" in split={spec.split}"
+        ways = f"raise the split's share (by validation in penstock.toml, now {recipe.validation:g}), use split=all, or "
     if spec.packing == "concat" and member.index.tokens_per_block(spec.split).any():
-        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. Lower seq_len{share}."
-    return f"{name} has no row{where} that is kept by its filter and can be used. Mend the filter or the data{share}."
+        ways = (ways + "lower seq_len").capitalize()
+        return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. {ways}."
+    kept, cause = ("is kept by its filter and can be used", "filter or the data") if recipe.filter else ("can be used", "data")
+    return f"{name} has no row{where} that {kept}. {(ways + f'mend the {cause}').capitalize()}."
