@@ -61,7 +61,7 @@ def test_many_kills_in_an_epoch_lose_repeat_and_change_nothing(tmp_path: Path, m
         with Killer(server, NUM_KILLS) as killer:
             for number, batch in enumerate(data):
                 seen.append(contents(batch))
-                while not killer.is_done and number * NUM_KILLS > (killer.num_done + 1) * len(expected):
+                while not killer.is_done and number * (NUM_KILLS + 1) > (killer.num_done + 1) * len(expected):
                     time.sleep(0.001)
             assert killer.num_done == NUM_KILLS
     assert seen == expected
