@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,11 +110,18 @@ def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> boo
     """
     try:
         one, other = (parse_mix(str(order.get("mix"))) for order in (then, now))
-        known = dict(zip(one.datasets, str(then.get("snapshot")).split("+"), strict=True))
-        found = dict(zip(other.datasets, str(now.get("snapshot")).split("+"), strict=True))
+        return 0 < first_other(one, other) >= sample and not _changed_datasets(then, now)
     except ValueError:  # one is no mixture
         return False
-    return 0 < first_other(one, other) >= sample and all(known[name] == found[name] for name in known.keys() & found.keys())
+
+
+def _changed_datasets(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The datasets that are in two mixtures, and whose data is not the same. Raises ValueError: one is no mixture."""
+    known, found = (
+        dict(zip(parse_mix(str(order.get("mix"))).datasets, str(order.get("snapshot")).split("+"), strict=True))
+        for order in (then, now)
+    )
+    return [name for name in known if name in found and known[name] != found[name]]
 
 
 def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
@@ -162,4 +170,8 @@ def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     pairs = [(name, state.get(name), value) for name, value in here.items()]
     # One of _CUT that is None on one side differs because something else does, which is told.
     told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _CUT and None in (then, now))]
-    return [f"{name}: {then!r} then, {now!r} now" for name, then, now in told]
+    changed: list[str] = []
+    with suppress(ValueError):  # no mixture
+        changed = _changed_datasets(state, here)
+    of_what = {"snapshot": f" (another of {', '.join(changed)})"} if changed else {}
+    return [f"{name}: {then!r} then, {now!r} now{of_what.get(name, '')}" for name, then, now in told]

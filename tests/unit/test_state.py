@@ -155,3 +155,13 @@ def test_of_a_mix_that_changes_too_early_it_is_told_from_where_on_it_may() -> No
     assert read(write_state("a", then, Position(step=5)), "a", going_on) == Position(step=5)
     with pytest.raises(StateMismatch, match="mix: .* same values, or start"):
         read(write_state("a", then, Position()), "a", now)  # though nothing was trained on yet
+
+
+def test_of_a_mixture_the_datasets_are_told_whose_data_changed() -> None:
+    then = Spec(mix="a:3,b:1,c:1", mix_stop="first", snapshot="one+two+three")
+    with pytest.raises(StateMismatch, match=r"'one\+two\+three' then, 'one\+new\+three' now \(another of b\)"):
+        read(write_state("a", then, HERE), "a", replace(then, snapshot="one+new+three"))
+    with pytest.raises(StateMismatch, match=r"'new\+new' now \(another of a, b\); mix: "):
+        read(write_state("a", then, HERE), "a", replace(then, mix="a:3,b:1", snapshot="new+new"))
+    with pytest.raises(StateMismatch, match=r"'one\+two' now; mix: "):
+        read(write_state("a", then, HERE), "a", replace(then, mix="a:3,b:1", snapshot="one+two"))
