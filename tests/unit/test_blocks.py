@@ -26,6 +26,7 @@ from penstock_server.recipes import encode
 from penstock_server.recipes.filters import Filter
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.snapshots.shard import date_of, numbers, open_shard
+from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage import blocks as blocks_module
 from penstock_server.storage import decode as decode_module
 from penstock_server.storage import maps as maps_module
@@ -134,14 +135,20 @@ def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
     assert len(count_reads) <= snapshot.num_blocks + 3
 
 
-def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_but_one(
-    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def open_large_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[list[int]]], Snapshot]:
+    """Two shards of one row group each, of many blocks, on two cores: their rows, and the snapshot."""
     monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 150)
     monkeypatch.setattr(blocks_module, "num_cores", lambda: 2)
     shards = [[[shard, n] for n in range(500)] for shard in range(2)]
     folder = write_shards(tmp_path / "data", "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=500)
     snapshot = open_snapshot(folder, None)
+    return shards, snapshot
+
+
+def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_but_one(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, snapshot = open_large_groups(tmp_path, monkeypatch)
     assert min(snapshot.blocks_per_group) > 8
     both, begun, encode_rows = threading.Barrier(2), set[str](), encode.encode
 
@@ -161,11 +168,7 @@ def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_b
 def test_large_row_groups_that_the_cache_cannot_keep_are_gone_through_one_after_the_other(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 150)
-    monkeypatch.setattr(blocks_module, "num_cores", lambda: 2)
-    shards = [[[shard, n] for n in range(500)] for shard in range(2)]
-    folder = write_shards(tmp_path / "data", "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=500)
-    snapshot = open_snapshot(folder, None)
+    shards, snapshot = open_large_groups(tmp_path, monkeypatch)
     encoded, encode_rows = list[str](), encode.encode
 
     def recorded(*args: Any) -> pa.RecordBatch:
