@@ -276,7 +276,8 @@ class RemoteDataset(IterableDataset[Batch]):
         """Starts the next iteration where state_dict was taken; at the same sample, if world_size or batch_size changed.
 
         A state of other data or of another order is refused. With strict=False a warning says so, and the iteration starts
-        after as many samples of the epoch as were consumed then: some may come again, and others not at all.
+        after as many samples of the epoch as were consumed then: some may come again, and others not at all. In the first
+        epoch of a mixture, `mix` may be another from the sample on that was reached.
 
         Raises StateMismatch: the state is refused (the message lists what differs), or it is not a state.
         """
