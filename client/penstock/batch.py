@@ -20,7 +20,7 @@ def count_tokens(frame: Frame) -> int:
     """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
     if names := _lengths(frame.alike.names):
         return sum(map(frame.total, names))
-    ids = frame.alike["input_ids"]
+    ids = frame.alike.arrays["input_ids"]
     return ids.size // len(ids)  # what has no lengths has no padding
 
 

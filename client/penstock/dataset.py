@@ -214,7 +214,7 @@ class RemoteDataset(IterableDataset[Batch]):
                     if self._replay is None:
                         self._progress.count(round_, number)
                     if ledger:
-                        ledger.record(item.address, item.digest)
+                        ledger.record(item.step, item.digest)
                     yield item.batch
                 self._progress.finish(round_)
                 if ledger:

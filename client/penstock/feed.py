@@ -1,4 +1,4 @@
-"""A feed: the batches of some steps, fetched ahead of the loop, each with the address and digest of its frame."""
+"""A feed: the batches of some steps, fetched ahead of the loop, each with the step and digest of its frame."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Feed:
             if destination.pinned_for >= 0:
                 self._pinned = Prefetch(
                     self._pinned_groups(),
-                    nbytes=lambda item: item.nbytes,
+                    nbytes=lambda items: sum(item.nbytes for item in items),
                     budget_bytes=prefetch_bytes,
                     interrupt=self._frames.close,
                     name=f"{OWN_THREADS}pin",

@@ -1,13 +1,13 @@
-"""An item: a batch on its way to the loop, with the address, digest and size of the frame that it was made of."""
+"""An item: a batch on its way to the loop, with the step, digest and size of the frame that it was made of."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock import wire
 from penstock.batch import count_tokens
 from penstock.prefetch import OBJECT_BYTES
 from penstock.tensors import Batch, nbytes
+from penstock.wire import Frame
 
 
 class Item(NamedTuple):
@@ -18,15 +18,15 @@ class Item(NamedTuple):
     """
 
     batch: Batch
-    address: wire.Address
+    step: int
     digest: str
     num_tokens: int
     frame_nbytes: int
 
     @classmethod
-    def of(cls, frame: wire.Frame, batch: Batch) -> Item:
+    def of(cls, frame: Frame, batch: Batch) -> Item:
         """The item of what was made of a frame."""
-        return cls(batch, frame.address, frame.digest, count_tokens(frame), frame.nbytes)
+        return cls(batch, frame.step, frame.digest, count_tokens(frame), frame.nbytes)
 
     @property
     def nbytes(self) -> int:

@@ -38,7 +38,6 @@ from penstock.ledger_file import cannot_be_written, hold_ledger, ledger_path, re
 from penstock.prefetch import OWN_THREADS
 from penstock.spec import Spec
 from penstock.state import Position
-from penstock.wire import Address
 
 if TYPE_CHECKING:
     from penstock.rank import Worker  # which imports torch
@@ -178,14 +177,14 @@ class Ledger:
         """Whether nothing more is written to it."""
         return self._closing.is_set()
 
-    def record(self, address: Address, digest: str) -> None:
-        """The loop is about to be handed this batch, which has this digest. Never raises for a disk that cannot be written."""
-        begin = self._begin
+    def record(self, step: int, digest: str) -> None:
+        """The loop is about to be handed the batch of this step, which has this digest.
+
+        Never raises for a disk that cannot be written.
+        """
         if self.is_closed:
             raise ValueError(f"the ledger {self._path} is closed")
-        if (address.dataset, address.epoch, address.rank) != (begin.dataset, begin.epoch, begin.rank):
-            raise ValueError(f"{address} is no batch of the iteration that begins with {begin}")
-        self._note(f"{address.step:>{STEP_COLUMNS}} {digest}")
+        self._note(f"{step:>{STEP_COLUMNS}} {digest}")
 
     def finish(self) -> None:
         """The epoch is over: the loop asked for another batch."""

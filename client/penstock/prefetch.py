@@ -23,7 +23,7 @@ _ORPHAN_SECONDS = 2.0  # after which a loader worker that waits looks whether it
 class Prefetch(Generic[T]):
     """Iterates over the items of `groups`, in their order. A thread makes the groups, and hands each over as a whole.
 
-    `nbytes(item)` is the size of one. At most `budget_bytes` are buffered, beside one group and what is left of the one before
+    `nbytes(group)` is the size of one. At most `budget_bytes` are buffered, beside one group and what is left of the one before
     it. `groups` is closed by its thread. `close` calls `interrupt()`, which makes a `next` of `groups` that is under way fail.
 
     It belongs to the process that made it: a fork has neither the thread nor, maybe, the lock, which the thread may hold just
@@ -36,16 +36,17 @@ class Prefetch(Generic[T]):
         self,
         groups: Generator[Sequence[T], None, None],
         *,
-        nbytes: Callable[[T], int],
+        nbytes: Callable[[Sequence[T]], int],
         budget_bytes: int,
         interrupt: Callable[[], None],
         name: str,
     ) -> None:
         self._generator, self._nbytes, self._interrupt = groups, nbytes, interrupt
         self._budget_bytes = budget_bytes
-        self._made_bytes = self._taken_bytes = 0  # each is counted by one thread alone
-        self._hand: deque[T] = deque()  # what the consumer has of a group
-        self._groups: deque[Sequence[T]] = deque()
+        self._groups: deque[tuple[Sequence[T], int]] = deque()  # each with its size
+        self._groups_bytes = 0
+        self._hand: deque[T] = deque()  # what the consumer has left of a group
+        self._hand_item_bytes = 0.0  # the mean of that group
         self._failure: BaseException | None = None
         self._finished = self._closed = False
         self._process, self._parent = os.getpid(), os.getppid()
@@ -65,13 +66,10 @@ class Prefetch(Generic[T]):
             )
         while True:
             try:
-                item = self._hand.popleft()
+                return self._hand.popleft()
             except IndexError:  # also if another thread closes it just now
                 pass
-            else:
-                self._taken_bytes += self._nbytes(item)
-                return item
-            self._hand.extend(self._take())  # not in the handler: what it raises has nothing to do with that error
+            self._take()  # not in the handler: what it raises has nothing to do with that error
 
     @property
     def has_next(self) -> bool:
@@ -80,8 +78,8 @@ class Prefetch(Generic[T]):
 
     @property
     def buffered_bytes(self) -> int:
-        """The size of what is there and not yet consumed."""
-        return self._made_bytes - self._taken_bytes
+        """About the size of what is there and not yet consumed."""
+        return self._groups_bytes + round(len(self._hand) * self._hand_item_bytes)
 
     def close(self) -> None:
         """Stops the thread and drops what is buffered. Idempotent."""
@@ -92,19 +90,24 @@ class Prefetch(Generic[T]):
             self._failure = None  # in its traceback is all of this: what was fetched would wait for the garbage collector
             self._hand.clear()
             self._groups.clear()
-            self._taken_bytes = self._made_bytes
+            self._groups_bytes = 0
             self._changed.notify_all()
         self._interrupt()
         self._thread.join(_CLOSE_SECONDS)
 
-    def _take(self) -> Sequence[T]:
+    def _take(self) -> None:
+        """The next group comes to hand."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._groups or self._finished or self._closed, _ORPHAN_SECONDS):
                 if current_process().daemon and os.getppid() != self._parent:
                     raise PenstockError("the process whose loader worker this is has ended, and this ends, too.")
             if self._groups:
+                group, nbytes = self._groups.popleft()
+                self._groups_bytes -= nbytes
+                self._hand.extend(group)
+                self._hand_item_bytes = nbytes / max(len(group), 1)
                 self._changed.notify_all()
-                return self._groups.popleft()
+                return
             if self._closed:  # another thread did; a StopIteration would pass for the end of the epoch
                 raise PenstockError("this iteration was closed, as all are when the interpreter exits: begin another one.")
             if self._failure:
@@ -129,8 +132,9 @@ class Prefetch(Generic[T]):
                 with self._changed:
                     if self._closed:
                         return
-                    self._groups.append(group)
-                    self._made_bytes += sum(map(self._nbytes, group))
+                    nbytes = self._nbytes(group)
+                    self._groups.append((group, nbytes))
+                    self._groups_bytes += nbytes
                     self._changed.notify_all()
                     self._changed.wait_for(self._has_room)
                     if self._closed:

@@ -56,12 +56,12 @@ def fetch_runs(
         frames = fetch(steps[start:behind], steps[behind : behind + following])
         yield frames
         start += len(frames)
-        largest = max(1, target_bytes * len(frames) // sum(map(_nbytes, frames)))
+        largest = max(1, target_bytes * len(frames) // _nbytes(frames))
         if start < behind:  # the run broke off: begin with a small one again
             run = following = min(len(frames), largest)
         else:
             run, following = following, min(2 * following, largest)
 
 
-def _nbytes(frame: Frame) -> int:
-    return frame.nbytes + OBJECT_BYTES
+def _nbytes(frames: Sequence[Frame]) -> int:
+    return sum(frame.nbytes + OBJECT_BYTES for frame in frames)

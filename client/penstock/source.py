@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 from urllib.parse import urlencode
 
@@ -77,13 +78,13 @@ class Source:
         path = batches_path(self.dataset, epoch, self._rank)
         if len(steps) > 1 or then:
             ahead = path + _query(spec, then) if then else None
-            frames = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
-            if frames:
-                return frames
+            alike = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
+            if alike:
+                return list(chain.from_iterable(alike))
         # What fails may be one of the last steps only, and a response whose first bytes are sent cannot tell a reason any
         # more. Step by step, those before it are delivered, and the one that fails tells why.
         decode = self._decoder(spec, epoch, steps[:1])
-        return transport.get(path + _query(spec, steps[:1]), lambda body: list(decode(body)))
+        return transport.get(path + _query(spec, steps[:1]), lambda body: list(chain.from_iterable(decode(body))))
 
     def some_lengths(self, spec: Spec, epoch: int) -> list[int]:
         """The tokens of each of an epoch's first rows, before they are cut; none if the server does not tell at once."""
@@ -106,22 +107,22 @@ class Source:
         path = batches_path(self.dataset, epoch, self._rank)
         return transport.get(f"{path}/{step}/provenance?{_query_of(spec)}", _decode_object)
 
-    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[wire.Frame]]:
+    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[list[wire.Frame]]]:
         own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)
 
-        def decode(body: memoryview) -> Iterator[wire.Frame]:
-            """Raises WireError after the last frame that is sound and was asked for."""
-            frames = wire.decode(body, steps)
-            for step in steps:
-                frame = next(frames, None)
-                if frame is None:
-                    raise WireError(f"the batch of step {step} was asked for, but the answer ends before it")
-                if frame.address != (*own, step):
-                    why = "" if frame.address.spec == spec.digest else f", of other parameters. {_CACHE}"
-                    raise WireError(f"the batch of step {step} was asked for, but another came{why}")
-                yield frame
-            if next(frames, None):
-                raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
+        def decode(body: memoryview) -> Iterator[list[wire.Frame]]:
+            """Raises WireError after the last frames that are sound and were asked for."""
+            missing = steps
+            for frames in wire.decode_alike(body, steps):
+                if not missing:
+                    raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
+                if frames[0].address != (*own, missing[0]):
+                    why = "" if frames[0].address.spec == spec.digest else f", of other parameters. {_CACHE}"
+                    raise WireError(f"the batch of step {missing[0]} was asked for, but another came{why}")
+                yield frames
+                missing = missing[len(frames) :]
+            if missing:
+                raise WireError(f"the batch of step {missing[0]} was asked for, but the answer ends before it")
 
         return decode
 

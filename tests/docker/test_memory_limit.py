@@ -113,6 +113,6 @@ def test_a_large_dataset_is_counted_packed_and_served_within_the_limit(server: L
         num_steps = server.get("/spec", batch_size=32, **spec).json()["num_steps"]
         for step in range(0, num_steps, max(1, num_steps // NUM_STEPS)):
             [frame] = wire.decode(server.get(f"/epochs/0/ranks/0/batches/{step}", batch_size=32, **spec).content)
-            assert frame.address.step == step
+            assert frame.step == step
     print(f"peak of anonymous memory: {server.peak / 2**20:.0f} MiB of a limit of {LIMIT}")
     assert server.peak < MOST_ANONYMOUS

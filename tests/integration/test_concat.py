@@ -110,13 +110,13 @@ def test_provenance_names_every_token_once(server: Server) -> None:
     batches = "/v1/datasets/docs/epochs/1/ranks/0/batches"
     seen = Counter[tuple[int, int]]()
     for frame in server.frames(batches, **spec):
-        answer = server.json(f"{batches}/{frame.address.step}/provenance", **spec)
+        answer = server.json(f"{batches}/{frame.step}/provenance", **spec)
         for sequence, ids in zip(answer["sequences"], frame.tensors["input_ids"].tolist(), strict=True):
             tokens = []
             for source in sequence["sources"]:
                 row = firsts[source["shard"], source["row_group"]] + source["row"]
                 tokens += closed[row][source["start"] : source["stop"]]
-                if frame.address.step < num_steps - 1:
+                if frame.step < num_steps - 1:
                     seen.update((row, token) for token in range(source["start"], source["stop"]))
             assert tokens == ids
     assert set(seen.values()) == {1}

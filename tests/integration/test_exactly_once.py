@@ -85,8 +85,8 @@ def test_provenance_names_the_row_that_each_sequence_shows(server: Server, world
         batches = f"/v1/datasets/numbers/epochs/1/ranks/{rank}/batches"
         frames = server.frames(batches, **spec)
         for frame in frames:
-            answer = server.json(f"{batches}/{frame.address.step}/provenance", **spec)
-            assert (answer["step"], answer["rank"]) == (frame.address.step, rank)
+            answer = server.json(f"{batches}/{frame.step}/provenance", **spec)
+            assert (answer["step"], answer["rank"]) == (frame.step, rank)
             for sequence, ids, length in zip(
                 answer["sequences"], frame.tensors["input_ids"], frame.tensors["lengths"], strict=True
             ):

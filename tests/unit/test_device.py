@@ -27,9 +27,8 @@ no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines
 
 def frame_of(tensors: dict[str, Any], step: int = 0) -> wire.Frame:
     address = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=step)
-    alike = wire.Arrays({name: array[None] for name, array in tensors.items()})
-    texts: dict[str, list[str] | list[bytes]] = {"url": ["a", "b"]}
-    return wire.Frame(address=address, digest="", nbytes=0, texts=texts, substituted=0, alike=alike, number=0)
+    arrays = {name: array[None] for name, array in tensors.items()}
+    return wire.Frame(wire.Alike(address, [step], [""], 0, arrays, [{"url": ["a", "b"]}]), 0)
 
 
 @st.composite
@@ -94,7 +93,8 @@ def test_what_waits_for_a_device_is_as_small_as_it_travelled() -> None:
     made = frame_of({"input_ids": np.ones((2, 100), np.uint16), "lengths": np.ones(2, np.int32)})
     assert Item.of(made, pack(made, pin_memory=False)).nbytes == 2 * 2 * 100 + 2 * 4 + 2 + OBJECT_BYTES
     assert Item.of(made, expand(made, pin_memory=False)).nbytes == 3 * 8 * 2 * 100 + 2 + OBJECT_BYTES
-    assert Item.of(made._replace(nbytes=9999), expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
+    made.alike.nbytes = 9999
+    assert Item.of(made, expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
 
 
 def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[list[Batch], Prefetch[Item]]:
@@ -117,7 +117,13 @@ def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[lis
                 raise ValueError("there is no more")
             yield [Item.of(made[step], pack(made[step], pin_memory=pin_memory))]
 
-    items = Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=1 << 18, interrupt=lambda: None, name="ahead")
+    items = Prefetch(
+        groups(),
+        nbytes=lambda items: sum(item.nbytes for item in items),
+        budget_bytes=1 << 18,
+        interrupt=lambda: None,
+        name="ahead",
+    )
     return [expand(frame, pin_memory=False) for frame in made], items
 
 
@@ -126,7 +132,7 @@ def test_batches_come_in_order_and_a_failure_behind_them() -> None:
     found: list[Item] = []
     with closing(items), pytest.raises(ValueError, match="there is no more"):
         found.extend(OnDevice(items, CPU))
-    assert [item.address.step for item in found] == list(range(30))
+    assert [item.step for item in found] == list(range(30))
     for item, batch in zip(found, expected, strict=True):
         assert_equal(item.batch, batch)
 
@@ -141,12 +147,14 @@ def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
             yield [Item.of(made, pack(made, pin_memory=False))]
 
     with closing(
-        Prefetch(groups(), nbytes=lambda item: item.nbytes, budget_bytes=9, interrupt=gate.set, name="ahead")
+        Prefetch(
+            groups(), nbytes=lambda items: sum(item.nbytes for item in items), budget_bytes=9, interrupt=gate.set, name="ahead"
+        )
     ) as items:
         batches = OnDevice(items, CPU)
-        assert next(batches).address.step == 0
+        assert next(batches).step == 0
         gate.set()
-        assert [item.address.step for item in batches] == [1]
+        assert [item.step for item in batches] == [1]
 
 
 @no_gpu_here

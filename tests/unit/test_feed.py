@@ -19,6 +19,7 @@ from penstock.source import Source
 from penstock.tensors import CPU, Batch, expand
 from penstock.transport import Transport
 
+ADDRESS = wire.Address("d", "s", "p", 0, 0, 0)
 PINNED = Destination(device=CPU, pinned_for=3)
 
 
@@ -30,14 +31,11 @@ class Asked:
     def connect(self) -> Transport:
         return cast(Transport, self)
 
-    def frames(self, _transport: Transport, _spec: Spec, epoch: int, steps: range, _then: range) -> list[wire.Frame]:
+    def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, _then: range) -> list[wire.Frame]:
         return [
-            wire.Frame(
-                wire.Address("d", "s", "p", epoch, 0, step), "", 8, {}, 0,
-                wire.Arrays({"input_ids": np.full((1, 1, 4), step, np.uint16)}), 0,
-            )
+            wire.Frame(wire.Alike(ADDRESS, [step], [""], 8, {"input_ids": np.full((1, 1, 4), step, np.uint16)}, []), 0)
             for step in steps
-        ]  # fmt: skip
+        ]
 
     def interrupt(self) -> None: ...
 
@@ -54,7 +52,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def pin_until(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def pinned(frame: wire.Frame, *, pin_memory: bool, columns: Container[str]) -> Batch:
-        if frame.address.step == last:
+        if frame.step == last:
             raise RuntimeError("CUDA error: out of memory")
         return expand(frame, pin_memory=not pin_memory, columns=columns)
 
@@ -69,7 +67,7 @@ def feed(num_steps: int, replay: int | None = None) -> Feed:
 
 
 def steps_of(items: Iterator[Item]) -> Iterator[int]:
-    return (item.address.step for item in items)
+    return (item.step for item in items)
 
 
 def test_all_is_given_in_order_and_pinned_for_the_gpu_of_this_rank(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

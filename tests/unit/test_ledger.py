@@ -27,17 +27,12 @@ from penstock.ledger import Begin, Book, Ledger
 from penstock.ledger_file import find_ledgers, ledger_path
 from penstock.rank import Worker
 from penstock.state import Position
-from penstock.wire import Address
 
 SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 
 
 def book(path: Path, rank: int = 0) -> Book:
     return Book(path, "numbers", rank, 1000)
-
-
-def address(step: int, rank: int = 0, epoch: int = 0) -> Address:
-    return Address(dataset="numbers", snapshot="abc", spec="p", epoch=epoch, rank=rank, step=step)
 
 
 def digest(step: int) -> str:
@@ -48,9 +43,9 @@ def open_at(path: Path, epoch: int = 0) -> Ledger:
     return book(path).open(SPEC, Position(epoch=epoch), None)
 
 
-def record(ledger: Ledger, *steps: int, epoch: int = 0) -> None:
+def record(ledger: Ledger, *steps: int) -> None:
     for step in steps:
-        ledger.record(address(step, epoch=epoch), digest(step))
+        ledger.record(step, digest(step))
 
 
 def open_files(folder: Path) -> list[Path]:
@@ -72,7 +67,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     data.num_loads = 2
     for epoch in (4, 5):
         ledger = data.open(SPEC, Position(epoch=epoch, step=7), None)
-        record(ledger, 7, 8, 10**15, epoch=epoch)
+        record(ledger, 7, 8, 10**15)
         if epoch == 4:
             ledger.finish()
         ledger.close()
@@ -433,10 +428,10 @@ def test_a_ledger_that_goes_away_between_epochs_stops_nothing(tmp_path: Path, ca
     (folder / "run.ledger").unlink()
     folder.rmdir()
     ledger = data.open(SPEC, Position(epoch=1), None)
-    record(ledger, 0, epoch=1)
+    record(ledger, 0)
     assert "cannot be written: No such file or directory" in caplog.text
     folder.mkdir()
-    record(ledger, 1, epoch=1)
+    record(ledger, 1)
     ledger.close()
     assert [step for step, _ in entries(read_ledger(folder / "run.ledger"))] == [0, 1]
 
@@ -448,7 +443,7 @@ def test_a_worker_after_the_first_iteration_tells_at_once_that_its_ledger_cannot
     data.open(SPEC, Position(), None).close()
     (tmp_path / "run.ledger.worker0").mkdir()
     ledger = data.open(SPEC, Position(epoch=1), Worker(0, 2, 7))
-    record(ledger, 0, epoch=1)
+    record(ledger, 0)
     assert caplog.text.count("run.ledger.worker0 cannot be written: Is a directory; name a file in a folder") == 1
     assert caplog.text.count("Training goes on") == 1
     ledger.close()
@@ -476,14 +471,6 @@ def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, m
     assert threading.active_count() == before - 1
     with pytest.raises(ValueError, match="is closed"):
         record(ledger, 0)
-
-
-def test_a_batch_of_another_iteration_is_refused(tmp_path: Path) -> None:
-    ledger = open_at(tmp_path / "run.ledger", epoch=1)
-    for other in (address(0), address(0, rank=1, epoch=1)):
-        with pytest.raises(ValueError, match="is no batch of the iteration"):
-            ledger.record(other, digest(0))
-    ledger.close()
 
 
 def test_a_ledger_of_another_version_says_so(tmp_path: Path) -> None:

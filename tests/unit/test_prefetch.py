@@ -3,7 +3,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from multiprocessing import current_process, get_context
 from multiprocessing.process import BaseProcess
@@ -18,10 +18,14 @@ from penstock.prefetch import Prefetch
 KIB = 1 << 10
 
 
+def nbytes(group: Sequence[bytes]) -> int:
+    return sum(map(len, group))
+
+
 def prefetch(
     groups: Generator[list[bytes], None, None], budget_bytes: int, gate: threading.Event | None = None
 ) -> Prefetch[bytes]:
-    return Prefetch(groups, nbytes=len, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set, name="ahead")
+    return Prefetch(groups, nbytes=nbytes, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set, name="ahead")
 
 
 def item(number: int) -> bytes:
@@ -196,7 +200,7 @@ def test_one_works_ahead_of_another() -> None:
 
     before = threading.active_count()
     first = prefetch(slow(), KIB, gate)
-    second = Prefetch(([item] for item in first), nbytes=len, budget_bytes=KIB, interrupt=first.close, name="second")
+    second = Prefetch(([item] for item in first), nbytes=nbytes, budget_bytes=KIB, interrupt=first.close, name="second")
     assert [next(second) for _ in range(3)] == [item(number) for number in range(3)]
     second.close()
     assert threading.active_count() == before
@@ -237,11 +241,11 @@ def test_an_iteration_that_was_closed_does_not_pass_for_one_that_ended() -> None
 def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_was_made() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def count(item_: bytes) -> int:  # called with the lock held when a group is handed over
-        if item_ == item(1):
+    def count(group: Sequence[bytes]) -> int:  # called with the lock held when a group is handed over
+        if item(1) in group:
             entered.set()
             go_on.wait(30)
-        return KIB
+        return nbytes(group)
 
     interrupted = threading.Event()
     ahead = Prefetch(groups_of(1, 8), nbytes=count, budget_bytes=2 * KIB, interrupt=interrupted.set, name="ahead")

@@ -48,7 +48,7 @@ def frames(*answers: bytes, steps: range = STEPS) -> tuple[list[int], int, int]:
         source = Source(url, "docs", rank=0, retry_seconds=9)
         with closing(source.connect()) as transport:
             found = source.frames(transport, SPEC, 1, steps)
-            return [frame.address.step for frame in found], transport.num_retries, transport.num_damaged
+            return [frame.step for frame in found], transport.num_retries, transport.num_damaged
 
 
 def test_a_run_is_one_request() -> None:
@@ -58,9 +58,9 @@ def test_a_run_is_one_request() -> None:
 def test_what_comes_next_is_told_also_with_a_run_of_one_step_and_ends_within_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def get_some(transport: Transport, target: str, decode: object, *, then: str | None = None) -> list[str]:
+    def get_some(transport: Transport, target: str, decode: object, *, then: str | None = None) -> list[list[str]]:
         asked.append((target, then))
-        return ["a frame"]
+        return [["a frame"]]
 
     monkeypatch.setattr(Transport, "get_some", get_some)
     source = Source("http://a:1", "docs", rank=0, retry_seconds=9)
@@ -168,7 +168,7 @@ def test_a_step_that_is_refused_says_nothing_of_those_behind_it_when_a_ledger_is
     path = tmp_path / "run.ledger"
     ledger = Book(path, "docs", 0, 100).open(SPEC, Position(epoch=1), None)
     for given in wire.decode(run(range(4, 8))):
-        ledger.record(given.address, given.digest)
+        ledger.record(given.step, given.digest)
     ledger.close()
     cut = response(run([4, 5]))[:-1]
     refused = problem("bad-row", 500)

@@ -8,11 +8,11 @@ from penstock.tensors import document_mask, expand, nbytes
 
 def frame(**tensors: object) -> wire.Frame:
     address = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=0)
-    alike = {}
+    arrays = {}
     for name, values in tensors.items():
         of_list = np.uint16 if name in ("input_ids", "labels") else np.int32
-        alike[name] = (values if isinstance(values, np.ndarray) else np.array(values, of_list))[None]
-    return wire.Frame(address=address, digest="", nbytes=0, texts={}, substituted=0, alike=wire.Arrays(alike), number=0)
+        arrays[name] = (values if isinstance(values, np.ndarray) else np.array(values, of_list))[None]
+    return wire.Frame(wire.Alike(address, [0], [""], 0, arrays, [{}]), 0)
 
 
 def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:

@@ -56,7 +56,7 @@ def test_payloads_and_tensors_lie_on_64_byte_boundaries_of_the_body(steps: list[
     body = b"".join(frame_bytes(tensors, step) for step in steps)
     start = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
     frames = list(wire.decode(body))
-    assert [frame.address.step for frame in frames] == steps
+    assert [frame.step for frame in frames] == steps
     for frame in frames:
         assert all((a.__array_interface__["data"][0] - start) % 64 == 0 for a in frame.tensors.values())
 
@@ -75,7 +75,7 @@ FRAMES = st.lists(st.tuples(STEPS, st.integers(1, 40), st.sampled_from([0, 0, 1,
 def test_frames_are_the_same_whatever_steps_are_expected(sent: list[tuple[int, int, int]], others: list[int]) -> None:
     body = b"".join(frame_bytes({"ids": np.arange(width, dtype=np.uint16)}, step, bad) for step, width, bad in sent)
     frames = list(wire.decode(body))
-    assert [(frame.address.step, frame.tensors["ids"].size, frame.substituted) for frame in frames] == sent
+    assert [(frame.step, frame.tensors["ids"].size, frame.substituted) for frame in frames] == sent
     for steps in ([step for step, _, _ in sent], others):
         again = list(wire.decode(body, steps))
         assert all(_same(*pair) and pair[0].digest == pair[1].digest for pair in zip(again, frames, strict=True))
@@ -87,7 +87,7 @@ def test_frames_of_one_layout_are_recognised_and_not_read(monkeypatch: pytest.Mo
     monkeypatch.setattr(penstock.wire.frame, "_read_header", read)
     steps = range(120, 300, 4)
     body = b"".join(frame_bytes(step=step) for step in steps)
-    assert [frame.address.step for frame in wire.decode(body, steps)] == list(steps)
+    assert [frame.step for frame in wire.decode(body, steps)] == list(steps)
     assert read.call_count == 1
 
 
@@ -104,7 +104,7 @@ def test_frames_that_are_not_as_expected_are_not_compared_over_and_over(
     monkeypatch.setattr(wire.Heads, "_digests", counting)
     steps = range(300)
     body = b"".join(frame_bytes(step=step, substituted=bad[step % len(bad)]) for step in steps)
-    assert [frame.address.step for frame in wire.decode(body, steps)] == list(steps)
+    assert [frame.step for frame in wire.decode(body, steps)] == list(steps)
     assert sum(compared) <= 9 * len(steps)
 
 

@@ -100,7 +100,7 @@ def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) ->
         while steps:
             try:
                 frames = source.frames(transport, begin.spec, begin.epoch, steps)
-                found = {frame.address.step: frame.digest for frame in frames}
+                found = {frame.step: frame.digest for frame in frames}
             except DataError as error:  # of the first step, and perhaps of no other
                 found = {steps[0]: str(error)}
             except _REFUSALS as error:

@@ -21,7 +21,7 @@ digests  of payloads, headers and other bodies
 """
 
 from penstock.wire.digests import content_digest, digest
-from penstock.wire.frame import Arrays, Frame, decode
+from penstock.wire.frame import Alike, Frame, decode, decode_alike
 from penstock.wire.head import VERSION, Address, Heads
 from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
 
@@ -31,13 +31,14 @@ __all__ = [
     "MEDIA_TYPE",
     "VERSION",
     "Address",
-    "Arrays",
+    "Alike",
     "Frame",
     "Heads",
     "Layout",
     "TensorLayout",
     "content_digest",
     "decode",
+    "decode_alike",
     "digest",
     "pack_texts",
     "strided",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgpack
@@ -13,52 +14,90 @@ import numpy.typing as npt
 from penstock.errors import VersionMismatch, WireError
 from penstock.wire.digests import digest
 from penstock.wire.head import BIN32, HEADER_DIGEST, VERSION, Address, Header, Heads
-from penstock.wire.layout import MISFIT, TEXTS, layout_of, unpack_texts
+from penstock.wire.layout import MISFIT, TEXTS, TensorLayout, layout_of, unpack_texts
 
 Array = npt.NDArray[Any]
+Texts = list[str] | list[bytes]
 
 _UNSEALED = {"header_digest", "pad"}
 _LARGEST_HEADER = 1 << 20
 
 
-class Arrays(dict[str, Array]):
-    """Each tensor in frames of one layout, shape [num_frames, *shape]; views of the received bytes. `names` are all of them."""
+class Alike:
+    """Frames of one layout, whose addresses differ in the step alone: they stood one after the other in a body.
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        super().__init__(arrays)
+    address      of all of them, but for the step
+    steps        of each, and the digests of their payloads
+    nbytes       bytes of a payload
+    arrays       each tensor in all of them, shape [num_frames, *shape]; views of the received bytes. `names` are theirs
+    texts        what columns of text hold in each; [] if there are none
+    substituted  how many sequences of the first stand in for rows that cannot be used; in the others none does
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        steps: list[int],
+        digests: list[str],
+        nbytes: int,
+        arrays: Mapping[str, Array],
+        texts: list[dict[str, Texts]],
+        substituted: int = 0,
+    ) -> None:
+        self.address, self.steps, self.digests, self.nbytes = address, steps, digests, nbytes
+        self.arrays, self.texts, self.substituted = arrays, texts, substituted
         self.names = tuple(arrays)
         self._totals: dict[str, list[int]] = {}
 
     def totals(self, name: str) -> list[int]:
         """The sum of a tensor's numbers in each frame; of all of them at once, when the first is asked for."""
         if name not in self._totals:
-            self._totals[name] = self[name].reshape(len(self[name]), -1).sum(axis=1, dtype=np.int64).tolist()
+            array = self.arrays[name]
+            self._totals[name] = array.reshape(len(array), -1).sum(axis=1, dtype=np.int64).tolist()
         return self._totals[name]
 
 
 class Frame(NamedTuple):
-    """One batch as it came over the wire.
+    """One batch as it came over the wire: which of several that are alike it is."""
 
-    nbytes       bytes of its payload
-    texts        what columns of text hold
-    substituted  how many sequences stand in for rows that cannot be used
-    alike        the tensors of this and of other frames
-    number       which of those frames it is
-    """
-
-    address: Address
-    digest: str
-    nbytes: int
-    texts: dict[str, list[str] | list[bytes]]
-    substituted: int
-    alike: Arrays
+    alike: Alike
     number: int
+
+    @property
+    def address(self) -> Address:
+        """Which batch it is."""
+        return self.alike.address._replace(step=self.step)
+
+    @property
+    def step(self) -> int:
+        """That of its address."""
+        return self.alike.steps[self.number]
+
+    @property
+    def digest(self) -> str:
+        """The digest of its payload, which was checked."""
+        return self.alike.digests[self.number]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its payload."""
+        return self.alike.nbytes
 
     @property
     def tensors(self) -> dict[str, Array]:
         """Its tensors, views of the received bytes."""
         number = self.number
-        return {name: array[number] for name, array in self.alike.items()}
+        return {name: array[number] for name, array in self.alike.arrays.items()}
+
+    @property
+    def texts(self) -> dict[str, Texts]:
+        """What its columns of text hold."""
+        return self.alike.texts[self.number] if self.alike.texts else {}
+
+    @property
+    def substituted(self) -> int:
+        """How many sequences stand in for rows that cannot be used."""
+        return 0 if self.number else self.alike.substituted
 
     def total(self, name: str) -> int:
         """The sum of a tensor's numbers."""
@@ -71,55 +110,58 @@ def decode(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> I
     Raises WireError: the bytes are not frames, a frame is cut short, or a digest does not match.
     Raises VersionMismatch: the frames are of another version.
     """
+    return chain.from_iterable(decode_alike(body, steps))
+
+
+def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> Iterator[list[Frame]]:
+    """The frames of a body as `decode` gives them, those that are alike as one list; before it raises, those that are sound.
+
+    Where the first of a list is of the step that it should be, so are the others.
+    """
     view = memoryview(body).cast("B")
     start = number = 0
     while start < len(view):
         header, at = _read_header(view, start)
-        alike = _Alike(view, start, at, header, steps, number)
-        yield from alike.frames()
-        start += len(alike.steps) * alike.frame_nbytes
+        nbytes, stride = header.layout.nbytes, at - start + header.layout.nbytes
+        alike, columns = _alike(view, start, at, header, steps[number : number + (len(view) - start) // stride])
+        start += len(alike.steps) * stride
         number += len(alike.steps)
+        digests = [digest(view[begin : begin + nbytes]) for begin in range(at, start, stride)]
+        num_sound = len(digests)
+        if digests != alike.digests:
+            num_sound = [actual == expected for actual, expected in zip(digests, alike.digests, strict=True)].index(False)
+        if columns:
+            alike.texts = [{t.name: unpack_texts(t, array[own]) for t, array in columns} for own in range(num_sound)]
+        if num_sound:
+            yield [Frame(alike, own) for own in range(num_sound)]
+        if num_sound < len(digests):
+            step, actual, expected = alike.steps[num_sound], digests[num_sound], alike.digests[num_sound]
+            raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
 
 
-class _Alike:
-    """Frames that stand one after the other in a body, from the byte `start` on, of one layout and of the likely steps.
+def _alike(
+    view: memoryview, start: int, at: int, header: Header, likely: Sequence[int]
+) -> tuple[Alike, list[tuple[TensorLayout, Array]]]:
+    """The frames from the byte `start` on that are alike, and their columns of text, which are not yet read.
 
-    The first of them has this header, and its payload begins at byte `at`. It is the frame of that `number` in the body, so
-    that `likely[number + 1]` is probably the step of the next.
+    The first of them has this header, and its payload begins at byte `at`. `likely` are the steps of as many frames as there
+    is room for: those after the first are looked for.
     """
-
-    def __init__(self, view: memoryview, start: int, at: int, header: Header, likely: Sequence[int], number: int) -> None:
-        self.frame_nbytes = at - start + header.layout.nbytes
-        self._view, self._at, self._header = view, at, header
-        most = (len(view) - start) // self.frame_nbytes
-        if not most:
-            step, came, nbytes = header.address.step, len(view) - at, header.layout.nbytes
-            raise WireError(f"the body ends inside the batch of step {step}: {came} of {nbytes} bytes came")
-        self.steps, self._digests = [header.address.step], [header.digest]
-        # Where the next has another layout, to compare it would only take time: its payload mostly has another length, too.
-        if most > 1 and view[at - BIN32.size : at] == view[at - BIN32.size + self.frame_nbytes : at + self.frame_nbytes]:
-            following = likely[number + 1 : number + most]
-            memory = np.frombuffer(view[start:], np.uint8, most * self.frame_nbytes).reshape(most, self.frame_nbytes)
-            heads = memory[1 : 1 + len(following), : at - start]
-            self._digests += Heads(header.address, header.layout).recognise(heads, following)
-            self.steps += following[: len(self._digests) - 1]
-        arrays = header.layout.arrays(view, at, self.frame_nbytes, len(self.steps))
-        self._texts = [(t, arrays.pop(t.name)) for t in header.layout.tensors if t.dtype in TEXTS]
-        self._arrays = Arrays(arrays)
-
-    def frames(self) -> Iterator[Frame]:
-        """Each of them. Raises WireError: its payload's digest is not what was expected."""
-        (dataset, snapshot, spec, epoch, rank, _), layout = self._header.address, self._header.layout
-        substituted = self._header.substituted  # only the first may have any
-        start = self._at
-        for number, (step, expected) in enumerate(zip(self.steps, self._digests, strict=True)):
-            actual = digest(self._view[start : start + layout.nbytes])
-            if actual != expected:
-                raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
-            texts = {tensor.name: unpack_texts(tensor, array[number]) for tensor, array in self._texts} if self._texts else {}
-            address = Address(dataset, snapshot, spec, epoch, rank, step)
-            yield Frame(address, actual, layout.nbytes, texts, substituted, self._arrays, number)
-            start, substituted = start + self.frame_nbytes, 0
+    layout, stride = header.layout, at - start + header.layout.nbytes
+    most = (len(view) - start) // stride
+    if not most:
+        step, came = header.address.step, len(view) - at
+        raise WireError(f"the body ends inside the batch of step {step}: {came} of {layout.nbytes} bytes came")
+    steps, digests = [header.address.step], [header.digest]
+    # Where the next has another layout, to compare it would only take time: its payload mostly has another length, too.
+    if most > 1 and view[at - BIN32.size : at] == view[at - BIN32.size + stride : at + stride]:
+        memory = np.frombuffer(view[start:], np.uint8, most * stride).reshape(most, stride)
+        heads = memory[1 : len(likely), : at - start]
+        digests += Heads(header.address, layout).recognise(heads, likely[1:])
+        steps += likely[1 : len(digests)]
+    arrays = layout.arrays(view, at, stride, len(steps))
+    columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
+    return Alike(header.address, steps, digests, layout.nbytes, arrays, [], header.substituted), columns
 
 
 def _read_header(view: memoryview, start: int) -> tuple[Header, int]:
