@@ -9,20 +9,23 @@ import os
 import shutil
 import threading
 from contextlib import closing
+from functools import partial
 
 import data
 from corpus import BATCH_SIZE, SEQ_LEN
 from penstock import RemoteDataset
 from processes import own_anonymous_bytes
-from ratios import Ratio, Scale
+from ratios import Ratio, Scale, in_turn
 from servers import penstock
 
 _SMALL, _LARGE = 2, 20  # times the corpus
+_REPEATS = 3  # how many bodies are in the making at the peak is chance
 _LOOK_SECONDS = 0.02  # a peak is as short as a body; looked at less often, the longer run would show more of them
 
 
 def measure(scale: Scale) -> list[Ratio]:
-    small, large = (_most_bytes(scale, times) for times in (_SMALL, _LARGE))
+    repeats = min(_REPEATS, scale.num_repeats)
+    small, large = in_turn(repeats, partial(_most_bytes, scale, _SMALL), partial(_most_bytes, scale, _LARGE))
     corpus_bytes = 2 * SEQ_LEN * scale.num_sequences
     return [
         Ratio(
