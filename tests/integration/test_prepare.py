@@ -42,13 +42,21 @@ def data(tmp_path: Path) -> Path:
 def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data: Path, tmp_path: Path) -> None:
     done = prepare(data, tmp_path / "cache", "--best-fit", "256")
     assert done.returncode == 0
-    assert re.search(r"long: 8,000 rows, [\d,]+ tokens, 0 bad rows", done.stdout)
+    assert (told := re.search(r"long: 8,000 rows, ([\d,]+) tokens, 0 bad rows; ([\d,]+) rows in split=validation", done.stdout))
     assert "80 of 80 blocks are in the cache\n" in done.stdout
     packed = re.findall(r"long: ([\d,]+) sequences of 256 tokens(.*), [\d.]+% of them padding", done.stdout)
     assert [split for _, split in packed] == ["", " of split=train", " of split=validation"]
     server = serve(data, cache_dir=tmp_path / "cache")
     made = inodes(tmp_path / "cache")
-    assert server.json("/v1/datasets/long")["index"] == {"blocks_done": 80, "blocks": 80}
+    facts = server.json("/v1/datasets/long")
+    assert facts["index"] == {"blocks_done": 80, "blocks": 80}
+    for split, counts in facts["splits"].items():
+        spec = server.json("/v1/datasets/long/spec", packing="rows", split=split, seq_len=256)
+        assert spec["num_sequences"] == counts["rows"]
+    assert f"{facts['splits']['validation']['rows']:,}" == told[2]
+    assert f"{sum(counts['tokens'] for counts in facts['splits'].values()):,}" == told[1]
+    inspected = penstock("inspect", data, "--cache-dir", tmp_path / "cache").stdout
+    assert f"in the cache; {told[1]} tokens; {told[2]} rows in split=validation\n" in inspected
     # Not one 503 on the way: all that a packing needs is there.
     for split in ("all", "train", "validation"):
         for packing in ("rows", "concat", "best_fit"):
@@ -109,7 +117,7 @@ def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "one", 1, num_shards=1)
     done = prepare(tmp_path / "data", tmp_path / "cache", "--best-fit", "8")
     assert done.stdout.splitlines()[:3] == [
-        "one: 1 row, 1 token, 0 bad rows",
+        "one: 1 row, 1 token, 0 bad rows; 0 rows in split=validation",
         "one: 1 of 1 block is in the cache",
         "one: 1 sequence of 8 tokens, 87.5% of them padding",
     ]

@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.wording import counted, rows_kept
 from penstock_server.batches.plan import Plan
+from penstock_server.counts.lengths import RowLengths
 from penstock_server.datasets.advice import advice_on_run
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
@@ -29,19 +30,21 @@ def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
 
 
 def describe_dataset(served: Served) -> dict[str, Any]:
-    """A snapshot that is served. `tokens`, and with a filter `rows_served`, are null until they are counted.
+    """A snapshot that is served. `tokens`, `splits` and, with a filter, `rows_served` are null until they are counted.
 
     The cache is that of all datasets; `blocks_bytes` is about what the blocks of this one take there.
     """
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
-    tokens = int(index.lengths.get().per_block("all")[1].sum()) if index.lengths.is_ready else None
+    lengths = index.lengths.get() if index.lengths.is_ready else None
+    tokens = int(lengths.per_block("all")[1].sum()) if lengths else None
     token_bytes = np.dtype(snapshot.token_dtype).itemsize
     return {
         "name": served.name,
         "rows": snapshot.num_rows,
         "rows_served": index.num_rows,
         "tokens": tokens,
+        "splits": {split: _of_split(lengths, split) for split in ("train", "validation")} if lengths else None,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.date.size_bytes for shard in snapshot.shards),
@@ -60,6 +63,11 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "token_dtype": snapshot.token_dtype,
         "snapshot": snapshot.fingerprint,
     }
+
+
+def _of_split(lengths: RowLengths, split: str) -> dict[str, int]:
+    rows, tokens, bad_rows = lengths.per_block(split).sum(axis=1).tolist()
+    return {"rows": rows, "tokens": tokens, "bad_rows": bad_rows}
 
 
 def describe_held(held: Held) -> dict[str, Any]:

@@ -34,7 +34,9 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
 
 
 def _sizes(facts: Mapping[str, Any]) -> str:
-    tokens = "tokens not counted yet" if facts["tokens"] is None else counted(facts["tokens"], "token")
+    tokens = "tokens not counted yet"
+    if splits := facts["splits"]:
+        tokens = f"{counted(facts['tokens'], 'token')}; {counted(splits['validation']['rows'], 'row')} in split=validation"
     blocks = counted(facts["blocks"], "block")
     return f"{size(facts['size_bytes'])} in files; {blocks}, about {size(facts['blocks_bytes'])} in the cache; {tokens}"
 

@@ -23,7 +23,11 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
         lengths = served.index.lengths.make(advance)
     rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
-    yield f"{served.name}: {counted(rows, 'row')}, {counted(tokens, 'token')}, {counted(bad, 'bad row')}"
+    held_out = counted(int(lengths.per_block("validation")[0].sum()), "row")
+    yield (
+        f"{served.name}: {counted(rows, 'row')}, {counted(tokens, 'token')}, {counted(bad, 'bad row')}; "
+        f"{held_out} in split=validation"
+    )
     if not rows:
         raise BadParameter(f"{served.name} has no row that its filter keeps. Mend that in penstock.toml, or the data.")
     served.index.row_lengths("all")
