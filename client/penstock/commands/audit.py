@@ -6,16 +6,18 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from penstock.audit import Report, audit
-from penstock.audit.compare import Comparison, compare, rows_of_missing
+from penstock.audit.compare import Comparison, Differing, compare, rows_of_missing
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
 from penstock.errors import LedgerError, SpecError
 from penstock.ledger_file import find_ledgers
 from penstock.printable import printable
+from penstock.wording import counted
 
 _SAMPLE = 100
 
@@ -63,10 +65,13 @@ def _compared(comparison: Comparison | None) -> Iterator[str]:
         return
     yield ""
     yield f"{comparison.num_batches:,} batches were asked for again; {len(comparison.differing):,} are not what they were"
-    for batch in comparison.differing[:_SAMPLE]:
+    by_answer: dict[tuple[str, str], list[Differing]] = {}
+    for batch in comparison.differing:  # a snapshot that is gone is the same answer for each of them
+        by_answer.setdefault((batch.dataset, batch.now), []).append(batch)
+    for batch, *others in islice(by_answer.values(), _SAMPLE):
+        also = f" and {counted(len(others), 'other batch', 'other batches')}" if others else f": {batch.then} then"
         yield (
-            f"  CHANGED {batch.dataset}, epoch {batch.epoch}, step {batch.step:,} of rank {batch.rank}: {batch.then} then, now "
-            f"{batch.now}"
+            f"  CHANGED {batch.dataset}, epoch {batch.epoch}, step {batch.step:,} of rank {batch.rank}{also}, now {batch.now}"
         )
 
 
