@@ -85,6 +85,11 @@ class Field:
                 strings.append(_as_text(_values(path, rows)))
         return pc.binary_join_element_wise(*strings, pa.scalar("", pa.large_string()))
 
+    def nulls(self, rows: pa.RecordBatch, row: int) -> list[str]:
+        """The columns that it reads of which this row has none."""
+        paths = dict.fromkeys(path for _, path in self.parts if path)
+        return [".".join(path) for path in paths if not _values(path, rows)[row].is_valid]
+
 
 def _resolve(name: str, schema: pa.Schema) -> _Path:
     path = (name,) if name in schema.names else tuple(name.split("."))

@@ -113,8 +113,8 @@ class Recipe:
 
     def calls_missing(self, reason: str) -> bool:
         """Whether a row is bad because a value is missing, or empty, that its tokens are made of."""
-        name, _, what = f" {reason}".rpartition(" is ")
-        return what in ("null", "empty") and name.strip() in ("", *(source.text for _, source in self.fields))
+        names = ("", *(f"{source.text} " for _, source in self.fields))
+        return reason.startswith(tuple(f"{name}is {what}" for name in names for what in ("null", "empty")))
 
     @property
     def selecting_columns(self) -> list[str]:

@@ -152,6 +152,8 @@ def _texts(source: Field, rows: pa.RecordBatch, reasons: Reasons) -> list[str]:
     texts: list[str] = []
     for row, raw in enumerate(raw_texts(source.array(rows)).to_pylist()):
         text, reason = _text(raw)
+        if raw is None and source.is_template:
+            reason = f"is null, as {' and '.join(source.nulls(rows, row))} is in this row"
         if reason:
             reasons.add(row, f"{source.text} {reason}")
         texts.append(text)
