@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from penstock.wire import Frame
+from penstock.wire import Alike, Frame
 
 IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
 SIDES = ("", "chosen_", "rejected_")  # how tensors' names begin: those of sequences, and of the two of a preference pair
@@ -18,12 +16,15 @@ TENSOR_NAMES = {
 
 def count_tokens(frame: Frame) -> int:
     """The tokens of a batch without its padding: of prompts and responses, and of both sides of a pair."""
-    if names := _lengths(frame.alike.names):
-        return sum(map(frame.total, names))
-    ids = frame.alike.arrays["input_ids"]
-    return ids.size // len(ids)  # what has no lengths has no padding
+    alike = frame.alike
+    if alike.num_tokens is None:
+        alike.num_tokens = _num_tokens(alike)
+    return alike.num_tokens[frame.number]
 
 
-@lru_cache
-def _lengths(travelling: tuple[str, ...]) -> list[str]:
-    return [name for name in (*(f"{side}lengths" for side in SIDES), "label_lengths") if name in travelling]
+def _num_tokens(alike: Alike) -> list[int]:
+    lengths = [name for name in (*(f"{side}lengths" for side in SIDES), "label_lengths") if name in alike.names]
+    if lengths:
+        return [sum(each) for each in zip(*map(alike.totals, lengths), strict=True)]
+    ids = alike.arrays["input_ids"]
+    return [ids[0].size] * len(ids)  # what has no lengths has no padding

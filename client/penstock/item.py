@@ -1,4 +1,4 @@
-"""An item: a batch on its way to the loop, with the step, digest and size of the frame that it was made of."""
+"""An item: a batch on its way to the loop, with what the frame told that it was made of."""
 
 from __future__ import annotations
 
@@ -7,29 +7,39 @@ from typing import NamedTuple
 from penstock.batch import count_tokens
 from penstock.prefetch import OBJECT_BYTES
 from penstock.tensors import Batch, nbytes
-from penstock.wire import Frame
+from penstock.wire import Frame, Told
 
 
 class Item(NamedTuple):
-    """A batch, or what one will be made of.
+    """A batch, or what one will be made of. The memory that its frame was received into is not held by it.
 
+    told, number  of its frame
     num_tokens    tokens in it, without the padding
-    frame_nbytes  what travelled for it
     """
 
     batch: Batch
-    step: int
-    digest: str
+    told: Told
+    number: int
     num_tokens: int
-    frame_nbytes: int
 
     @classmethod
     def of(cls, frame: Frame, batch: Batch) -> Item:
         """The item of what was made of a frame."""
-        return cls(batch, frame.step, frame.digest, count_tokens(frame), frame.nbytes)
+        alike, number = frame
+        return cls(batch, alike.told, number, count_tokens(frame))
+
+    @property
+    def step(self) -> int:
+        """The step of the batch."""
+        return self.told.steps[self.number]
+
+    @property
+    def digest(self) -> str:
+        """The digest of its frame."""
+        return self.told.digests[self.number]
 
     @property
     def nbytes(self) -> int:
         """About the host memory that it takes while it waits, and as much as travelled for it at least."""
         # Else, where few columns are kept of each batch, a whole epoch would be fetched ahead.
-        return max(nbytes(self.batch), self.frame_nbytes) + OBJECT_BYTES
+        return max(nbytes(self.batch), self.told.nbytes) + OBJECT_BYTES

@@ -51,10 +51,12 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     kind = kind_of(frame.alike.names)
     arrays, made = travelled(frame, kind), Batch()
     for side in kind.sides:
-        lines = Lines(side, arrays, _numbers_of)
         ids, mask, labels = side.names
         if ids in columns:
-            made[ids] = _copied(lines.ids, np.int64, pin_memory)
+            made[ids] = _copied(arrays[side.parts[0]], np.int64, pin_memory)
+        if mask not in columns and labels not in columns:
+            continue
+        lines = Lines(side, arrays, _numbers_of)
         if mask in columns:
             made[mask], ones = _new(lines.ids.shape, np.int64, pin_memory)
             ones[...] = 1 if lines.attended is None else lines.attended
@@ -76,9 +78,8 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     for name in kind.columns:
         if name in columns:
             made[name] = as_tensor(arrays[name], pin_memory)
-    for name, texts in frame.texts.items():
-        if name in columns:
-            made[name] = texts
+    if frame.alike.texts:
+        made |= {name: texts for name, texts in frame.texts.items() if name in columns}
     return made
 
 

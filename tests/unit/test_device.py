@@ -28,7 +28,7 @@ no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines
 def frame_of(tensors: dict[str, Any], step: int = 0) -> wire.Frame:
     address = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=step)
     arrays = {name: array[None] for name, array in tensors.items()}
-    return wire.Frame(wire.Alike(address, [step], [""], 0, arrays, [{"url": ["a", "b"]}]), 0)
+    return wire.Frame(wire.Alike(wire.Told(address, [step], [""], 0), arrays, [{"url": ["a", "b"]}]), 0)
 
 
 @st.composite
@@ -93,7 +93,7 @@ def test_what_waits_for_a_device_is_as_small_as_it_travelled() -> None:
     made = frame_of({"input_ids": np.ones((2, 100), np.uint16), "lengths": np.ones(2, np.int32)})
     assert Item.of(made, pack(made, pin_memory=False)).nbytes == 2 * 2 * 100 + 2 * 4 + 2 + OBJECT_BYTES
     assert Item.of(made, expand(made, pin_memory=False)).nbytes == 3 * 8 * 2 * 100 + 2 + OBJECT_BYTES
-    made.alike.nbytes = 9999
+    made.alike.told = made.alike.told._replace(nbytes=9999)
     assert Item.of(made, expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
 
 

@@ -23,30 +23,34 @@ _UNSEALED = {"header_digest", "pad"}
 _LARGEST_HEADER = 1 << 20
 
 
-class Alike:
-    """Frames of one layout, whose addresses differ in the step alone: they stood one after the other in a body.
+class Told(NamedTuple):
+    """What the headers of frames that are alike tell: they have one layout, and addresses that differ in the step alone.
 
     address      of all of them, but for the step
     steps        of each, and the digests of their payloads
     nbytes       bytes of a payload
-    arrays       each tensor in all of them, shape [num_frames, *shape]; views of the received bytes. `names` are theirs
-    texts        what columns of text hold in each; [] if there are none
     substituted  how many sequences of the first stand in for rows that cannot be used; in the others none does
     """
 
-    def __init__(
-        self,
-        address: Address,
-        steps: list[int],
-        digests: list[str],
-        nbytes: int,
-        arrays: Mapping[str, Array],
-        texts: list[dict[str, Texts]],
-        substituted: int = 0,
-    ) -> None:
-        self.address, self.steps, self.digests, self.nbytes = address, steps, digests, nbytes
-        self.arrays, self.texts, self.substituted = arrays, texts, substituted
+    address: Address
+    steps: list[int]
+    digests: list[str]
+    nbytes: int
+    substituted: int = 0
+
+
+class Alike:
+    """Frames that are alike, and stood one after the other in a body.
+
+    arrays      each tensor in all of them, shape [num_frames, *shape]; views of the received bytes. `names` are theirs
+    texts       what columns of text hold in each; [] if there are none
+    num_tokens  tokens of each, without the padding; None until somebody has counted them
+    """
+
+    def __init__(self, told: Told, arrays: Mapping[str, Array], texts: list[dict[str, Texts]]) -> None:
+        self.told, self.arrays, self.texts = told, arrays, texts
         self.names = tuple(arrays)
+        self.num_tokens: list[int] | None = None
         self._totals: dict[str, list[int]] = {}
 
     def totals(self, name: str) -> list[int]:
@@ -66,22 +70,22 @@ class Frame(NamedTuple):
     @property
     def address(self) -> Address:
         """Which batch it is."""
-        return self.alike.address._replace(step=self.step)
+        return self.alike.told.address._replace(step=self.step)
 
     @property
     def step(self) -> int:
         """That of its address."""
-        return self.alike.steps[self.number]
+        return self.alike.told.steps[self.number]
 
     @property
     def digest(self) -> str:
         """The digest of its payload, which was checked."""
-        return self.alike.digests[self.number]
+        return self.alike.told.digests[self.number]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its payload."""
-        return self.alike.nbytes
+        return self.alike.told.nbytes
 
     @property
     def tensors(self) -> dict[str, Array]:
@@ -97,7 +101,7 @@ class Frame(NamedTuple):
     @property
     def substituted(self) -> int:
         """How many sequences stand in for rows that cannot be used."""
-        return 0 if self.number else self.alike.substituted
+        return 0 if self.number else self.alike.told.substituted
 
     def total(self, name: str) -> int:
         """The sum of a tensor's numbers."""
@@ -124,18 +128,19 @@ def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()
         header, at = _read_header(view, start)
         nbytes, stride = header.layout.nbytes, at - start + header.layout.nbytes
         alike, columns = _alike(view, start, at, header, steps[number : number + (len(view) - start) // stride])
-        start += len(alike.steps) * stride
-        number += len(alike.steps)
+        told = alike.told
+        start += len(told.steps) * stride
+        number += len(told.steps)
         digests = [digest(view[begin : begin + nbytes]) for begin in range(at, start, stride)]
         num_sound = len(digests)
-        if digests != alike.digests:
-            num_sound = [actual == expected for actual, expected in zip(digests, alike.digests, strict=True)].index(False)
+        if digests != told.digests:
+            num_sound = [actual == expected for actual, expected in zip(digests, told.digests, strict=True)].index(False)
         if columns:
             alike.texts = [{t.name: unpack_texts(t, array[own]) for t, array in columns} for own in range(num_sound)]
         if num_sound:
             yield [Frame(alike, own) for own in range(num_sound)]
         if num_sound < len(digests):
-            step, actual, expected = alike.steps[num_sound], digests[num_sound], alike.digests[num_sound]
+            step, actual, expected = told.steps[num_sound], digests[num_sound], told.digests[num_sound]
             raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
 
 
@@ -161,7 +166,7 @@ def _alike(
         steps += likely[1 : len(digests)]
     arrays = layout.arrays(view, at, stride, len(steps))
     columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
-    return Alike(header.address, steps, digests, layout.nbytes, arrays, [], header.substituted), columns
+    return Alike(Told(header.address, steps, digests, layout.nbytes, header.substituted), arrays, []), columns
 
 
 def _read_header(view: memoryview, start: int) -> tuple[Header, int]:
