@@ -21,6 +21,7 @@ from penstock.errors import SpecError
 
 _READ_BYTES = 1 << 18  # at a time at least; of what breaks off in between, that much may be lost
 _READ_SHARE = 4  # and of a large body a quarter of what has come: fewer reads take less of the trainer's CPU
+_MOST_READ_BYTES = 1 << 20  # at a time at most: a server whose bytes come slowly would pass for one that is silent
 _LARGEST_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
 _LARGEST_REFUSAL = 16 << 20  # of what is no batch; a server's own are a sentence, and other programs' a page
 _PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
@@ -72,7 +73,7 @@ class Body:
             return
         self._memory = self._allocate(response.length)
         while self._num_bytes < len(self._memory):
-            most = max(_READ_BYTES, self._num_bytes // _READ_SHARE)
+            most = min(max(_READ_BYTES, self._num_bytes // _READ_SHARE), _MOST_READ_BYTES)
             came = response.readinto(self._memory[self._num_bytes : self._num_bytes + most])
             if not came:
                 raise http.client.IncompleteRead(b"", len(self._memory) - self._num_bytes)

@@ -134,6 +134,16 @@ def test_a_body_lies_in_the_memory_that_was_given_for_it(server: Listener) -> No
     assert len(signs) >= 5
 
 
+def test_a_body_that_comes_slowly_is_heard_of_however_much_has_come(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "_READ_BYTES", 1000)
+    monkeypatch.setattr(receive, "_MOST_READ_BYTES", 20_000)
+    memory, signs = bytearray(), list[int]()
+    with receiver() as client:
+        ask(client, url_of(server, "sized"), body_in(memory, signs))
+    assert memory == CONTENT
+    assert len(signs) >= len(CONTENT) / 20_000
+
+
 @pytest.mark.parametrize("kind", ["chunked", "missing"])
 def test_a_body_of_unknown_length_and_that_of_a_refusal_come_whole(server: Listener, kind: str) -> None:
     body = body_in(bytearray())
