@@ -237,6 +237,19 @@ def test_texts_whose_offsets_lie_are_refused(words: list[int], count: int, nbyte
             list(wire.decode(body))
 
 
+def test_frames_before_one_whose_texts_lie_are_given() -> None:
+    layout = Layout.of([("url", "utf8", (2, 4))])
+    frames = []
+    for step, borders in enumerate([(0, 1, 4), (0, 2, 4), (0, 5, 4), (0, 3, 4)]):
+        payload = (np.array(borders, "<i8").tobytes() + b"abcd").ljust(layout.nbytes, b"\0")
+        address = Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=step)
+        frames.append(wire.Heads(address, layout).head(step, wire.digest(payload)) + payload)
+    found = wire.decode(b"".join(frames), range(4))
+    assert [next(found).texts["url"] for _ in range(2)] == [["a", "bcd"], ["ab", "cd"]]
+    with pytest.raises(WireError, match="the offsets of the texts in url are none"):
+        next(found)
+
+
 def test_texts_come_back_as_they_were_sent() -> None:
     texts = {"some": ["fox", "", "über"], "none": ["", ""], "no": []}
     raw = {name: [text.encode() for text in own] for name, own in texts.items()}

@@ -131,17 +131,21 @@ def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()
         told = alike.told
         start += len(told.steps) * stride
         number += len(told.steps)
-        digests = [digest(view[begin : begin + nbytes]) for begin in range(at, start, stride)]
-        num_sound = len(digests)
-        if digests != told.digests:
-            num_sound = [actual == expected for actual, expected in zip(digests, told.digests, strict=True)].index(False)
-        if columns:
-            alike.texts = [{t.name: unpack_texts(t, array[own]) for t, array in columns} for own in range(num_sound)]
-        if num_sound:
-            yield [Frame(alike, own) for own in range(num_sound)]
-        if num_sound < len(digests):
-            step, actual, expected = told.steps[num_sound], digests[num_sound], told.digests[num_sound]
-            raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
+        frames: list[Frame] = []
+        try:
+            for own, (begin, expected) in enumerate(zip(range(at, start, stride), told.digests, strict=True)):
+                actual = digest(view[begin : begin + nbytes])
+                if actual != expected:
+                    step = told.steps[own]
+                    raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
+                if columns:
+                    alike.texts.append({t.name: unpack_texts(t, array[own]) for t, array in columns})
+                frames.append(Frame(alike, own))
+        except WireError:
+            if frames:
+                yield frames
+            raise
+        yield frames
 
 
 def _alike(
