@@ -213,7 +213,7 @@ def test_a_template_of_which_a_part_is_null_says_which(data: Path) -> None:
     write(data, keys, {"a": ["fox", "fox", None, None], "meta": meta})
     [block] = open_blocks(data).get([0])
     null = "{a} {meta.b} {a} is null, as "
-    of_row = {1: f"{null}meta.b is in this row", 2: f"{null}a and meta.b is in this row", 3: f"{null}a is in this row"}
+    of_row = {1: f"{null}meta.b is in this row", 2: f"{null}a and meta.b are in this row", 3: f"{null}a is in this row"}
     assert block.bad == of_row
 
 

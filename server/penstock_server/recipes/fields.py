@@ -85,10 +85,10 @@ class Field:
                 strings.append(_as_text(_values(path, rows)))
         return pc.binary_join_element_wise(*strings, pa.scalar("", pa.large_string()))
 
-    def nulls(self, rows: pa.RecordBatch, row: int) -> list[str]:
-        """The columns that it reads of which this row has none."""
+    def nulls(self, rows: pa.RecordBatch) -> dict[str, list[bool]]:
+        """Of each column of a template whether it is null in each row."""
         paths = dict.fromkeys(path for _, path in self.parts if path)
-        return [".".join(path) for path in paths if not _values(path, rows)[row].is_valid]
+        return {".".join(path): _as_text(_values(path, rows)).is_null().to_pylist() for path in paths}
 
 
 def _resolve(name: str, schema: pa.Schema) -> _Path:

@@ -150,10 +150,13 @@ def _every(ids: list[int], num_rows: int) -> Lists:
 def _texts(source: Field, rows: pa.RecordBatch, reasons: Reasons) -> list[str]:
     """The field's texts, "" for a bad one."""
     texts: list[str] = []
-    for row, raw in enumerate(raw_texts(source.array(rows)).to_pylist()):
+    found = raw_texts(source.array(rows))
+    nulls = source.nulls(rows) if source.is_template and found.null_count else {}
+    for row, raw in enumerate(found.to_pylist()):
         text, reason = _text(raw)
-        if raw is None and source.is_template:
-            reason = f"is null, as {' and '.join(source.nulls(rows, row))} is in this row"
+        if raw is None and nulls:
+            names = [name for name, are_null in nulls.items() if are_null[row]]
+            reason = f"is null, as {' and '.join(names)} {'is' if len(names) == 1 else 'are'} in this row"
         if reason:
             reasons.add(row, f"{source.text} {reason}")
         texts.append(text)
