@@ -18,6 +18,7 @@ from penstock import Spec
 from penstock.audit import Report, audit, compare, reading
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of as words_of
+from penstock.commands import audit as command
 from penstock.errors import AddressError, LedgerError, UnknownDataset
 from penstock.ledger import Begin
 from penstock.ledger_file import find_ledgers
@@ -899,3 +900,13 @@ def test_another_mix_that_does_not_go_on_where_the_run_was_is_another_order(
     other = begin_of(mix=mix, **({"start": 1, "step": 8} | same | values))
     second = append(ledger.with_name("other"), other, range(8, 20), ends=True)
     assert len(audit([first, second]).orders) == 2
+
+
+def test_each_batch_that_changed_is_told_and_what_is_refused_for_one_reason_once() -> None:
+    changed = [compare.Differing("d", epoch, 0, 5, f"then-{epoch}", "now", is_refused=False) for epoch in range(2)]
+    refused = [compare.Differing("d", 2, 0, step, "then", "it is gone", is_refused=True) for step in range(3)]
+    assert list(command._compared(compare.Comparison(9, changed + refused)))[2:] == [
+        "  CHANGED d, epoch 0, step 5 of rank 0: then-0 then, now now",
+        "  CHANGED d, epoch 1, step 5 of rank 0: then-1 then, now now",
+        "  CHANGED d, epoch 2, step 0 of rank 0 and 2 other batches, now it is gone",
+    ]

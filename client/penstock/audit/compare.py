@@ -24,7 +24,7 @@ _REFUSALS = (AddressError, DataError, SnapshotGone, UnknownDataset)
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """A batch that the server does not give as it was given; `now` is its digest, or why there is none."""
+    """A batch that the server does not give as it was given; `now` is its digest, or where it is refused the reason."""
 
     dataset: str
     epoch: int
@@ -32,6 +32,7 @@ class Differing:
     step: int
     then: str
     now: str
+    is_refused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +99,17 @@ def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) ->
     with closing(source.connect()) as transport:
         steps = range(min(digests), max(digests) + 1)
         while steps:
+            is_refused = True
             try:
                 frames = source.frames(transport, begin.spec, begin.epoch, steps)
-                found = {frame.step: frame.digest for frame in frames}
+                found, is_refused = {frame.step: frame.digest for frame in frames}, False
             except DataError as error:  # of the first step, and perhaps of no other
                 found = {steps[0]: str(error)}
             except _REFUSALS as error:
                 found = dict.fromkeys(steps, str(error))
             for step, now in found.items():
                 if now != digests[step]:
-                    yield Differing(begin.dataset, begin.epoch, begin.rank, step, digests[step], now)
+                    yield Differing(begin.dataset, begin.epoch, begin.rank, step, digests[step], now, is_refused)
             steps = steps[len(found) :]
 
 

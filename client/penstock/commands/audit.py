@@ -65,10 +65,10 @@ def _compared(comparison: Comparison | None) -> Iterator[str]:
         return
     yield ""
     yield f"{comparison.num_batches:,} batches were asked for again; {len(comparison.differing):,} are not what they were"
-    by_answer: dict[tuple[str, str], list[Differing]] = {}
-    for batch in comparison.differing:  # a snapshot that is gone is the same answer for each of them
-        by_answer.setdefault((batch.dataset, batch.now), []).append(batch)
-    for batch, *others in islice(by_answer.values(), _SAMPLE):
+    alike: dict[object, list[Differing]] = {}
+    for batch in comparison.differing:  # a snapshot that is gone is the same refusal for each of them
+        alike.setdefault((batch.dataset, batch.now) if batch.is_refused else batch, []).append(batch)
+    for batch, *others in islice(alike.values(), _SAMPLE):
         also = f" and {counted(len(others), 'other batch', 'other batches')}" if others else f": {batch.then} then"
         yield (
             f"  CHANGED {batch.dataset}, epoch {batch.epoch}, step {batch.step:,} of rank {batch.rank}{also}, now {batch.now}"
