@@ -37,14 +37,15 @@ def describe_dataset(served: Served) -> dict[str, Any]:
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     lengths = index.lengths.get() if index.lengths.is_ready else None
-    tokens = int(lengths.per_block("all")[1].sum()) if lengths else None
+    splits = _splits(lengths) if lengths else None
+    tokens = sum(split["tokens"] for split in splits.values()) if splits else None
     token_bytes = np.dtype(snapshot.token_dtype).itemsize
     return {
         "name": served.name,
         "rows": snapshot.num_rows,
         "rows_served": index.num_rows,
         "tokens": tokens,
-        "splits": {split: _of_split(lengths, split) for split in ("train", "validation")} if lengths else None,
+        "splits": splits,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.date.size_bytes for shard in snapshot.shards),
@@ -65,9 +66,11 @@ def describe_dataset(served: Served) -> dict[str, Any]:
     }
 
 
-def _of_split(lengths: RowLengths, split: str) -> dict[str, int]:
-    rows, tokens, bad_rows = lengths.per_block(split).sum(axis=1).tolist()
-    return {"rows": rows, "tokens": tokens, "bad_rows": bad_rows}
+def _splits(lengths: RowLengths) -> dict[str, dict[str, int]]:
+    """What is in each split. Of the train split it is what remains: to count it takes a look at all rows."""
+    every, held_out = (lengths.per_block(split).sum(axis=1) for split in ("all", "validation"))
+    counts = {"train": every - held_out, "validation": held_out}
+    return {split: dict(zip(("rows", "tokens", "bad_rows"), count.tolist(), strict=True)) for split, count in counts.items()}
 
 
 def describe_held(held: Held) -> dict[str, Any]:
