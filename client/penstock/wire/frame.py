@@ -127,7 +127,7 @@ def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()
     while start < len(view):
         header, at = _read_header(view, start)
         nbytes, stride = header.layout.nbytes, at - start + header.layout.nbytes
-        alike, columns = _alike(view, start, at, header, steps[number : number + (len(view) - start) // stride])
+        alike, columns = _alike(view, start, at, header, steps[number:])
         told = alike.told
         start += len(told.steps) * stride
         number += len(told.steps)
@@ -153,8 +153,8 @@ def _alike(
 ) -> tuple[Alike, list[tuple[TensorLayout, Array]]]:
     """The frames from the byte `start` on that are alike, and their columns of text, which are not yet read.
 
-    The first of them has this header, and its payload begins at byte `at`. `likely` are the steps of as many frames as there
-    is room for: those after the first are looked for.
+    The first of them has this header, and its payload begins at byte `at`. `likely` are the steps of that one and of those
+    behind it, perhaps of more than there are.
     """
     layout, stride = header.layout, at - start + header.layout.nbytes
     most = (len(view) - start) // stride
@@ -164,10 +164,11 @@ def _alike(
     steps, digests = [header.address.step], [header.digest]
     # Where the next has another layout, to compare it would only take time: its payload mostly has another length, too.
     if most > 1 and view[at - BIN32.size : at] == view[at - BIN32.size + stride : at + stride]:
+        following = likely[1:most]
         memory = np.frombuffer(view[start:], np.uint8, most * stride).reshape(most, stride)
-        heads = memory[1 : len(likely), : at - start]
-        digests += Heads(header.address, layout).recognise(heads, likely[1:])
-        steps += likely[1 : len(digests)]
+        heads = memory[1 : 1 + len(following), : at - start]
+        digests += Heads(header.address, layout).recognise(heads, following)
+        steps += following[: len(digests) - 1]
     arrays = layout.arrays(view, at, stride, len(steps))
     columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
     return Alike(Told(header.address, steps, digests, layout.nbytes, header.substituted), arrays, []), columns
