@@ -66,7 +66,7 @@ class Stranger(Fault):
 
 def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -> Fault | PenstockError:
     """What an answer with a status other than 200 stands for."""
-    retry_after = headers.get("Retry-After", "")
+    retry_after = headers.get("retry-after", "")
     problem = _problem(body)
     slug = problem.get("type", "").rpartition(":")[2]
     detail = problem.get("detail") or f"HTTP status {status}"
@@ -78,7 +78,7 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -
         return Busy(detail, after_seconds=_seconds(retry_after))
     if status in (408, 425, 429) or status >= 500:
         return Fault(detail, after_seconds=_seconds(retry_after))
-    return Stranger(f"{url} answered {status}: {detail.rstrip('.')}. {_doubt(url, status, headers.get('Location', ''))}")
+    return Stranger(f"{url} answered {status}: {detail.rstrip('.')}. {_doubt(url, status, headers.get('location', ''))}")
 
 
 def _doubt(url: str, status: int, location: str) -> str:

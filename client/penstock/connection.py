@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
-from http.client import HTTPException
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ from penstock import __version__
 from penstock.answers import Fault, Stranger, failure_of
 from penstock.aside import ask_aside, by_proxy, has_proxies, http_client, plain_address
 from penstock.buffers import Buffers
+from penstock.channel import HttpError
 from penstock.errors import SpecError, WireError
 from penstock.receive import Body, Origin, Receiver, Request
 from penstock.wire import content_digest
@@ -63,7 +63,7 @@ class Connection:
         try:
             self._is_fetching = True
             status, headers, body = self._exchange(server, target, then, silence_seconds, receiving)
-        except (httpx.RequestError, OSError, HTTPException) as error:
+        except (httpx.RequestError, OSError, HttpError) as error:
             reason = self._hung_up or str(error) or type(error).__name__
             if plain := plain_address(server, reason):
                 raise Stranger(plain) from error
@@ -71,7 +71,7 @@ class Connection:
             raise Fault(reason + by_proxy(server), received=received) from error
         finally:
             self._is_fetching, self._hung_up = False, None
-        declared = headers.get("Content-Digest", "")
+        declared = headers.get("content-digest", "")
         if declared.startswith("sha-256=:") and declared != content_digest(body):
             raise WireError(f"the answer of {named} was damaged on the way: its digest is not the one that was sent with it")
         if status == 200:
@@ -109,7 +109,7 @@ class Connection:
 
     def _exchange(
         self, server: str, target: str, then: str | None, silence_seconds: float, receiving: Body
-    ) -> tuple[int, httpx.Headers, memoryview]:
+    ) -> tuple[int, Mapping[str, str], memoryview]:
         connect_seconds = min(_CONNECT_SECONDS, silence_seconds)
         if self._client:
             timeout = httpx.Timeout(silence_seconds, connect=connect_seconds)
@@ -152,8 +152,9 @@ def _origin(server: str) -> Origin:
     headers = {"Host": url.netloc.decode(), **_HEADERS}
     if url.userinfo:
         headers["Authorization"] = f"Basic {b64encode(f'{url.username}:{url.password}'.encode()).decode()}"
-    port = url.port or (443 if url.scheme == "https" else 80)  # without one, http.client looks for it in an IPv6 host
-    return Origin(url.scheme, url.host, port, tuple(headers.items()))
+    port = url.port or (443 if url.scheme == "https" else 80)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return Origin(url.scheme, url.host, port, lines.encode())
 
 
 _url = lru_cache(maxsize=8)(httpx.URL)  # those of an epoch differ in their queries, and it takes long to check one

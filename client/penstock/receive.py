@@ -6,34 +6,33 @@ its data; here the kernel writes them where they are to stay.
 
 from __future__ import annotations
 
-import http.client
 import os
 import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import httpx
 
+from penstock.channel import Channel, Head, HttpError
 from penstock.errors import SpecError
 
-_READ_BYTES = 1 << 18  # at a time at least; of what breaks off in between, that much may be lost
-_READ_SHARE = 4  # and of a large body a quarter of what has come: fewer reads take less of the trainer's CPU
-_MOST_READ_BYTES = 1 << 20  # at a time at most: a server whose bytes come slowly would pass for one that is silent
+_READ_BYTES = 1 << 20  # at a time: what is done with them finds them in the processor's cache
+_OK = 200
 _LARGEST_BODY = 2 << 30  # twice the largest batch; what says it is larger is no answer to what was asked
 _LARGEST_REFUSAL = 16 << 20  # of what is no batch; a server's own are a sentence, and other programs' a page
 _PAUSE_SECONDS = 60.0  # without asking ahead, where that has failed
 
 
 class Origin(NamedTuple):
-    """A server, and the headers that every request to it has."""
+    """A server, and the lines of headers that every request to it has."""
 
     scheme: str
     host: str
     port: int
-    headers: tuple[tuple[str, str], ...]
+    headers: bytes
 
 
 class Request(NamedTuple):
@@ -65,29 +64,28 @@ class Body:
         """What has come so far; the whole body, once the response is there."""
         return self._memory[: self._num_bytes]
 
-    def read(self, response: http.client.HTTPResponse) -> None:
-        """Reads to the end. Raises IncompleteRead: the connection closed before it."""
-        self.status = response.status
-        if response.length is None:  # chunked, so nobody knows how much comes
-            self._collect(response)
+    def read(self, head: Head, channel: Channel) -> None:
+        """Reads to the end. Raises HttpError: the connection closed before it."""
+        self.status = head.status
+        if head.length is None:
+            self._collect(head, channel)
             return
-        self._memory = self._allocate(response.length)
-        while self._num_bytes < len(self._memory):
-            most = min(max(_READ_BYTES, self._num_bytes // _READ_SHARE), _MOST_READ_BYTES)
-            came = response.readinto(self._memory[self._num_bytes : self._num_bytes + most])
+        self._memory = self._allocate(head.length)
+        while self._num_bytes < head.length:
+            came = channel.readinto(self._memory[self._num_bytes : self._num_bytes + _READ_BYTES])
             if not came:
-                raise http.client.IncompleteRead(b"", len(self._memory) - self._num_bytes)
+                raise HttpError(f"the connection ended {head.length - self._num_bytes} bytes before the end of the answer")
             self._num_bytes += came
             self._on_bytes()
 
-    def _collect(self, response: http.client.HTTPResponse) -> None:
+    def _collect(self, head: Head, channel: Channel) -> None:
         parts: list[bytes] = []
         num_bytes = 0
         try:
-            while part := response.read1(_READ_BYTES):
+            for part in channel.chunks():
                 parts.append(part)
                 num_bytes += len(part)
-                _check_size(response, num_bytes)
+                _check_size(head.status, num_bytes)
                 self._on_bytes()
         finally:
             self._memory = memoryview(b"".join(parts))
@@ -105,56 +103,51 @@ class Receiver:
     def __init__(self, on_connect: Callable[[socket.socket], None]) -> None:
         self._on_connect = on_connect
         # Of each server: the one whose turn it is, and perhaps the one that is asked ahead.
-        self._connections: dict[Origin, deque[http.client.HTTPConnection]] = {}
+        self._channels: dict[Origin, deque[Channel]] = {}
         self._asked: tuple[Origin, str] | None = None  # ahead: of whom, and its target
         self._paused_until = 0.0  # nothing is asked ahead before
         self._tls: ssl.SSLContext | None = None
 
-    def get(self, request: Request, body: Body) -> tuple[int, httpx.Headers]:
-        """One exchange: the status and the headers, once all is in `body`.
+    def get(self, request: Request, body: Body) -> tuple[int, Mapping[str, str]]:
+        """One exchange: the status and the headers, by names in small letters, once all is in `body`.
 
-        Raises OSError, HTTPException: the server is away, or what came is no answer or not all of it.
+        Raises OSError, HttpError: the server is away, or what came is no answer or not all of it.
         Raises SpecError: see tls_context.
         """
         try:
-            response = self._answer(request)
-            with response:  # one that ends its connection keeps the socket for itself
-                _check(response)
-                if response.status == http.client.OK and not response.will_close:
-                    self._ask_ahead(request)
-                body.read(response)
-        except BaseException as error:
+            channel, head = self._answer(request)
+            _check(head)
+            if head.status == _OK and not head.is_last:
+                self._ask_ahead(request)
+            body.read(head, channel)
+        except BaseException:
             self._drop(request.origin)  # what it would still send belongs to no request
-            if type(error) is http.client.BadStatusLine:  # what is no HTTP stands in it, and is nothing for a log
-                raise http.client.HTTPException("what came is no HTTP") from error
             raise
-        if response.will_close:
+        if head.is_last:
             self._drop(request.origin)
-        # As bytes: httpx takes text for ASCII, and a damaged header may be of any characters.
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in response.getheaders()]
-        return response.status, httpx.Headers(headers)
+        return head.status, head.headers
 
     def close(self) -> None:
         """Closes the connections. If a thread that did not end in time still uses them, it fails, and not this."""
         # No more are made. And whoever is told of them mostly has this, too: both would wait for the garbage collector.
         self._on_connect = socket.socket.close
-        for origin in tuple(self._connections):
+        for origin in tuple(self._channels):
             self._drop(origin)
 
-    def _answer(self, request: Request) -> http.client.HTTPResponse:
-        """The answer, as far as its headers.
+    def _answer(self, request: Request) -> tuple[Channel, Head]:
+        """The answer, as far as its head, and the connection that it comes over.
 
         A kept connection that the server has closed meanwhile is made anew. A refusal of what was asked ahead is not heard: it
         was said while another answer was being read, perhaps because of that one.
         """
         is_asked = self._turn(request)
-        is_kept = request.origin in self._connections
+        is_kept = request.origin in self._channels
         if is_asked:  # while it is still being made, the server can make the next beside it
             self._ask_ahead(request)
         try:
-            response = self._ask(request, is_asked)
-            if not is_asked or response.status == http.client.OK:
-                return response
+            channel, head = self._ask(request, is_asked)
+            if not is_asked or head.status == _OK:
+                return channel, head
             self._pause()
         except ConnectionError:
             if not is_kept:
@@ -167,55 +160,57 @@ class Receiver:
         asked, self._asked = self._asked, None
         is_asked = asked == (request.origin, request.target)
         if is_asked:
-            self._connections[request.origin].rotate()
+            self._channels[request.origin].rotate()
         elif asked:
             self._drop(asked[0])
         return is_asked
 
-    def _ask(self, request: Request, is_asked: bool) -> http.client.HTTPResponse:
-        connections = self._connections.get(request.origin) or deque((self._connect(request),))
-        self._connections[request.origin] = connections
-        connections[0].sock.settimeout(request.silence_seconds)
+    def _ask(self, request: Request, is_asked: bool) -> tuple[Channel, Head]:
+        channels = self._channels.get(request.origin) or deque((self._connect(request),))
+        self._channels[request.origin] = channels
+        channel = channels[0]
+        channel.silence_seconds = request.silence_seconds
         if not is_asked:
-            _send(connections[0], request.origin, request.target)
-        return connections[0].getresponse()
+            channel.send(_get(request.origin, request.target))
+        return channel, channel.head()
 
     def _ask_ahead(self, request: Request) -> None:
         if request.then is None or self._asked or time.monotonic() < self._paused_until:
             return
-        connections = self._connections[request.origin]
-        if len(connections) == 1:
+        channels = self._channels[request.origin]
+        if len(channels) == 1:
             try:
-                connections.append(self._connect(request))
+                channels.append(self._connect(request))
             except OSError:
                 self._pause()  # to find out may have taken seconds, while an answer waits to be read
                 return
         try:
-            _send(connections[1], request.origin, request.then)
+            channels[1].send(_get(request.origin, request.then))
             self._asked = (request.origin, request.then)
         except OSError:  # a kept one, that the server has closed meanwhile
-            connections.pop().close()
+            channels.pop().close()
 
     def _pause(self) -> None:
         self._paused_until = time.monotonic() + _PAUSE_SECONDS
 
-    def _connect(self, request: Request) -> http.client.HTTPConnection:
+    def _connect(self, request: Request) -> Channel:
         (scheme, host, port, _), seconds = request.origin, request.connect_seconds
-        made = http.client.HTTPConnection(host, port, timeout=seconds)
-        if scheme == "https":
-            self._tls = self._tls or tls_context()
-            made = http.client.HTTPSConnection(host, port, timeout=seconds, context=self._tls)
+        if scheme == "https" and not self._tls:
+            self._tls = tls_context()
         try:
-            made.connect()
+            made = socket.create_connection((host, port), seconds)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls and scheme == "https":
+                made = self._tls.wrap_socket(made, server_hostname=host)
         except TimeoutError as error:
             raise TimeoutError(f"no connection within {seconds:g} seconds") from error
-        self._on_connect(made.sock)
-        return made
+        self._on_connect(made)
+        return Channel(made)
 
     def _drop(self, origin: Origin) -> None:
         self._asked = None
-        for connection in tuple(self._connections.pop(origin, ())):
-            connection.close()
+        for channel in tuple(self._channels.pop(origin, ())):
+            channel.close()
 
 
 def tls_context() -> ssl.SSLContext:
@@ -230,26 +225,18 @@ def tls_context() -> ssl.SSLContext:
         ) from error
 
 
-def _send(connection: http.client.HTTPConnection, origin: Origin, target: str) -> None:
-    connection.putrequest("GET", target, skip_host=True, skip_accept_encoding=True)
-    for name, value in origin.headers:
-        connection.putheader(name, value)
-    connection.endheaders()
+def _get(origin: Origin, target: str) -> bytes:
+    return b"GET %b HTTP/1.1\r\n%b\r\n" % (target.encode("ascii"), origin.headers)
 
 
-def _check(response: http.client.HTTPResponse) -> None:
-    """Whether the headers came whole. http.client takes those that end in mid-line for all there are.
-
-    Raises HTTPException: they did not, or the body is packed, or larger than any.
-    """
-    _check_size(response, response.length or 0)
-    if response.length is None and not response.chunked:
-        raise http.client.HTTPException("the answer does not tell its length, or its headers were cut")
-    if (packed := response.getheader("Content-Encoding", "identity")) != "identity":
-        raise http.client.HTTPException(f"the answer is packed with {packed}, which was not asked for")
+def _check(head: Head) -> None:
+    """Raises HttpError: the body is packed, or larger than any."""
+    _check_size(head.status, head.length or 0)
+    if (packed := head.headers.get("content-encoding", "identity")) != "identity":
+        raise HttpError(f"the answer is packed with {packed}, which was not asked for")
 
 
-def _check_size(response: http.client.HTTPResponse, num_bytes: int) -> None:
-    most, what = (_LARGEST_BODY, "batch") if response.status == http.client.OK else (_LARGEST_REFUSAL, "refusal")
+def _check_size(status: int, num_bytes: int) -> None:
+    most, what = (_LARGEST_BODY, "batch") if status == _OK else (_LARGEST_REFUSAL, "refusal")
     if num_bytes > most:
-        raise http.client.HTTPException(f"the answer is of {num_bytes:,} bytes or more, larger than any {what}")
+        raise HttpError(f"the answer is of {num_bytes:,} bytes or more, larger than any {what}")

@@ -215,8 +215,8 @@ def test_each_stage_of_an_outage_is_one_line(caplog: pytest.LogCaptureFixture) -
     lines = [record.message for record in caplog.records if record.name == "penstock"]
     assert [line.replace(flaky, "FLAKY").replace(AWAY, "AWAY") for line in lines] == [
         "penstock: AWAY: [Errno 111] Connection refused; failing over to FLAKY",
-        "penstock: no server has answered (AWAY: [Errno 111] Connection refused; FLAKY: Remote end closed connection without "
-        "response); trying again for up to 20 seconds",
+        "penstock: no server has answered (AWAY: [Errno 111] Connection refused; FLAKY: the server closed the connection "
+        "without an answer); trying again for up to 20 seconds",
         "penstock: FLAKY answers after 13 failed attempts",
     ]
 

@@ -4,20 +4,19 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import numpy as np
 import pytest
 
 from penstock import receive
 from penstock.buffers import Buffers
+from penstock.channel import HttpError
 from penstock.receive import Body, Origin, Receiver, Request
 
 CONTENT = bytes(range(256)) * 5000
@@ -101,11 +100,11 @@ def receiver(made: list[socket.socket] | None = None) -> closing[Receiver]:
     return closing(Receiver((made if made is not None else []).append))
 
 
-def ask(receiver: Receiver, url: str, body: Body, then: str | None = None) -> tuple[int, httpx.Headers]:
+def ask(receiver: Receiver, url: str, body: Body, then: str | None = None) -> tuple[int, Mapping[str, str]]:
     split = urlsplit(url)
     assert split.hostname
     assert split.port
-    origin = Origin(split.scheme, split.hostname, split.port, (("Host", split.netloc),))
+    origin = Origin(split.scheme, split.hostname, split.port, f"Host: {split.netloc}\r\n".encode())
     return receiver.get(Request(origin, url.removeprefix(f"{split.scheme}://{split.netloc}"), then, 2.0, 0.5), body)
 
 
@@ -127,16 +126,15 @@ def test_a_body_lies_in_the_memory_that_was_given_for_it(server: Listener) -> No
     with receiver() as client:
         status, headers = ask(client, url_of(server, "sized?a=1+2"), body)
     assert status == 200
-    assert headers["X-Asked"] == f"127.0.0.1:{server.server_port}/sized?a=1+2"
+    assert headers["x-asked"] == f"127.0.0.1:{server.server_port}/sized?a=1+2"
     assert memory == CONTENT
     assert body.received.obj is memory
     assert body.received == CONTENT
-    assert len(signs) >= 5
+    assert len(signs) >= 2
 
 
 def test_a_body_that_comes_slowly_is_heard_of_however_much_has_come(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "_READ_BYTES", 1000)
-    monkeypatch.setattr(receive, "_MOST_READ_BYTES", 20_000)
+    monkeypatch.setattr(receive, "_READ_BYTES", 20_000)
     memory, signs = bytearray(), list[int]()
     with receiver() as client:
         ask(client, url_of(server, "sized"), body_in(memory, signs))
@@ -153,8 +151,8 @@ def test_a_body_of_unknown_length_and_that_of_a_refusal_come_whole(server: Liste
     assert body.received == CONTENT
 
 
-def test_an_answer_without_a_length_may_have_been_cut_in_its_headers(server: Listener) -> None:
-    with receiver() as client, pytest.raises(HTTPException, match="headers were cut"):
+def test_an_answer_without_a_length_is_none(server: Listener) -> None:
+    with receiver() as client, pytest.raises(HttpError, match="does not tell its length"):
         ask(client, url_of(server, "until-closed"), body_in(bytearray()))
 
 
@@ -224,7 +222,7 @@ def test_what_is_asked_ahead_and_not_answered_is_asked_again(server: Listener) -
         assert get(client, server, "sized", "hangs-up") == CONTENT
         assert get(client, server, "hangs-up", "cut") == CONTENT
         assert server.asked.count("hangs-up") == 2
-        with pytest.raises(HTTPException):
+        with pytest.raises(HttpError):
             get(client, server, "cut", "sized")
         assert get(client, server, "sized", "sized") == CONTENT
 
@@ -250,7 +248,7 @@ def test_nothing_is_asked_ahead_behind_a_refusal(server: Listener) -> None:
 @pytest.mark.parametrize("kind", ["cut", "cut-chunked", "silent"])
 def test_what_came_of_a_body_that_was_cut_is_kept(server: Listener, kind: str) -> None:
     body, after = body_in(bytearray()), body_in(bytearray())
-    expected = TimeoutError if kind == "silent" else HTTPException
+    expected = TimeoutError if kind == "silent" else HttpError
     with receiver() as client:
         with pytest.raises(expected):
             ask(client, url_of(server, kind), body)
@@ -263,14 +261,14 @@ def test_what_came_of_a_body_that_was_cut_is_kept(server: Listener, kind: str) -
 @pytest.mark.parametrize("kind", ["sized", "chunked"])
 def test_no_body_is_larger_than_any_batch(server: Listener, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(receive, "_LARGEST_BODY", len(CONTENT) - 1)
-    with receiver() as client, pytest.raises(HTTPException, match="1,280,000 bytes or more, larger than any batch"):
+    with receiver() as client, pytest.raises(HttpError, match="1,280,000 bytes or more, larger than any batch"):
         get(client, server, kind, kind)
 
 
 def test_no_refusal_is_as_large_as_a_batch(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive, "_LARGEST_REFUSAL", len(CONTENT) - 1)
     with receiver() as client:
-        with pytest.raises(HTTPException, match="1,280,000 bytes or more, larger than any refusal"):
+        with pytest.raises(HttpError, match="1,280,000 bytes or more, larger than any refusal"):
             get(client, server, "missing", "missing")
         get(client, server, "sized", "sized")
 
@@ -280,7 +278,7 @@ def test_a_server_that_is_away_or_speaks_no_http_is_told_apart() -> None:
         port = listening.getsockname()[1]
         thread = threading.Thread(target=lambda: _answer(listening, b"who is there?\r\n\r\n"))
         thread.start()
-        with receiver() as client, pytest.raises(HTTPException):
+        with receiver() as client, pytest.raises(HttpError):
             ask(client, f"http://127.0.0.1:{port}/", body_in(bytearray()))
         thread.join()
     with receiver() as client, pytest.raises(ConnectionRefusedError):

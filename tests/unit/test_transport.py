@@ -195,7 +195,7 @@ def test_a_server_that_asks_to_be_left_alone_gives_way_to_the_next_at_once(heade
 
 @pytest.mark.parametrize("asked", ["9" * 400, "Fri, 31 Dec 9999 23:59:59 GMT"])
 def test_no_server_is_left_alone_for_longer_than_an_hour(asked: str) -> None:
-    failure = failure_of("http://host", 503, {"Retry-After": asked}, b"")
+    failure = failure_of("http://host", 503, {"retry-after": asked}, b"")
     assert isinstance(failure, Fault)
     assert failure.after_seconds == 3600
 
@@ -204,7 +204,7 @@ def test_no_server_is_left_alone_for_longer_than_an_hour(asked: str) -> None:
     "asked", ["", "-1", "\u00b2", "soon", "Thu, 01 Jan 1970 00:00:00 GMT", "Thu, 01 Jan 99999 00:00:00 GMT"]
 )
 def test_what_asks_for_no_time_to_come_is_no_wait(asked: str) -> None:
-    failure = failure_of("http://host", 503, {"Retry-After": asked}, b"")
+    failure = failure_of("http://host", 503, {"retry-after": asked}, b"")
     assert isinstance(failure, Fault)
     assert failure.after_seconds == 0
 
@@ -216,7 +216,7 @@ def test_what_asks_for_no_time_to_come_is_no_wait(asked: str) -> None:
 )  # fmt: skip
 def test_how_far_a_server_is_lies_between_nothing_and_all(told: dict[str, object], share: float) -> None:
     body = json.dumps({"type": "urn:penstock:problem:index-not-ready"} | told).encode()
-    failure = failure_of("http://host", 503, {"Retry-After": "2"}, body)
+    failure = failure_of("http://host", 503, {"retry-after": "2"}, body)
     assert isinstance(failure, NotYet)
     assert (failure.share, failure.after_seconds) == (share, 2)
 

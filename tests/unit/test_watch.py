@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,27 @@ def test_one_that_stops_in_the_middle_of_an_answer_gives_way_too_and_what_came_i
     with server(cut, hold=over) as hanging, closing(Transport([hanging], retry_seconds=60)) as transport:
         assert transport.get_some("/", stop) == [b"a", b"b", b"c"]
         over.set()
+
+
+@pytest.mark.usefixtures("curt")
+def test_one_whose_answer_comes_in_drops_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.transport, "_PATIENCE_SECONDS", 2.0)
+    drops = [b"drop"] * 20
+
+    def drip() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 80\r\n\r\n")
+            for drop in drops:
+                connection.sendall(drop)
+                time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        assert get(f"http://127.0.0.1:{listening.getsockname()[1]}") == (b"".join(drops), 0)
+        thread.join(60)
 
 
 def test_a_server_that_is_slow_but_lives_is_waited_for_and_one_rank_says_so_once(
