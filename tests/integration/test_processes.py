@@ -148,7 +148,13 @@ def test_each_process_has_as_many_connections_as_another(serve: Callable[..., Se
             wait_for(lambda: after_another()[0] >= num_connections(pids[1], port) + 20)
         behind = abs(num_connections(pids[0], port) - num_connections(pids[1], port))
         num_more = count(1)
-        wait_for(lambda: bool(next(num_more)) and len(set(after_another())) == 1)
+
+        def is_even() -> bool:
+            next(num_more)
+            fewest, most = sorted(after_another())
+            return most <= fewest * 17 / 16 + 1  # where none has clearly fewer, whoever is quicker takes the next
+
+        wait_for(is_even)
         assert next(num_more) <= 2 * behind + 8  # nearly all go to who has fewer; spread by luck the gap would stay
 
 
