@@ -7,7 +7,7 @@ import threading
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -49,17 +49,32 @@ class Connection:
         self._receiver = Receiver(self._remember)
         self._client = http_client(_HEADERS) if has_proxies() else None  # a proxy is httpx's to find and to speak to
 
-    def fetch(self, server: str, target: str, *, then: str | None = None, silence_seconds: float) -> memoryview:
+    def fetch(
+        self,
+        server: str,
+        target: str,
+        *,
+        silence_seconds: float,
+        then: str | None = None,
+        look: Callable[[memoryview], None] | None = None,
+    ) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
 
         `target` is path and query; `then` that which is likely to be fetched next of the same server: it is sent ahead.
+        `look(received)` may be called with what has come of the body, again and again; it may not keep that.
 
         Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
         """
         self._hung_up = None
         named = server + target.partition("?")[0]
-        receiving = Body(self._buffers.allocate, self._hear)
+
+        def hear(received: memoryview) -> None:
+            self.heard_at = time.monotonic()
+            if look:
+                look(received)
+
+        receiving = Body(self._buffers.allocate, hear)
         try:
             self._is_fetching = True
             status, headers, body = self._exchange(server, target, then, silence_seconds, receiving)
@@ -119,9 +134,6 @@ class Connection:
         request = Request(_origin(server), _encoded(server, target), ahead, connect_seconds, silence_seconds)
         status, headers = self._receiver.get(request, receiving)
         return status, headers, receiving.received
-
-    def _hear(self) -> None:
-        self.heard_at = time.monotonic()
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):

@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from random import uniform
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from penstock.answers import Busy, Fault, NotYet, Stranger
 from penstock.connection import Connection
@@ -29,6 +30,16 @@ _HOME_SECONDS = 2.0  # for a sign of life of the server to come back to; the run
 
 class _Interrupted(ServerUnavailable):
     """Whoever asked does not want the answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question(Generic[T]):
+    """What is asked for, and what is to be made of the answer. See Connection.fetch for `then` and `look`."""
+
+    target: str
+    decode: Callable[[memoryview], T]
+    then: str | None = None
+    look: Callable[[memoryview], None] | None = None
 
 
 class Transport:
@@ -62,11 +73,11 @@ class Transport:
         """
         failures: dict[str, Exception] = {}
         try:
-            return self._get(target, decode, failures)
+            return self._get(_Question(target, decode), failures)
         finally:
             failures.clear()  # this call is in their tracebacks: with what came it would wait for the garbage collector
 
-    def _get(self, target: str, decode: Callable[[memoryview], T], failures: dict[str, Exception]) -> T:
+    def _get(self, question: _Question[T], failures: dict[str, Exception]) -> T:
         """As `get`. `failures` holds the last one of each server."""
         self._come_home()
         deadline = time.monotonic() + self._retry_seconds
@@ -76,7 +87,7 @@ class Transport:
             turn = self._servers.turn(also_busy=is_last)
             for server in turn:
                 try:
-                    return self._attempt(server, target, decode, None, hurry=is_first and server != turn[-1])
+                    return self._attempt(server, question, hurry=is_first and server != turn[-1])
                 except _Interrupted:
                     raise
                 except NotYet as progress:
@@ -103,10 +114,18 @@ class Transport:
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
 
-    def get_some(self, target: str, decode: Callable[[memoryview], Iterable[T]], *, then: str | None = None) -> list[T]:
+    def get_some(
+        self,
+        target: str,
+        decode: Callable[[memoryview], Iterable[T]],
+        *,
+        then: str | None = None,
+        look: Callable[[memoryview], None] | None = None,
+    ) -> list[T]:
         """What one attempt brings: the items that `decode` makes of the body, up to the first that is missing or damaged.
 
-        `then` is the target that will be asked for next, if all goes well: the server is told at once.
+        `then` is the target that will be asked for next, if all goes well: the server is told at once. `look(received)` may be
+        called with what has come of the body, again and again; it may not keep that.
         Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
         Raises ServerUnavailable: the transport was interrupted.
         """
@@ -121,7 +140,7 @@ class Transport:
         if not turn:
             return []
         try:
-            self._attempt(turn[0], target, collect, then, hurry=len(turn) > 1)
+            self._attempt(turn[0], _Question(target, collect, then, look), hurry=len(turn) > 1)
         except _Interrupted:
             raise
         except Fault as fault:
@@ -144,18 +163,10 @@ class Transport:
             self._connection.close()
             self._log.end_bar()
 
-    def _attempt(
-        self,
-        server: str,
-        target: str,
-        decode: Callable[[memoryview], T],
-        then: str | None,
-        *,
-        hurry: bool,
-    ) -> T:
+    def _attempt(self, server: str, question: _Question[T], *, hurry: bool) -> T:
         """Raises Fault, NotYet among them: it failed, and another may not.  Raises a PenstockError: it was refused."""
         try:
-            result = self._ask(server, target, decode, then, _HURRY_SECONDS if hurry else _SILENCE_SECONDS)
+            result = self._ask(server, question, _HURRY_SECONDS if hurry else _SILENCE_SECONDS)
         except NotYet as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._log.progress(progress)
@@ -172,12 +183,13 @@ class Transport:
         self._log.answered(server)
         return result
 
-    def _ask(self, server: str, target: str, decode: Callable[[memoryview], T], then: str | None, silence_seconds: float) -> T:
+    def _ask(self, server: str, question: _Question[T], silence_seconds: float) -> T:
+        target, then, look = question.target, question.then, question.look
         try:
             with self._watch.over(server):
-                body = self._connection.fetch(server, target, then=then, silence_seconds=silence_seconds)
+                body = self._connection.fetch(server, target, silence_seconds=silence_seconds, then=then, look=look)
             self.num_bytes += len(body)
-            return decode(body)
+            return question.decode(body)
         except WireError as damage:
             self.num_damaged += 1
             raise Fault(str(damage)) from damage

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgpack
@@ -117,15 +118,18 @@ def decode(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> I
     return chain.from_iterable(decode_alike(body, steps))
 
 
-def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> Iterator[list[Frame]]:
+def decode_alike(
+    body: bytes | bytearray | memoryview, steps: Sequence[int] = (), early: Mapping[int, str] = MappingProxyType({})
+) -> Iterator[list[Frame]]:
     """The frames of a body as `decode` gives them, those that are alike as one list; before it raises, those that are sound.
 
-    Where the first of a list is of the step that it should be, so are the others.
+    Where the first of a list is of the step that it should be, so are the others. `early` has digests of payloads that are
+    known already, see EarlyDigests.
     """
     view = memoryview(body).cast("B")
     start = number = 0
     while start < len(view):
-        header, at = _read_header(view, start)
+        header, at = read_header(view, start)
         nbytes, stride = header.layout.nbytes, at - start + header.layout.nbytes
         alike, columns = _alike(view, start, at, header, steps[number:])
         told = alike.told
@@ -134,7 +138,7 @@ def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()
         frames: list[Frame] = []
         try:
             for own, (begin, expected) in enumerate(zip(range(at, start, stride), told.digests, strict=True)):
-                actual = digest(view[begin : begin + nbytes])
+                actual = early.get(begin) or digest(view[begin : begin + nbytes])
                 if actual != expected:
                     step = told.steps[own]
                     raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
@@ -174,7 +178,7 @@ def _alike(
     return Alike(Told(header.address, steps, digests, layout.nbytes, header.substituted), arrays, []), columns
 
 
-def _read_header(view: memoryview, start: int) -> tuple[Header, int]:
+def read_header(view: memoryview, start: int) -> tuple[Header, int]:
     """The header at `start`, and where its payload begins."""
     header, at = _decode_header(view, start)
     if len(view) - at < BIN32.size:
