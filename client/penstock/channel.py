@@ -7,14 +7,15 @@ processor's cache. There http.client takes half a millisecond for the few lines 
 from __future__ import annotations
 
 import re
+import select
 import socket
 import struct
 import sys
-import time
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from typing import NamedTuple
 
-_TICK_SECONDS = 1  # after which somebody hears of what came, however little
+_TICK_SECONDS = 1  # in mid-body: then somebody hears of what came, however little
 _SEND_SECONDS = 60
 _PIECE_BYTES = 1 << 12  # of lines: mostly there are no more, and what of it belongs to a body is copied once more
 _LONGEST_HEAD = 1 << 16
@@ -22,8 +23,12 @@ _LONGEST_LINE = 1 << 12
 _CHUNK_BYTES = 1 << 18
 _BEGINNING = b"HTTP/1."
 _STATUS = re.compile(r"HTTP/1\.([0-9]) ([1-9][0-9][0-9])(?: .*)?")
-_LENGTH = re.compile(r"[0-9]{1,18}")
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
+_LENGTH = re.compile(r"[0-9]{1,100}")
+_CHUNK_SIZE = re.compile(rb"0*([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
+_LINE_END = re.compile(rb"\r?\n")  # some send the one byte alone
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_FOLD = re.compile(r"\r?\n[ \t]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _WITHOUT_BODY = (204, 304)
 
 
@@ -57,12 +62,16 @@ class Channel:
         # The kernel itself can wait for megabytes there; of a TLS connection it knows no bounds.
         self._waits_for_all = sys.platform == "linux" and type(sock) is socket.socket
         if self._waits_for_all:
+            self._poll = select.poll()
+            self._poll.register(sock, select.POLLIN)
             sock.settimeout(None)  # Python's own has the kernel give what there is
             for option, seconds in ((socket.SO_RCVTIMEO, _TICK_SECONDS), (socket.SO_SNDTIMEO, _SEND_SECONDS)):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
     def send(self, request: bytes) -> None:
         """Sends a whole request."""
+        if self._before:  # it would pass for the answer
+            raise ConnectionResetError("more came than was asked for")
         if not self._waits_for_all:
             self._socket.settimeout(_SEND_SECONDS)
         try:
@@ -79,12 +88,12 @@ class Channel:
         if not self._before:
             raise ConnectionResetError("the server closed the connection without an answer")
         while True:
-            head = _parse(self._upto(b"\r\n\r\n", _LONGEST_HEAD, _BEGINNING).decode("latin-1"))
-            if head.status >= 200:  # others say that the answer is still to come
+            head = _parse(self._upto(_HEAD_END, _LONGEST_HEAD, _BEGINNING).decode("latin-1"))
+            if head.status >= 200 or head.status == HTTPStatus.SWITCHING_PROTOCOLS:  # others say that it is still to come
                 return head
 
     def readinto(self, memory: memoryview) -> int:
-        """Receives bytes of a body: how many, until the memory is full or a second over. 0: no more will come."""
+        """Receives bytes of a body: how many, all that the memory has room for or only some. 0: no more will come."""
         if self._before:
             some = self._before[: len(memory)]
             memory[: len(some)] = some
@@ -118,20 +127,22 @@ class Channel:
         return int(found[1], 16)
 
     def _line(self) -> bytes:
-        return self._upto(b"\r\n", _LONGEST_LINE)
+        return self._upto(_LINE_END, _LONGEST_LINE)
 
-    def _upto(self, end: bytes, most: int, beginning: bytes = b"") -> bytes:
+    def _upto(self, end: re.Pattern[bytes], most: int, beginning: bytes = b"") -> bytes:
         """What comes up to an end, without it."""
         came = self._before
-        while (at := came.find(end)) < 0 or not came.startswith(beginning):
-            if not beginning.startswith(came[: len(beginning)]) or len(came) > most:
+        while not (found := end.search(came)) or not came.startswith(beginning):
+            if not beginning.startswith(came[: len(beginning)]):
                 raise HttpError("what came is no HTTP")  # which may wait for an answer, and not say more
+            if len(came) > most:
+                raise HttpError(f"the answer has more than {most:,} bytes of lines without an end")
             some = self._some()
             if not some:
                 raise HttpError("the connection ended in mid-answer")
             came += some
-        self._before = came[at + len(end) :]
-        return came[:at]
+        self._before = came[found.end() :]
+        return came[: found.start()]
 
     def _some(self) -> bytes:
         piece = bytearray(_PIECE_BYTES)
@@ -141,24 +152,21 @@ class Channel:
         if not self._waits_for_all:
             self._socket.settimeout(self.silence_seconds)
             return self._socket.recv_into(memory)
-        silent_until = time.monotonic() + self.silence_seconds
-        while True:
-            try:
-                return self._socket.recv_into(memory, 0, socket.MSG_WAITALL if all_of_it else 0)
-            except BlockingIOError:  # a tick, and nothing came
-                if time.monotonic() >= silent_until:
-                    raise TimeoutError("timed out") from None
+        # Not by the kernel's own time limit: after each signal Python begins that anew.
+        if not self._poll.poll(self.silence_seconds * 1000):
+            raise TimeoutError("timed out")
+        return self._socket.recv_into(memory, 0, socket.MSG_WAITALL if all_of_it else 0)
 
 
 def _parse(text: str) -> Head:
-    first, *lines = text.split("\r\n")
+    first, *lines = _FOLD.sub(" ", text).replace("\r\n", "\n").split("\n")
     status_line = _STATUS.fullmatch(first)
     if not status_line:
         raise HttpError("what came is no HTTP")
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
-        if not colon or not name.isprintable() or " " in name:
+        if not colon or " " in name or _CONTROL.search(line):
             raise HttpError("the headers of the answer are garbled")
         name, value = name.lower(), value.strip()
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
@@ -172,9 +180,9 @@ def _length_of(status: int, headers: Mapping[str, str]) -> int | None:
         return 0
     if coding := headers.get("transfer-encoding"):
         if coding.lower() != "chunked":
-            raise HttpError(f"the answer is packed with {coding}, which was not asked for")
+            raise HttpError(f"the answer is packed with {coding[:40]}, which was not asked for")
         return None
     length = headers.get("content-length", "")
     if not _LENGTH.fullmatch(length):
-        raise HttpError("the answer does not tell its length")
+        raise HttpError(f"the answer, of status {status}, does not tell its length")
     return int(length)

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import httpx
@@ -200,7 +201,8 @@ class Receiver:
             self._tls = tls_context()
         try:
             made = socket.create_connection((host, port), seconds)
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with suppress(OSError):  # of one that is closed already: to read from it tells that
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls and scheme == "https":
                 made = self._tls.wrap_socket(made, server_hostname=host)
         except TimeoutError as error:
@@ -234,7 +236,7 @@ def _check(head: Head) -> None:
     """Raises HttpError: the body is packed, or larger than any."""
     _check_size(head.status, head.length or 0)
     if (packed := head.headers.get("content-encoding", "identity")) != "identity":
-        raise HttpError(f"the answer is packed with {packed}, which was not asked for")
+        raise HttpError(f"the answer is packed with {packed[:40]}, which was not asked for")
 
 
 def _check_size(status: int, num_bytes: int) -> None:

@@ -1,9 +1,11 @@
 """Answers as they come, in whatever pieces, over a connection whose silence is noticed; http.client reads the same of them."""
 
 import io
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPResponse
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("system")
 
 
 @contextmanager
-def answered(*pieces: bytes, keep_open: bool = False) -> Iterator[Channel]:
+def answered(*pieces: bytes, keep_open: bool = False, pause_seconds: float = 0.0) -> Iterator[Channel]:
     """A channel to a server that sends these pieces, one after the other, and then closes."""
     near, far = socket.socketpair()
     is_over = threading.Event()
@@ -37,14 +39,17 @@ def answered(*pieces: bytes, keep_open: bool = False) -> Iterator[Channel]:
         with far, suppress(ConnectionError):  # who has read enough hangs up
             for piece in pieces:
                 far.sendall(piece)
+                time.sleep(pause_seconds)
             is_over.wait(60 if keep_open else 0)
 
     thread = threading.Thread(target=send)
     thread.start()
-    with closing(Channel(near)) as made:
-        yield made
+    try:
+        with closing(Channel(near)) as made:
+            yield made
+    finally:
         is_over.set()
-    thread.join()
+        thread.join()
 
 
 def body_of(made: Channel, length: int | None) -> bytes:
@@ -88,7 +93,7 @@ def random_answer(random: Random) -> tuple[bytes, bytes]:
     if random.random() < 0.5:
         chosen.append(random.choice([b"Connection: close", b"Connection: keep-alive", b"connection: Keep-Alive, Upgrade"]))
     random.shuffle(chosen)
-    before = random.choice([b"", b"", b"HTTP/1.1 100 Continue\r\n\r\n"])
+    before = random.choice([b"", b"", b"HTTP/1.1 100 Continue\r\n\r\n"])  # http.client knows no other of these
     first = random.choice([b"HTTP/1.1 200 OK", b"HTTP/1.1 503 Service Unavailable", b"HTTP/1.0 404 Not Found", b"HTTP/1.1 200"])
     content = chunked(body, random) if is_chunked else body
     return before + b"\r\n".join([first, *chosen, b"", b""]) + content, body
@@ -120,6 +125,18 @@ def test_answers_are_read_as_http_client_reads_them_in_whatever_pieces_they_come
         assert body == expected.read()
 
 
+@pytest.mark.skipif(not hasattr(socket, "MSG_WAITALL"), reason="the kernel waits for a body on Linux")
+def test_a_body_comes_in_one_piece_where_the_kernel_waits_for_it() -> None:
+    memory, body = memoryview(bytearray(len(BODY))), cut(BODY, Random(1))
+    with answered(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(BODY), *body, pause_seconds=0.02) as made:
+        made.head()
+        counts = list[int]()
+        while sum(counts) < len(memory):
+            counts.append(made.readinto(memory[sum(counts) :]))
+    assert memory == BODY
+    assert len(counts) <= 2 if sys.platform == "linux" else len(counts) > 2
+
+
 def test_one_answer_ends_where_the_next_begins() -> None:
     random = Random(1)
     answers = [random_answer(random) for _ in range(20)]
@@ -138,13 +155,15 @@ def test_one_answer_ends_where_the_next_begins() -> None:
         (b"HTTP/2 200\r\n\r\n", "no HTTP"),
         (b"HTTP/1.1 0200 OK\r\n\r\n", "no HTTP"),
         (b"HTTP/1.1 2x0 OK\r\n\r\n", "no HTTP"),
-        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 12_000, "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 12_000, "more than 65,536 bytes of lines without an end"),
         (b"HTTP/1.1 200 OK\r\nContent-Length 5\r\n\r\n", "headers of the answer are garbled"),
-        (b"HTTP/1.1 200 OK\r\nA: b\r\n folded: 1\r\nContent-Length: 0\r\n\r\n", "headers of the answer are garbled"),
+        (b"HTTP/1.1 200 OK\r\nA: b\rTransfer-Encoding: x\r\nContent-Length: 0\r\n\r\n", "headers of the answer are garbled"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: a\x1b[2J\r\n\r\n", "headers of the answer are garbled"),
         (b"HTTP/1.1 200 OK\r\nConte\x00t: 1\r\nContent-Length: 0\r\n\r\n", "headers of the answer are garbled"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n", "does not tell its length"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", "does not tell its length"),
-        (b"HTTP/1.1 200 OK\r\n\r\n", "does not tell its length"),
+        (b"HTTP/1.0 503 Away\r\nConnection: close\r\n\r\n", "of status 503, does not tell its length"),
+        (b"HTTP/1.1 200 OK\n\n", "does not tell its length"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n", "packed with gzip"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -161,7 +180,7 @@ def test_what_is_no_answer_is_told_at_once(content: bytes, reason: str) -> None:
 def test_chunks_that_are_cut_or_garbled_are_told(content: bytes) -> None:
     with answered(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n" + content) as made:
         assert made.head().length is None
-        with pytest.raises(HttpError, match=r"garbled|ended|no HTTP"):
+        with pytest.raises(HttpError, match=r"garbled|ended|without an end"):
             body_of(made, None)
 
 
@@ -172,7 +191,34 @@ def test_a_head_that_is_cut_is_told_from_a_connection_that_was_closed() -> None:
         made.head()
 
 
-@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (b"HTTP/1.1 200 OK\nA: b\nContent-Length: 2\n\nok", {"a": "b", "content-length": "2"}),  # with half of a line's end
+        (b"HTTP/1.1 200 OK\r\nA: b\r\n \tc: d\r\nContent-Length: 2\r\n\r\nok", {"a": "b c: d", "content-length": "2"}),
+        (b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", {"content-length": "2"}),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0000000000000000000002\nok\n0\n\n",
+         {"transfer-encoding": "chunked"}),
+    ],
+)  # fmt: skip
+def test_odd_answers_that_are_sound_are_taken(content: bytes, headers: dict[str, str]) -> None:
+    with answered(content) as made:
+        head = made.head()
+        assert head.headers == headers
+        assert body_of(made, head.length) == b"ok"
+
+
+def test_what_nobody_asked_for_does_not_pass_for_the_next_answer() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+    with answered(answer + answer, keep_open=True) as made:
+        made.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert body_of(made, made.head().length) == b"ok"
+        with pytest.raises(ConnectionError, match="more came than was asked for"):
+            made.send(b"GET /next HTTP/1.1\r\n\r\n")
+
+
+@pytest.mark.parametrize("status", ["101 Switching Protocols", "204 No Content", "304 Not Modified"])
 def test_some_answers_have_no_body(status: str) -> None:
     with answered(f"HTTP/1.1 {status}\r\n\r\n".encode()) as made:
         assert made.head().length == 0
@@ -194,6 +240,20 @@ def test_a_silence_ends(read: Callable[[Channel], object]) -> None:
         made.silence_seconds = 0.1
         with pytest.raises(TimeoutError, match="timed out"):
             read(made)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer sends signals here")
+def test_a_silence_ends_under_signals_too() -> None:
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with answered(keep_open=True) as made:
+            made.silence_seconds = 0.5
+            with pytest.raises(TimeoutError, match="timed out"):
+                made.head()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_server_that_sends_little_at_a_time_is_heard_of() -> None:

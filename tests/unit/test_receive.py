@@ -182,6 +182,30 @@ def test_what_is_left_of_an_answer_that_nobody_read_is_no_part_of_the_next(serve
     assert body.received == CONTENT
 
 
+def test_an_answer_that_comes_twice_is_taken_once() -> None:
+    def answer() -> None:
+        with closing(listening):
+            for _ in range(2):
+                connection, _ = listening.accept()
+                path = connection.recv(1 << 16).split()[1]
+                connection.sendall(2 * (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(path), path)))
+                connections.append(connection)
+
+    connections = list[socket.socket]()
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with receiver() as client:
+        for path in ("/first", "/second"):
+            body = body_in(bytearray())
+            ask(client, url + path, body)
+            assert bytes(body.received).decode() == path
+    thread.join()
+    for connection in connections:
+        connection.close()
+
+
 def get(client: Receiver, server: Listener, kind: str, then: str) -> bytes:
     """The body, where another is asked ahead."""
     body = body_in(bytearray())

@@ -41,6 +41,11 @@ def test_a_frame_comes_back_as_it_was_sent() -> None:
     assert [array.dtype for array in frame.tensors.values()] == [np.uint16, np.int32]
 
 
+def test_a_frame_may_hold_nothing() -> None:
+    body = b"".join(frame_bytes({}, step) for step in range(3))
+    assert [(frame.step, frame.tensors) for frame in wire.decode(body, range(3))] == [(0, {}), (1, {}), (2, {})]
+
+
 def test_any_msgpack_library_reads_a_body_as_header_and_payload_in_turn() -> None:
     body = frame_bytes(step=1) + frame_bytes(step=2)
     first, payload, second, _ = list(msgpack.Unpacker(BytesIO(body)))

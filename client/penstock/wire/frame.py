@@ -137,7 +137,8 @@ def decode_alike(
         number += len(told.steps)
         frames: list[Frame] = []
         try:
-            for own, (begin, expected) in enumerate(zip(range(at, start, stride), told.digests, strict=True)):
+            for own, expected in enumerate(told.digests):
+                begin = at + own * stride
                 actual = early.get(begin) or digest(view[begin : begin + nbytes])
                 if actual != expected:
                     step = told.steps[own]
