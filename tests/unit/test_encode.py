@@ -1,14 +1,20 @@
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
 from corpora import EOS, write_tokenizer
 from penstock_server.recipes import encode as encode_module
+from penstock_server.recipes import tokenizer as tokenizer_module
 from penstock_server.recipes.encode import Place
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Kind, Recipe
@@ -83,6 +89,41 @@ def test_a_tokenizer_that_fails_is_named_with_the_column() -> None:
     failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1))
     with pytest.raises(ValueError, match=r"the tokenizer words.json fails on column 't'"):
         encode(pa.table({"t": ["dog"]}), failing, "uint16", 9)
+
+
+def test_texts_are_tokenized_by_several_threads_and_stay_in_order(
+    tokenizer: TokenizerFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["", *(" ".join(["fox", "dog"][: n % 3] * n) for n in range(40)), "", ""]
+    whole = [encoding.ids for encoding in tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)]
+    calls, two_are_at_it, runs = count(), Barrier(2), tokenizer_module._runs
+
+    def runs_beside_another(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+        if next(calls) < 2:
+            two_are_at_it.wait(10)
+        return runs(encoding, spans)
+
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(tokenizer_module, "_PORTION_CHARACTERS", 50)
+        monkeypatch.setattr(tokenizer_module, "_threads", lambda: threads)
+        monkeypatch.setattr(tokenizer_module, "num_cores", lambda: 2)
+        monkeypatch.setattr(tokenizer_module, "_runs", runs_beside_another)
+        ids, lengths = tokenizer.encode(texts, "t")
+        marked = tokenizer.encode_marked(texts, [()] * len(texts), "t")
+
+    assert ids.tolist() == [token for own in whole for token in own]
+    assert lengths.tolist() == list(map(len, whole))
+    assert [own.tolist() for own, _ in marked] == whole
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", "fox"], ["fox" * 30, "", ""], ["fox" * 30] * 3])
+def test_every_text_is_in_one_portion(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "_PORTION_CHARACTERS", 50)
+
+    portions = list(tokenizer_module._portions(texts))
+
+    assert [text for own in portions for text in texts[own]] == texts
+    assert portions
 
 
 def test_a_pair_is_bad_as_a_whole(tokenizer: TokenizerFile) -> None:

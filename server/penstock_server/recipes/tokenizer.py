@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
+from penstock_server.machine import num_cores
 from penstock_server.problems import DatasetRefused
+from penstock_server.side_by_side import side_by_side
 
-_PORTION_CHARACTERS = 1 << 20  # tokenized at a time: an encoding takes some hundred bytes a token
+_PORTION_CHARACTERS = 1 << 17  # tokenized at a time by a thread: an encoding takes some hundred bytes a token
 
 Ids = npt.NDArray[np.int64]
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +37,34 @@ class TokenizerFile:
     tokenizer: Tokenizer
     vocab_size: int
 
-    def encode(self, texts: Sequence[str], name: str) -> tuple[Ids, Ids]:
+    def encode(self, texts: list[str], name: str) -> tuple[Ids, Ids]:
         """The ids of a column's texts, end to end, and how many are each text's; without the tokenizer's special tokens.
 
         Raises ValueError: the tokenizer fails.
         """
-        values, lengths = [], list[int]()
-        try:
-            for portion in _portions(texts):
-                # Not an array a text: that takes the lock from others who encode for twice as long.
-                ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(portion, add_special_tokens=False)]
-                lengths += map(len, ids)
-                values.append(np.fromiter(chain.from_iterable(ids), np.int64, sum(map(len, ids))))
-        except Exception as error:  # the library raises bare Exception, as for a text that needs an unknown token it has not
-            raise self._failure(name, error) from error
-        return np.concatenate(values), np.array(lengths, np.int64)
 
-    def encode_marked(
-        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]], name: str
-    ) -> list[tuple[Ids, Ids]]:
+        def ids_of(own: slice) -> tuple[Ids, list[int]]:
+            # Not an array a text: that takes the lock from others who encode for twice as long.
+            ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts[own], add_special_tokens=False)]
+            lengths = list(map(len, ids))
+            return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths
+
+        found = self._by_portion(ids_of, texts, name)
+        lengths = chain.from_iterable(lengths for _, lengths in found)
+        return np.concatenate([values for values, _ in found]), np.fromiter(lengths, np.int64, len(texts))
+
+    def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], name: str) -> list[tuple[Ids, Ids]]:
         """Each text's ids, and the lengths of the runs of them that lie outside and inside its spans, in turn.
 
         Spans are half-open ranges of characters, sorted and disjoint; a token lies where its first character does. Runs are
         an even number, at least two; some may be of length 0. Raises ValueError: the tokenizer fails.
         """
-        marked: list[tuple[Ids, Ids]] = []
-        try:
-            for portion in _portions(texts):
-                for encoding in self.tokenizer.encode_batch(portion, add_special_tokens=False):
-                    marked.append((np.array(encoding.ids, np.int64), _runs(encoding, spans[len(marked)])))
-        except Exception as error:
-            raise self._failure(name, error) from error
-        return marked
+
+        def marked(own: slice) -> list[tuple[Ids, Ids]]:
+            encodings = self.tokenizer.encode_batch(texts[own], add_special_tokens=False)
+            return [(np.array(e.ids, np.int64), _runs(e, inside)) for e, inside in zip(encodings, spans[own], strict=True)]
+
+        return list(chain.from_iterable(self._by_portion(marked, texts, name)))
 
     @property
     def opening(self) -> str | None:
@@ -78,8 +79,16 @@ class TokenizerFile:
         """The text of token ids, special tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _failure(self, name: str, error: Exception) -> ValueError:
-        return ValueError(f"the tokenizer {self.path.name} fails on column {name!r}: {error}")
+    def _by_portion(self, make: Callable[[slice], _Made], texts: list[str], name: str) -> list[_Made]:
+        """What is made of the texts, about a hundred thousand characters at a time, on all cores."""
+
+        def made(own: slice) -> _Made:
+            try:
+                return make(own)
+            except Exception as error:  # the library raises it bare, as for a text that needs an unknown token it has not
+                raise ValueError(f"the tokenizer {self.path.name} fails on column {name!r}: {error}") from error
+
+        return list(side_by_side(_threads(), num_cores(), made, _portions(texts)))
 
 
 def load_tokenizer(path: Path) -> TokenizerFile:
@@ -114,17 +123,21 @@ def _load(path: Path, ctime_ns: int) -> TokenizerFile:  # noqa: ARG001 - a file 
     return TokenizerFile(path, blake2b(content, digest_size=16).hexdigest(), tokenizer, vocab_size)
 
 
-def _portions(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts, in turn, about a million characters at a time."""
-    portion: list[str] = []
-    length = 0
-    for text in texts:
-        portion.append(text)
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_cores(), thread_name_prefix="penstock-tokenizer")
+
+
+def _portions(texts: list[str]) -> Iterator[slice]:
+    """The texts in parts of so many characters, or of one longer text; one part at least."""
+    first = length = 0
+    for number, text in enumerate(texts, start=1):
         length += len(text)
         if length >= _PORTION_CHARACTERS:
-            yield portion
-            portion, length = [], 0
-    yield portion
+            yield slice(first, number)
+            first, length = number, 0
+    if first < len(texts) or not first:
+        yield slice(first, len(texts))
 
 
 def _runs(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Ids:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeVar
 
 import pyarrow as pa
 
 from penstock_server.machine import num_cores
 from penstock_server.problems import Problem
+from penstock_server.side_by_side import side_by_side
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.maps import Maps
@@ -118,17 +117,7 @@ class BlockStore:
 
     def side_by_side(self, make: Callable[[_Item], _Made], items: Iterable[_Item]) -> Iterator[_Made]:
         """What `make` gives for each item, in turn; as many are made at a time as there are threads. Raises what it raises."""
-        ahead = deque[Future[_Made]]()
-        rest = iter(items)
-        try:
-            while True:
-                ahead += (self._threads.submit(make, item) for item in islice(rest, self._num_threads + 1 - len(ahead)))
-                if not ahead:
-                    return
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
+        return side_by_side(self._threads, self._num_threads, make, items)
 
     def close(self) -> None:
         """Drops the loads that have not begun."""
