@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import logging
+import math
 import resource
 import socket
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from penstock_server.stalled import STALLED_SECONDS, cut_stalled
 
 log = logging.getLogger("penstock.serve")
 
+_STOP_SECONDS = 3.0  # that answers under way have, once a signal says stop
+_LATEST_SECONDS = 2.0  # after which who was cut off has seen it: a request that waits for blocks looks every second
 _LOCAL = ("127.0.0.1", "0.0.0.0", "::1", "::")
 
 
@@ -65,13 +68,24 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """Uvicorn over an application. It cuts connections whose reader takes nothing, and may share its socket; see Seat."""
+    """Uvicorn over an application. It cuts connections whose reader takes nothing, and may share its socket; see Seat.
 
-    def __init__(self, app: FastAPI, *, stalled_seconds: float = STALLED_SECONDS, seat: Seat | None = None) -> None:
+    Once it is to stop, answers under way have `stop_seconds`, in seconds; then their connections are cut, too.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        stalled_seconds: float = STALLED_SECONDS,
+        stop_seconds: float = _STOP_SECONDS,
+        seat: Seat | None = None,
+    ) -> None:
+        latest = math.ceil(stop_seconds + _LATEST_SECONDS)
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off")
+            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=latest, lifespan="off")
         )
-        self._stalled_seconds, self._seat = stalled_seconds, seat or Seat.alone()
+        self._stalled_seconds, self._stop_seconds, self._seat = stalled_seconds, stop_seconds, seat or Seat.alone()
         self._accepting: list[asyncio.Task[None]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -104,7 +118,16 @@ class Server(uvicorn.Server):
             accepting.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)  # out of the loop, before what they wait for is closed
         self._seat.leave()
-        await super().shutdown(sockets)
+        cutting = asyncio.get_running_loop().call_later(self._stop_seconds, self._cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
+
+    def _cut(self) -> None:
+        """Cuts all connections. To uvicorn an answer that it ends by itself is a fault: a 500, and a traceback in the log."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def _stopped_accepting(self, accepting: asyncio.Task[None]) -> None:
         if not accepting.cancelled():
