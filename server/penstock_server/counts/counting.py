@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("penstock.counting")
 
-_PATIENCE_SECONDS = 0.3  # who begins it waits so long: what was counted before and stored is there at once
+_PATIENCE_SECONDS = 1.0  # who begins it waits so long; else it would be told to come back after as long
 _FAILURE_SECONDS = 30.0  # a failure is told to all who ask for so long; then it begins again
 
 
