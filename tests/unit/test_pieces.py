@@ -5,15 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.batches import pieces as module
 from penstock_server.batches.pieces import Pieces
-from penstock_server.storage.block import ListColumn
+from penstock_server.storage import joined as joined_module
+from penstock_server.storage.lists import ListColumn, ListColumns
 
 UINT8, UINT16, UINT32 = (np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
-def lists(values: npt.NDArray[np.integer]) -> ListColumn:
-    return ListColumn.of(pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values)))
+def lists(*values: npt.NDArray[np.integer]) -> ListColumns:
+    return ListColumns(
+        [ListColumn.of(pa.LargeListArray.from_arrays(pa.array([0, len(own)], pa.int64()), pa.array(own))) for own in values]
+    )
 
 
 def columns(*rows: tuple[int, ...], width: int = 4) -> list[npt.NDArray[np.int64]]:
@@ -22,8 +24,8 @@ def columns(*rows: tuple[int, ...], width: int = 4) -> list[npt.NDArray[np.int64
 
 def test_what_no_piece_covers_is_zero_however_long_it_is() -> None:
     pieces, numbers = Pieces(), np.arange(1000, dtype=np.uint16)
-    pieces.copy([lists(numbers[500:]), lists(numbers)], UINT16, *columns((64, 0, 5, 3), (300_000, 1, 10, 4)))
-    pieces.copy([lists(numbers)], UINT32, *columns((1_000_000, 0, 998, 2)))
+    pieces.copy(lists(numbers[500:], numbers), UINT16, *columns((64, 0, 5, 3), (300_000, 1, 10, 4)))
+    pieces.copy(lists(numbers), UINT32, *columns((1_000_000, 0, 998, 2)))
     pieces.fill(7, UINT16, *columns((70, 2), width=2))
     body = np.frombuffer(pieces.join(1_500_000), np.uint16)
     expected = np.zeros(750_000, np.uint16)
@@ -60,12 +62,12 @@ def test_pieces_of_any_length_stand_where_they_are_to(
         at += length * dtype.itemsize
     expected.append(np.zeros(rest + 1, np.uint8))
     pieces = Pieces()
-    pieces.copy([lists(source) for source in sources], dtype, *columns(*copies))
-    pieces.fill(7, dtype, *columns(*fills, width=2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_FEW_PIECES", 0 if by_arrow else 1000)
+        patch.setattr(joined_module, "_FEW_PIECES", 0 if by_arrow else 1000)
         if is_far:
-            patch.setattr(module, "_REACH", 50)
+            patch.setattr(joined_module, "_REACH", max(50, at + rest + 1))
+        pieces.copy(lists(*sources), dtype, *columns(*copies))
+        pieces.fill(7, dtype, *columns(*fills, width=2))
         body = pieces.join(at + rest + 1)
     assert bytes(body) == b"".join(map(bytes, expected))
     assert not body.readonly
@@ -74,8 +76,8 @@ def test_pieces_of_any_length_stand_where_they_are_to(
 def test_what_will_be_copied_is_told_beforehand_and_what_is_filled_in_is_not() -> None:
     pieces, numbers = Pieces(), lists(np.arange(10, dtype=np.uint16))
     pieces.fill(7, UINT32, *columns((0, 2), width=2))
-    pieces.copy([numbers], UINT32, *columns((8, 0, 3, 2)))
-    assert list(pieces.spans()) == [(numbers.values.ctypes.data + 6, 4)]
+    pieces.copy(numbers, UINT32, *columns((8, 0, 3, 2)))
+    assert list(pieces.spans()) == [(numbers[0].values.ctypes.data + 6, 4)]
 
 
 @pytest.mark.parametrize(
@@ -91,15 +93,15 @@ def test_what_will_be_copied_is_told_beforehand_and_what_is_filled_in_is_not() -
 )
 @pytest.mark.parametrize("few", [0, 1000])
 def test_pieces_that_do_not_fit_are_no_body(rows: list[tuple[int, ...]], few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FEW_PIECES", few)
+    monkeypatch.setattr(joined_module, "_FEW_PIECES", few)
     pieces = Pieces()
-    pieces.copy([lists(np.arange(32, dtype=np.uint16)), lists(np.arange(8, dtype=np.uint8))], UINT16, *columns(*rows))
+    pieces.copy(lists(np.arange(32, dtype=np.uint16), np.arange(8, dtype=np.uint8)), UINT16, *columns(*rows))
     with pytest.raises(IndexError):
         pieces.join(14)
 
 
 def test_a_body_of_which_bytes_cannot_be_told_in_32_bits_is_none() -> None:
     pieces = Pieces()
-    pieces.copy([lists(np.arange(32, dtype=np.uint16))], UINT16, *columns((0, 0, 0, 3)))
+    pieces.copy(lists(np.arange(32, dtype=np.uint16)), UINT16, *columns((0, 0, 0, 3)))
     with pytest.raises(IndexError):
         pieces.join(1 << 31)

@@ -20,7 +20,8 @@ from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.sequences import LoadedBlock, Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import STREAM, Spans
-from penstock_server.storage.block import Block, Feature, ListColumn, RowSpans
+from penstock_server.storage.block import Block, Feature, Features, RowSpans
+from penstock_server.storage.lists import ListColumn
 
 Row = list[list[int]]  # turns: prompt, response, prompt, ...
 PAD = 999
@@ -48,7 +49,8 @@ def test_rows_are_cut_at_their_ends_and_between_turns(rows: list[Row], has_turns
     spans = st.tuples(st.integers(0, len(rows) - 1), st.integers(0, 9), st.integers(0, 20))
     asked = data.draw(st.lists(spans, min_size=1, max_size=5))
     numbers, firsts, lasts = (np.array(column) for column in zip(*asked, strict=True))
-    pieces = block.features["tokens"].cut(RowSpans(np.arange(len(asked)), numbers, firsts, lasts))
+    parts = RowSpans(np.arange(len(asked)), numbers, firsts, lasts)
+    pieces = Features([block.features["tokens"]]).cut(np.zeros(len(asked), np.int64), parts)
     values = block.features["tokens"].tokens.values
     found: list[list[tuple[int, bool]]] = [[] for _ in asked]
     for span, start, length, learned in zip(*(column.tolist() for column in pieces), strict=True):
@@ -67,7 +69,7 @@ def test_what_cutting_a_long_row_into_parts_takes_grows_with_its_turns_and_not_w
     borders = np.linspace(0, 2 * num_turns, num_parts + 1, dtype=np.int64)
     parts = RowSpans(np.arange(num_parts), np.zeros(num_parts, np.int64), borders[:-1], borders[1:])
     tracemalloc.start()
-    pieces = feature.cut(parts)
+    pieces = Features([feature]).cut(np.zeros(num_parts, np.int64), parts)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 1000 * num_turns
@@ -83,8 +85,7 @@ def _runs(tokens: list[tuple[int, bool]], row: Row, has_turns: bool) -> list[lis
 
 
 @given(
-    st.lists(rows_of_a_block, min_size=1, max_size=3),
-    st.booleans(),
+    st.lists(st.tuples(rows_of_a_block, st.booleans(), st.booleans()), min_size=1, max_size=3),
     st.booleans(),
     st.integers(1, 3),
     st.integers(1, 3),
@@ -92,16 +93,21 @@ def _runs(tokens: list[tuple[int, bool]], row: Row, has_turns: bool) -> list[lis
     st.randoms(use_true_random=False),
 )
 def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
-    contents: list[list[Row]],
-    has_turns: bool,
+    of_blocks: list[tuple[list[Row], bool, bool]],
     of_stream: bool,
     num_batches: int,
     batch_size: int,
     longest: int,
     random: Random,
 ) -> None:
-    blocks = [block_of(rows, has_turns=has_turns) for rows in contents]
-    streams = [[token for row in rows for token in marked(row, has_turns=has_turns)] for rows in contents]
+    contents = [rows for rows, _, _ in of_blocks]
+    blocks = [block_of(rows, has_turns=has_turns) for rows, has_turns, _ in of_blocks]
+    blocks = [
+        block.take(np.arange(len(rows))) if is_split else block
+        for block, (rows, _, is_split) in zip(blocks, of_blocks, strict=True)
+    ]
+    marked_rows = [[marked(row, has_turns=has_turns) for row in rows] for rows, has_turns, _ in of_blocks]
+    streams = [[token for row in rows for token in row] for rows in marked_rows]
     parts: list[tuple[int, int, int, int, int]] = []
     expected: list[list[tuple[int, bool]]] = []
     starts: list[list[int]] = []  # of documents
@@ -111,7 +117,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
         while len(line) < longest:
             number = random.randrange(len(blocks))
             row = STREAM if of_stream else random.randrange(len(contents[number]))
-            whole = streams[number] if of_stream else marked(contents[number][row], has_turns=has_turns)
+            whole = streams[number] if of_stream else marked_rows[number][row]
             start = random.randint(0, len(whole))
             stop = random.randint(start, min(len(whole), start + longest - len(line)))
             if of_stream and start == stop:  # no packing has such a span

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -85,22 +86,22 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
     parts: list[Spans] = []
     rest = iter(blocks)
     for need in chunk.needs:
-        member, spans = need.member, need.spans
-        found = {index: member.blocks.of_split(next(rest), member.order.split) for index in need.blocks}
-        if member.order.has_stand_ins:
+        member, indices, spans, own = need.member, need.blocks, need.spans, list(islice(rest, len(need.blocks)))
+        if member.order.split != "all":
+            own = [member.blocks.of_split(block, member.order.split) for block in own]
+        if member.order.has_stand_ins and any(block.bad for block in own):
+            found = dict(zip(indices, own, strict=True))
             spans = _with_stand_ins(need, found)
             substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
-        indices = sorted(found)
+            indices, own = map(list, zip(*sorted(found.items()), strict=True))
         numbers = len(loaded) + np.searchsorted(indices, spans.blocks)
-        loaded += [LoadedBlock(member, index, found[index]) for index in indices]
+        loaded += map(LoadedBlock, repeat(member), indices, own)
         parts.append(spans._replace(blocks=numbers))
     return Sequences(count, loaded, Spans(*in_order(parts)), substituted)
 
 
 def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block]) -> Spans:
     """The spans with good rows in place of bad ones; the blocks that these are in are added."""
-    if not any(blocks[index].bad for index in need.blocks):
-        return need.spans
     # Again, now that these blocks were met: a run may ask for a whole small dataset before any of it was.
     need.member.blocks.quarantine.check()
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()

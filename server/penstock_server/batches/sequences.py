@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,11 +24,10 @@ import numpy.typing as npt
 
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.arrays import IntArray, begins_run, by_value, in_order
+from penstock_server.geometry.arrays import IntArray, begins_run, by_value, equal_runs, numbered
 from penstock_server.geometry.packing import STREAM, Spans
-from penstock_server.storage.block import Block, ListColumn, RowSpans, Turn
-
-_FEW_ROWS = 4  # of a block: to look them up one by one takes less time than all at once
+from penstock_server.storage.block import Block, Features, RowSpans, TokenRuns, Turn
+from penstock_server.storage.lists import ListColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Origin:
     dataset_row: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadedBlock:
     """Block `index` of a member, in memory, with the rows of the split that is asked for."""
 
@@ -95,20 +94,21 @@ class Sequences:
     def __init__(self, count: int, loaded: list[LoadedBlock], spans: Spans, substituted: npt.NDArray[np.bool_]) -> None:
         self.count, self.loaded, self.substituted = count, loaded, substituted
         self._spans = spans
-        self._found = dict[tuple[str, str | None, int], Runs]()
+        self._features = dict[str, Features]()
+        self._runs = dict[tuple[str, str | None, int], Runs]()
 
-    def tokens(self, feature: str) -> list[ListColumn]:
-        """The tokens of a feature in each loaded block, by the numbers that Runs has."""
-        return [own.block.features[feature].tokens for own in self.loaded]
+    def tokens(self, feature: str) -> ListColumns:
+        """The tokens of a feature in the loaded blocks, by the numbers that Runs has."""
+        return self._feature(feature).tokens
 
     def runs(self, tensor: Tensor) -> Runs:
         """What the lines of a tensor of tokens are made of; of a mask or a count, what the tokens are that it is about."""
         # Spans are cut to length already, but one turn of them has a length of its own.
         key = tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0
         # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
-        if key not in self._found:
-            self._found[key] = self._find_runs(*key)
-        return self._found[key]
+        if key not in self._runs:
+            self._runs[key] = self._find_runs(*key)
+        return self._runs[key]
 
     def lengths(self, tensor: Tensor) -> IntArray:
         """The tokens of each line of a tensor, shape [count]."""
@@ -118,26 +118,27 @@ class Sequences:
     @cached_property
     def documents(self) -> Documents:
         """The rows that the sequences are made of; a row without tokens is in none."""
-        found = []
-        for number, mine in self._by_block:
-            parts = self._row_spans(number, mine)
-            found.append((mine[parts.spans], np.full(len(parts.spans), number), *parts[1:]))
-        at, blocks, rows, firsts, lasts = in_order(found)
-        return Documents(self._spans.sequences[at], blocks, rows, firsts, lasts)
+        sequences, blocks, rows, firsts, stops = self._spans
+        if self._are_of_streams:
+            at, rows, firsts, lasts = self._rows_of_streams
+            return Documents(sequences[at], blocks[at], rows, firsts, lasts)
+        return Documents(sequences, blocks, rows, firsts, np.minimum(stops, self._row_lengths(blocks, rows)))
 
     def documents_of(self, sequence: int) -> Documents:
         """The documents of one sequence."""
-        first, last = np.searchsorted(self.documents.sequences, [sequence, sequence + 1]).tolist()
-        return Documents(*(column[first:last] for column in self.documents))
+        own = self._where(self.documents.sequences, sequence)
+        return Documents(*(column[own] for column in self.documents))
 
     def sources(self, sequence: int) -> list[Origin]:
         """The rows of one sequence, as they lie in the shards."""
-        documents = self.documents_of(sequence)
-        return [self._source(*line) for line in zip(*(column.tolist() for column in documents[1:]), strict=True)]
+        own = self._where(self.documents.sequences, sequence)
+        columns = (*self.documents[1:], self._row_tokens)
+        return [self._source(*line) for line in zip(*(column[own].tolist() for column in columns), strict=True)]
 
     def line(self, tensor: Tensor, sequence: int) -> list[Turn]:
         """The tokens of one line of a tensor, in runs; none is of two rows."""
-        runs, tokens, own = self.runs(tensor), self.tokens(tensor.feature), self._runs_of(tensor, sequence)
+        runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
+        own = self._where(runs.lines, sequence)
         begins = [] if tensor.turn else self.documents_of(sequence).offsets().tolist()
         found: list[Turn] = []
         for number, start, length, learned, offset in zip(*(column[own].tolist() for column in runs[1:]), strict=True):
@@ -148,7 +149,8 @@ class Sequences:
 
     def num_tokens(self, tensor: Tensor, sequence: int) -> int:
         """The tokens of one line of a tensor."""
-        return int(self.runs(tensor).lengths[self._runs_of(tensor, sequence)].sum())
+        runs = self.runs(tensor)
+        return int(runs.lengths[self._where(runs.lines, sequence)].sum())
 
     def member(self, sequence: int) -> Member:
         """The dataset that a sequence is of."""
@@ -164,31 +166,32 @@ class Sequences:
         for number, mine in self._by_block:
             yield self.loaded[number].block, self._spans.sequences[mine], self._spans.rows[mine]
 
-    def _runs_of(self, tensor: Tensor, sequence: int) -> slice:
-        """Where the runs of one line stand among those of the tensor."""
-        return slice(*np.searchsorted(self.runs(tensor).lines, [sequence, sequence + 1]).tolist())
+    @staticmethod
+    def _where(sequences: IntArray, sequence: int) -> slice:
+        """Where one sequence stands among these, which ascend."""
+        return slice(*np.searchsorted(sequences, [sequence, sequence + 1]).tolist())
+
+    @cached_property
+    def _row_tokens(self) -> IntArray:
+        """Of each document the tokens of its row, also those that are not in the sequence."""
+        return self._row_lengths(self.documents.blocks, self.documents.rows)
 
     @cached_property
     def _by_block(self) -> list[tuple[int, IntArray]]:
         """The number of each block, and the spans that are of it."""
         return list(by_value(self._spans.blocks))
 
+    def _feature(self, name: str) -> Features:
+        if name not in self._features:
+            self._features[name] = Features([own.block.features[name] for own in self.loaded])
+        return self._features[name]
+
     def _find_runs(self, feature: str, turn: str | None, longest: int) -> Runs:
-        if not turn and self._is_of_plain_rows(feature):
-            return self._find_rows(feature)
-        found = []
-        for number, mine in self._by_block:
-            block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._spans[2:])
-            if rows[0] == STREAM:  # of one packing all spans are of the stream, or none is
-                pieces = block.cut_stream(feature, starts, stops)
-            else:
-                pieces = block.features[feature].cut(RowSpans(np.arange(len(mine)), rows, starts, stops))
-            found.append((mine[pieces.spans], np.full(len(pieces.spans), number), *pieces[1:]))
-        at, blocks, starts, lengths, learned = in_order(found)
+        at, starts, lengths, learned = self._cut(self._feature(feature))
         if turn:
             of_turn = learned == (turn == "response")
-            at, blocks, starts, lengths, learned = (column[of_turn] for column in (at, blocks, starts, lengths, learned))
-        lines = self._spans.sequences[at]
+            at, starts, lengths, learned = (column[of_turn] for column in (at, starts, lengths, learned))
+        lines, blocks = self._spans.sequences[at], self._spans.blocks[at]
         offsets = _offsets(lines, lengths)
         if longest:
             lengths = np.clip(longest - offsets, 0, lengths)
@@ -197,40 +200,49 @@ class Sequences:
             learned = learned[some]
         return Runs(lines, blocks, starts, lengths, learned, offsets)
 
-    def _is_of_plain_rows(self, feature: str) -> bool:
-        """Whether the sequences are rows without turns, or parts of such rows."""
-        return STREAM not in self._spans.rows and all(own.block.features[feature].turns is None for own in self.loaded)
+    def _cut(self, feature: Features) -> TokenRuns:
+        """The tokens of the spans, in as few pieces as there can be."""
+        _, blocks, rows, starts, stops = self._spans
+        if not self._are_of_streams:
+            return feature.cut(blocks, RowSpans(np.arange(len(rows)), rows, starts, stops))
+        if feature.are_streams:
+            return TokenRuns(np.arange(len(rows)), starts, stops - starts, np.ones(len(rows), np.bool_))
+        return feature.cut(blocks[self._rows_of_streams.spans], self._rows_of_streams)
 
-    def _find_rows(self, feature: str) -> Runs:
-        """The runs of sequences of rows without turns, in few steps a block: of a hundred blocks a run has a few rows each."""
-        sequences, blocks, rows, firsts, lasts = self._spans
-        tokens = self.tokens(feature)
-        if len(rows) < _FEW_ROWS * len(tokens):
-            lists = [tokens[number] for number in blocks.tolist()]
-            starts = np.array([own.starts.item(row) for own, row in zip(lists, rows.tolist(), strict=True)])
-            stops = np.array([own.stops.item(row) for own, row in zip(lists, rows.tolist(), strict=True)])
-        else:
-            starts, stops = np.empty_like(rows), np.empty_like(rows)
-            for number, mine in self._by_block:
-                own = rows[mine]
-                starts[mine], stops[mine] = tokens[number].starts[own], tokens[number].stops[own]
-        lengths, starts = np.minimum(lasts, stops - starts) - firsts, starts + firsts
-        some = lengths > 0
-        if not some.all():
-            sequences, blocks, starts, lengths = (column[some] for column in (sequences, blocks, starts, lengths))
-        return Runs(sequences, blocks, starts, lengths, np.ones(len(starts), np.bool_), _offsets(sequences, lengths))
+    @property
+    def _are_of_streams(self) -> bool:
+        """Whether the spans are of streams: of one packing all are, or none is."""
+        return bool(self._spans.rows[0] == STREAM)
 
-    def _row_spans(self, number: int, mine: IntArray) -> RowSpans:
-        block, (rows, starts, stops) = self.loaded[number].block, (column[mine] for column in self._spans[2:])
-        if rows[0] == STREAM:
-            return block.rows_of_stream(starts, stops)
-        return RowSpans(np.arange(len(mine)), rows, starts, np.minimum(stops, block.row_lengths_of(rows)))
+    @cached_property
+    def _rows_of_streams(self) -> RowSpans:
+        """The rows that the spans of streams run over; a row without a token is left out."""
+        _, blocks, _, starts, stops = self._spans
+        order = np.argsort(blocks, kind="stable")
+        ends = np.stack([starts, stops - 1])[:, order]  # the first token of each and the last
+        rows_of_ends, begins = np.empty_like(ends), np.empty_like(starts)
+        for number, own in equal_runs(blocks[order]):  # thousands: each step here counts
+            stream = self.loaded[number].block.stream
+            rows_of_ends[:, own] = found = np.searchsorted(stream, ends[:, own], side="right") - 1
+            begins[own] = stream[found[0]]
+        back = np.argsort(order)
+        (first, last), begins = rows_of_ends[:, back], begins[back]
+        spans, further = numbered(last + 1 - first)
+        rows = first[spans] + further
+        lengths = self._row_lengths(blocks[spans], rows)
+        row_begins = begins[spans] + _offsets(spans, lengths)
+        firsts, lasts = np.maximum(starts[spans] - row_begins, 0), np.minimum(stops[spans] - row_begins, lengths)
+        return RowSpans(*(column[lasts > firsts] for column in (spans, rows, firsts, lasts)))
 
-    def _source(self, number: int, row: int, first: int, last: int) -> Origin:
+    def _row_lengths(self, blocks: IntArray, rows: IntArray) -> IntArray:
+        """The tokens of rows; of such as have several features, those of the longest."""
+        features = map(self._feature, self.loaded[0].block.features)
+        return reduce(np.maximum, (feature.tokens.lengths(blocks, rows) for feature in features))
+
+    def _source(self, number: int, row: int, first: int, last: int, row_tokens: int) -> Origin:
         own = self.loaded[number]
         snapshot, stored = own.member.snapshot, int(own.block.rows[row])
         at, dataset_row = snapshot.block(own.index), snapshot.first_row_of(own.index) + stored
-        [row_tokens] = own.block.row_lengths_of(np.array([row])).tolist()
         row_in_group = at.first_row + stored
         return Origin(own.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens, dataset_row)
 

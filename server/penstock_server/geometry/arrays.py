@@ -38,10 +38,16 @@ def find(starts: IntArray, slots: IntArray) -> IntArray:
 def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
     """Each value once, and where it stands; in the time of a sort, however many there are."""
     order = np.argsort(values, kind="stable")
-    ascending = values[order]
-    starts = np.flatnonzero(begins_run(ascending)).tolist()
-    for start, stop in pairwise([*starts, len(values)]):
-        yield int(ascending[start]), order[start:stop]
+    for value, own in equal_runs(values[order]):
+        yield value, order[own]
+
+
+def equal_runs(values: IntArray) -> Iterator[tuple[int, slice]]:
+    """Each run of equal values: the value, and where the run stands."""
+    starts = np.flatnonzero(begins_run(values))
+    borders = pairwise([*starts.tolist(), len(values)])
+    for value, (start, stop) in zip(values[starts].tolist(), borders, strict=True):
+        yield value, slice(start, stop)
 
 
 def distinct(values: IntArray) -> IntArray:

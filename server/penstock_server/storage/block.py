@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
@@ -10,47 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock_server.geometry.arrays import IntArray, distinct, find, numbered, starts_of
+from penstock_server.geometry.arrays import IntArray, distinct, find, in_order, numbered, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
+from penstock_server.storage.lists import ListColumn, ListColumns
 
 Turn = tuple[list[int], bool]  # tokens, and whether they are learned
-
-
-@dataclass(frozen=True, slots=True)
-class ListColumn:
-    """A list a row: row i is values[starts[i] : stops[i]].
-
-    memory   what the values lie in, from the first on
-    offsets  where each begins, and at last where all end; None where the lists are not all of the values, end to end
-    """
-
-    values: npt.NDArray[np.integer[Any]]
-    memory: pa.Buffer
-    starts: IntArray
-    stops: IntArray
-    offsets: IntArray | None = None
-
-    @classmethod
-    def of(cls, column: pa.LargeListArray) -> ListColumn:
-        """The lists of an Arrow column, without a copy: thousands of blocks are held at a time."""
-        values, offsets = _view(column.values), _view(column.offsets)
-        memory = column.values.buffers()[1].slice(column.values.offset * values.itemsize, values.nbytes)
-        return cls(values, memory, offsets[:-1], offsets[1:], offsets)
-
-    @property
-    def lengths(self) -> IntArray:
-        """The length of each list, computed anew."""
-        return self.stops - self.starts
-
-    def lengths_of(self, rows: IntArray) -> IntArray:
-        """The lengths of the lists of some rows."""
-        lengths: IntArray = self.stops[rows] - self.starts[rows]
-        return lengths
-
-    def take(self, rows: IntArray) -> ListColumn:
-        """Some of the rows."""
-        return ListColumn(self.values, self.memory, self.starts[rows], self.stops[rows])
 
 
 class RowSpans(NamedTuple):
@@ -74,42 +40,69 @@ class TokenRuns(NamedTuple):
     learned: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Feature:
+class Feature(NamedTuple):
     """A token list a row, and the lengths of the turns in it: prompt, response, prompt, ...; without them all is response."""
 
     tokens: ListColumn
     turns: ListColumn | None
 
-    def cut(self, parts: RowSpans) -> TokenRuns:
-        """The tokens of parts of rows, each cut at the row's end and between turns."""
-        spans, rows, firsts, lasts = parts
-        lasts = np.minimum(lasts, self.tokens.lengths_of(rows))
-        learned = np.ones(len(rows), np.bool_)
-        if self.turns is not None:
-            # Each row's turns are gone through once: one row may be cut into thousands of parts.
-            own = distinct(rows)
-            num_turns = self.turns.lengths_of(own)
-            row, number = numbered(num_turns)
-            borders = starts_of(self.turns.values[self.turns.starts[own[row]] + number])  # all their turns, end to end
-            first_turns = starts_of(num_turns)[np.searchsorted(own, rows)]
-            begins = borders[first_turns]
-            turns = find(borders, begins + firsts)
-            part, further = numbered(np.maximum(np.searchsorted(borders, begins + lasts) - turns, 0))
-            turns = turns[part] + further
-            spans, rows, learned = spans[part], rows[part], (turns - first_turns[part]) % 2 == 1
-            firsts = np.maximum(borders[turns] - begins[part], firsts[part])
-            lasts = np.minimum(borders[turns + 1] - begins[part], lasts[part])
-        lengths = lasts - firsts
-        starts, some = self.tokens.starts[rows] + firsts, lengths > 0
-        return TokenRuns(spans[some], starts[some], lengths[some], learned[some])
-
     def row(self, row: int) -> list[Turn]:
         """The tokens of a row, turn by turn."""
-        at, zero = np.array([row]), np.zeros(1, np.int64)
-        _, starts, lengths, learned = self.cut(RowSpans(zero, at, zero, self.tokens.lengths_of(at)))
+        of_row = RowSpans(*np.array([[0], [row], [0], [len(self.tokens.values)]]))
+        _, starts, lengths, learned = Features([self]).cut(np.zeros(1, np.int64), of_row)
         turns = zip(starts.tolist(), lengths.tolist(), learned.tolist(), strict=True)
         return [(self.tokens.values[start : start + length].tolist(), is_learned) for start, length, is_learned in turns]
+
+
+class Features:
+    """A feature of several blocks, by their numbers."""
+
+    def __init__(self, features: Sequence[Feature]) -> None:
+        self.tokens = ListColumns([own.tokens for own in features])
+        self._turns = [own.turns for own in features]
+        self._has_turns = self._turns.count(None) < len(features)
+
+    @cached_property
+    def are_streams(self) -> bool:
+        """Whether of each block all tokens, end to end, are its stream, and none is of a prompt."""
+        return self.tokens.are_whole and not self._has_turns
+
+    def cut(self, blocks: IntArray, parts: RowSpans) -> TokenRuns:
+        """The tokens of parts of rows, part i of block blocks[i], each cut at the row's end and between turns."""
+        spans, rows, firsts, lasts = parts
+        begins, ends = self.tokens.bounds(blocks, rows)
+        lasts, learned = np.minimum(lasts, ends - begins), np.ones(len(rows), np.bool_)
+        if self._has_turns:
+            has_turns = np.array([own is not None for own in self._turns])[blocks]
+            plain, others = np.flatnonzero(~has_turns), np.flatnonzero(has_turns)
+            own, *cut = self._cut_turns(*(column[others] for column in (blocks, rows, firsts, lasts)))
+            whole = (plain, firsts[plain], lasts[plain], learned[plain])
+            part, firsts, lasts, learned = in_order([whole, (others[own], *cut)])
+            spans, begins = spans[part], begins[part]
+        lengths = lasts - firsts
+        starts, some = begins + firsts, lengths > 0
+        return TokenRuns(spans[some], starts[some], lengths[some], learned[some])
+
+    def _cut_turns(
+        self, blocks: IntArray, rows: IntArray, firsts: IntArray, lasts: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray, npt.NDArray[np.bool_]]:
+        """Tokens [firsts[i], lasts[i]) of rows, cut between turns: of each piece i, its tokens, and whether it is learned."""
+        # Each row's turns are gone through once: one row may be cut into thousands of parts.
+        keys = blocks << 32 | rows
+        own = distinct(keys)
+        own_blocks, own_rows = np.divmod(own, 1 << 32)
+        all_turns = ListColumns([own for own in self._turns if own is not None])
+        own_blocks = np.cumsum([own is not None for own in self._turns])[own_blocks] - 1  # of those that have turns
+        starts, stops = all_turns.bounds(own_blocks, own_rows)
+        borders = starts_of(all_turns.values(own_blocks, starts, stops - starts))  # all their turns, end to end
+        first_turns = starts_of(stops - starts)[np.searchsorted(own, keys)]
+        begins = borders[first_turns]
+        turns = find(borders, begins + firsts)
+        part, further = numbered(np.maximum(np.searchsorted(borders, begins + lasts) - turns, 0))
+        turns, begins = turns[part] + further, begins[part]
+        firsts = np.maximum(borders[turns] - begins, firsts[part])
+        lasts = np.minimum(borders[turns + 1] - begins, lasts[part])
+        return part, firsts, lasts, (turns - first_turns[part]) % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ class Block:
     def nbytes(self) -> int:
         """The bytes that it takes in the cache, but for a few."""
         lists = [column for feature in self.features.values() for column in (feature.tokens, feature.turns) if column]
-        listed = sum(column.values.nbytes + column.starts.nbytes for column in lists)
+        listed = sum(column.memory.size + 8 * column.num_lists for column in lists)
         return int(listed + sum(column.nbytes for column in self.columns.values()) + self.splits.nbytes)
 
     @property
@@ -196,37 +189,11 @@ class Block:
         """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""
         return reduce(np.maximum, (feature.tokens.lengths for feature in self.features.values()))
 
-    def row_lengths_of(self, rows: IntArray) -> IntArray:
-        """As row_lengths, of some rows."""
-        return reduce(np.maximum, (feature.tokens.lengths_of(rows) for feature in self.features.values()))
-
     @cached_property
     def stream(self) -> IntArray:
         """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
-        return starts_of(self.row_lengths) if self._offsets is None else self._offsets
-
-    def rows_of_stream(self, starts: IntArray, stops: IntArray) -> RowSpans:
-        """The rows that some tokens [starts[i], stops[i]) of the stream run over; rows without a token are left out."""
-        first = np.searchsorted(self.stream, starts, side="right") - 1
-        spans, number = numbered(np.searchsorted(self.stream, stops, side="left") - first)
-        rows = first[spans] + number
-        firsts = np.maximum(starts[spans] - self.stream[rows], 0)
-        lasts = np.minimum(stops[spans], self.stream[rows + 1]) - self.stream[rows]
-        parts = (spans, rows, firsts, lasts)
-        return RowSpans(*(column[lasts > firsts] for column in parts))
-
-    def cut_stream(self, name: str, starts: IntArray, stops: IntArray) -> TokenRuns:
-        """Tokens [starts[i], stops[i]) of the stream of a block with one feature, in as few pieces as there can be."""
-        feature = self.features[name]
-        if feature.turns is None and self._offsets is not None:
-            return TokenRuns(np.arange(len(starts)), starts, stops - starts, np.ones(len(starts), np.bool_))
-        return feature.cut(self.rows_of_stream(starts, stops))
-
-    @property
-    def _offsets(self) -> IntArray | None:
-        """Where each row begins, and at last where all end: of a block with one feature, whose rows are all there."""
-        first, *others = self.features.values()
-        return None if others else first.tokens.offsets
+        first, *others = (feature.tokens for feature in self.features.values())
+        return first.borders if first.is_whole and not others else starts_of(self.row_lengths)
 
     @property
     def has_good(self) -> bool:

@@ -51,26 +51,23 @@ class Maps:
 
     def known(self, keys: Sequence[str]) -> list[Block | None]:
         """The blocks of these keys; None for those that would have to be read, since they were never mapped here."""
-        blocks: list[Block | None] = []
-        long_ago = []
         now = time.monotonic()
         with self._lock:  # once for all: where many threads wait for a lock, to have it takes longer than what it guards
-            for key in keys:
-                found = self._open.get(key)
-                blocks.append(found.block if found else None)
-                if found is None:
-                    continue
+            found = [self._open.get(key) for key in keys]
+            # Whether it was used a moment ago or just now makes no difference to which are used last.
+            long_ago = [key for key, own in zip(keys, found, strict=True) if own and own.touched_at < now - _TOUCH_SECONDS]
+            for key in long_ago:
                 self._open.move_to_end(key)
-                if found.touched_at < now - _TOUCH_SECONDS:
-                    found.touched_at = now
-                    long_ago.append(key)
+                self._open[key].touched_at = now
         # Else a block in constant use would look like the one used longest ago; and what another process has removed would
         # hold disk space, that no budget counts, for as long as it is mapped.
         for key in long_ago:
             if not self.cache.touch(key):
                 with self._lock:
                     self._open.pop(key, None)
-        return [block or self._opened(key, self.cache.read_again(key)) for key, block in zip(keys, blocks, strict=True)]
+        return [
+            own.block if own else self._opened(key, self.cache.read_again(key)) for key, own in zip(keys, found, strict=True)
+        ]
 
     def read(self, key: str) -> Block | None:
         """A block that is stored, whose file is read if it was never mapped here; None: it is not, or damaged."""
