@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
-from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
+from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
 from corpora import EOS, write_tokenizer
 from penstock_server.recipes import encode as encode_module
@@ -114,6 +114,30 @@ def test_texts_are_tokenized_by_several_threads_and_stay_in_order(
     assert ids.tolist() == [token for own in whole for token in own]
     assert lengths.tolist() == list(map(len, whole))
     assert [own.tolist() for own, _ in marked] == whole
+
+
+@pytest.mark.parametrize(
+    ("spans", "runs"),
+    [
+        pytest.param([], [4, 0], id="none"),
+        pytest.param([(3, 7)], [1, 1, 2, 0], id="a word with its blank"),
+        pytest.param([(4, 7)], [1, 1, 2, 0], id="a word, whose token begins before it"),
+        pytest.param([(1, 2)], [0, 1, 3, 0], id="a letter of a word"),
+        pytest.param([(4, 7), (12, 15)], [1, 1, 1, 1], id="two words"),
+        pytest.param([(4, 5), (6, 7)], [1, 1, 0, 0, 2, 0], id="two letters of one token"),
+        pytest.param([(0, 15)], [0, 4], id="all"),
+    ],
+)
+def test_a_token_is_learned_where_any_of_its_characters_is(spans: list[tuple[int, int]], runs: list[int]) -> None:
+    pieces = {piece: number for number, piece in enumerate(["the", " fox", " and", " dog"])}
+    split = Tokenizer(models.WordLevel(pieces, unk_token="the"))
+    split.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated")
+    words = TokenizerFile(Path("words.json"), "digest", split, 4)
+
+    [(ids, found)] = words.encode_marked(["the fox and dog"], [spans], "t")
+
+    assert ids.tolist() == [0, 1, 2, 3]
+    assert found.tolist() == runs
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", "fox"], ["fox" * 30, "", ""], ["fox" * 30] * 3])

@@ -71,7 +71,7 @@ class ChatTemplate:
     @property
     def digest(self) -> str:
         """A hash of all that the rendering and its loss depend on beside the messages."""
-        content = json.dumps(["penstock chat v3", self._text, sorted(self._special_tokens.items())])
+        content = json.dumps(["penstock chat v4", self._text, sorted(self._special_tokens.items())])
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message]) -> Rendered:

@@ -56,8 +56,9 @@ class TokenizerFile:
     def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], name: str) -> list[tuple[Ids, Ids]]:
         """Each text's ids, and the lengths of the runs of them that lie outside and inside its spans, in turn.
 
-        Spans are half-open ranges of characters, sorted and disjoint; a token lies where its first character does. Runs are
-        an even number, at least two; some may be of length 0. Raises ValueError: the tokenizer fails.
+        Spans are half-open ranges of characters, sorted and disjoint. A token is inside if any of its characters is: behind
+        "Assistant: " the first word of an answer has the blank before it in its token. Runs are an even number, at least two;
+        some may be of length 0. Raises ValueError: the tokenizer fails.
         """
 
         def marked(own: slice) -> list[tuple[Ids, Ids]]:
@@ -141,9 +142,10 @@ def _portions(texts: list[str]) -> Iterator[slice]:
 
 
 def _runs(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Ids:
-    firsts = np.array([start for start, _ in encoding.offsets], np.int64)
+    firsts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     borders = np.array([border for span in spans for border in span], np.int64)
     # Borders before a token's first character: an odd number of them is inside a span.
     passed = np.searchsorted(borders, firsts, side="right")
+    passed += (passed % 2 == 0) & (np.searchsorted(borders, stops, side="left") > passed)
     num_runs = (int(passed.max(initial=0)) // 2 + 1) * 2
     return np.bincount(passed, minlength=num_runs)

@@ -1,0 +1,40 @@
+"""What is learned of a chat is what transformers' own masks of the assistant's tokens say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from chat_templates import STEADY, TOKENS, marked
+from corpora import write_tokenizer
+from penstock_server.recipes.chat import ChatTemplate
+from penstock_server.recipes.tokenizer import load_tokenizer
+
+LIBRARY = "transformers"
+CONTENTS = ["yes", "Yes, sir", "über two\n\nlines", "  no", "a b "]
+
+
+@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("way", [str, marked])
+def test_what_is_learned_of_a_chat_is_what_transformers_masks_say(name: str, way: Callable[[str], str], tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = write_tokenizer(tmp_path / "tokenizer.json", [f"{role}: yes" for role in ("Assistant", "User")] + CONTENTS)
+    tokenizer, theirs = load_tokenizer(path), PreTrainedTokenizerFast(tokenizer_file=str(path))
+    assert tokenizer.tokenizer.token_to_id("Ġyes") is not None
+    template = ChatTemplate(text=way(STEADY[name]), special_tokens=TOKENS)
+    for asked, answered in product(CONTENTS, repeat=2):
+        chat = [{"role": role, "content": text} for role, text in (("user", asked), ("assistant", answered)) * 2]
+
+        rendered = template.render(chat)
+        [(ids, runs)] = tokenizer.encode_marked([rendered.text], [rendered.spans], "messages")
+
+        expected = theirs.apply_chat_template(
+            chat, chat_template=marked(STEADY[name]), return_assistant_tokens_mask=True, return_dict=True, **TOKENS
+        )
+        assert ids.tolist() == expected["input_ids"]
+        learned = [number % 2 for number, count in enumerate(runs.tolist()) for _ in range(count)]
+        assert learned == expected["assistant_masks"]
