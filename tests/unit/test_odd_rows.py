@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
@@ -278,6 +279,71 @@ def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> Non
     write(data, "", {"prompt": asked, "chosen": answers, "rejected": answers})
     [block] = open_blocks(data).get([0])
     assert block.bad == {1: "chosen is not valid UTF-8", 2: "prompt is null"}
+
+
+TOOLED = "{% if tools %}{{ tools | tojson }}{{ tools | length }}{% endif %}" + CHATML
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"what": "fox"}}}
+CALL = {"type": "function", "function": {"name": "call", "parameters": {"times": 2}}}
+ASKED = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+
+
+def as_text(tools: Any) -> Any:
+    return None if tools is None else json.dumps(tools)
+
+
+def as_texts(tools: Any) -> Any:
+    return None if tools is None else [json.dumps(tool) for tool in tools]
+
+
+@pytest.mark.parametrize("written", [as_text, as_texts, lambda tools: tools])
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_tools_are_given_to_the_template_however_they_are_stored(
+    data: Path, written: Callable[[Any], Any], column: str
+) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    stored = [[FIND, CALL], [CALL], [], None]
+    recipe = "" if column == "tools" else f'tools = "{column}"'
+    write(data, recipe, {"messages": [ASKED] * 4, column: [written(tools) for tools in stored]})
+    tokenizer = load_tokenizer(data / "../tokenizer.json")
+
+    [block] = open_blocks(data).get([0])
+
+    bare = f"<|user|>fox{EOS}<|assistant|>dog{EOS}"
+    texts = [f"{json.dumps(tools)}{len(tools)}{bare}" if tools else bare for tools in stored]
+    assert [tokenizer.decode(row) for row in rows_of(block)] == texts
+    snapshot = open_snapshot(data, data / "../tokenizer.json")
+    assert f" with {column}" in snapshot.recipe.describe()
+    assert snapshot.recipe.identity["tools"] == column
+
+
+def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    write(data, "", {"messages": [ASKED] * 4, "tools": ["[", '{"a": 1}', "null", ""]})
+    [block] = open_blocks(data).get([0])
+    assert sorted(block.bad) == [0, 1]
+    assert all(reason.startswith("tools is no list of tools as JSON: ") for reason in block.bad.values())
+
+
+@pytest.mark.parametrize(
+    ("template", "recipe", "reason"),
+    [
+        (CHATML, 'tools = "functions"', "the chat template does not look at any"),
+        (TOOLED, 'tools = "number"', "column 'number' is int64, but tools must be lists of definitions"),
+        (TOOLED, 'tools = "absent"', "there is no column 'absent'"),
+        (TOOLED, 'tools = "functions"\ntext = "functions"', "tools are for a chat template, but rows are no chats"),
+    ],
+)
+def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, recipe: str, reason: str) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write(data, recipe, {"messages": [ASKED], "functions": ["[]"], "number": [1]})
+    with pytest.raises(DatasetRefused, match=reason):
+        open_snapshot(data, data / "../tokenizer.json")
+
+
+def test_a_column_of_tools_that_no_template_looks_at_changes_no_snapshot(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    write(data, "", {"messages": [ASKED], "tools": ["[]"]})
+    assert "tools" not in open_snapshot(data, data / "../tokenizer.json").recipe.identity
 
 
 def test_a_chat_with_a_message_that_is_null_is_bad(data: Path) -> None:

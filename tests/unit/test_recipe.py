@@ -27,6 +27,7 @@ CHANGES: dict[str, Any] = {
     "bos_id": 0,
     "eos_id": 0,
     "pad_id": 1,
+    "tools": NUMBER,
     "columns": (),
     "split_by": NUMBER,
 }

@@ -58,7 +58,7 @@ def describe_dataset(served: Served) -> dict[str, Any]:
             "unread_row_groups": quarantine.num_unread_groups,
         },
         "cache": {"used_bytes": cache.used_bytes, "budget_bytes": cache.budget_bytes, "asked_bytes": cache.configured_bytes},
-        "columns": list(snapshot.recipe.token_columns),
+        "columns": [*snapshot.recipe.token_columns, *(snapshot.recipe.tools.columns if snapshot.recipe.tools else ())],
         "recipe": snapshot.recipe.describe(),
         "unused_columns": list(snapshot.recipe.unused),
         "token_dtype": snapshot.token_dtype,

@@ -23,6 +23,7 @@ from penstock_server.recipes.chat_sandbox import BEGIN, END, Refused, Sandbox
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+_Tools = Sequence[Any] | None
 
 _SANDBOX = Sandbox()
 _MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
@@ -53,6 +54,8 @@ class Rendered:
 class ChatTemplate:
     """A tokenizer's chat template: a Jinja text, and the special tokens that it may write, by name, as `eos_token`.
 
+    `takes_tools`: it looks at definitions of tools.
+
     Raises TemplateError: the text is no template, or needs what is not there.
     """
 
@@ -65,7 +68,8 @@ class ChatTemplate:
             raise TemplateError(f"the chat template is wrong in line {error.lineno}: {error.message}.") from error
         except (SyntaxError, RecursionError) as error:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
-        self._is_marked = any(name.name == BEGIN for name in tree.find_all(nodes.Name))
+        names = {name.name for name in tree.find_all(nodes.Name)}
+        self._is_marked, self.takes_tools = BEGIN in names, "tools" in names
         self._prompt, self._tail = self._try_out()
 
     @property
@@ -74,8 +78,10 @@ class ChatTemplate:
         content = json.dumps(["penstock chat v4", self._text, sorted(self._special_tokens.items())])
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Rendered:
         """The chat as text, and the spans of it that carry loss: what the assistant says and the mark that ends its turn.
+
+        `tools` are the definitions of those that the assistant may call.
 
         A value that is null is as if it were not there, as in Parquet no column of a struct can be missing.
 
@@ -84,11 +90,12 @@ class ChatTemplate:
         chat = [_checked(number, message) for number, message in enumerate(messages)]
         if not chat:
             raise ChatError("has a chat without messages")
-        return self._render_marked(chat) if self._is_marked else self._render_in_steps(chat)
+        render = self._render_marked if self._is_marked else self._render_in_steps
+        return render(chat, _without_nulls(tools) or None)
 
-    def _render_marked(self, chat: list[Message]) -> Rendered:
-        text = self._write(chat)
-        marked = self._write(chat, marks=_MARKS)
+    def _render_marked(self, chat: list[Message], tools: _Tools) -> Rendered:
+        text = self._write(chat, tools)
+        marked = self._write(chat, tools, marks=_MARKS)
         begin, end = _MARKS
         if begin in text or end in text:
             raise ChatError("has a chat with U+FDD0 or U+FDD1 in it, which are no characters")
@@ -108,13 +115,13 @@ class ChatTemplate:
             raise ChatError("has a chat whose template looks at or leaves its {% generation %}: put it around what is written")
         return Rendered(text, tuple(spans))
 
-    def _render_in_steps(self, chat: list[Message]) -> Rendered:
+    def _render_in_steps(self, chat: list[Message], tools: _Tools) -> Rendered:
         spans: list[Span] = []
         step = longest = text = ""  # of all steps the longest, which the others begin: of a long chat all of them are gigabytes
         goes_on = True
         for number, message in enumerate(chat):
             if message["role"] == "assistant":
-                before, text = self._write(chat[:number], prompt=True), self._write(chat[: number + 1])
+                before, text = self._write(chat[:number], tools, prompt=True), self._write(chat[: number + 1], tools)
                 step = text.removesuffix(self._tail)
                 goes_on = goes_on and (step.startswith(longest) or longest.startswith(step))
                 longest = max(longest, step, key=len)
@@ -128,16 +135,18 @@ class ChatTemplate:
                     )
                 spans.append((len(before), len(before) + len(said)))
         if chat[-1]["role"] != "assistant":
-            text = self._write(chat)
+            text = self._write(chat, tools)
         if not (goes_on and text.startswith(longest)):
             raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")
         return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
 
-    def _write(self, chat: Sequence[Message], *, prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
+    def _write(
+        self, chat: Sequence[Message], tools: _Tools = None, *, prompt: bool = False, marks: tuple[str, str] = ("", "")
+    ) -> str:
         variables = {
             **self._special_tokens,
             "messages": chat,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
             BEGIN: marks[0],

@@ -39,6 +39,13 @@ def is_messages(type_: pa.DataType) -> bool:
     return {"role", "content"} <= names
 
 
+def is_tools(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds definitions of tools: lists of structs or of texts, or JSON texts."""
+    if is_text(type_):
+        return True
+    return _is_list(type_) and bool(pa.types.is_struct(type_.value_type) or is_text(type_.value_type))
+
+
 @lru_cache(maxsize=32)
 def numpy_type(type_: pa.DataType) -> np.dtype[Any]:
     """What numpy calls a type of numbers. Arrow's own word for it needs pandas in many a version."""

@@ -18,7 +18,7 @@ from penstock_server.geometry.order import permute
 from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Lists, Reasons, checked_ids, python_values, raw_texts, take_rows, travelling
-from penstock_server.recipes.texts import chats, messages, preference, tokenized, with_turns
+from penstock_server.recipes.texts import chats, messages, preference, tokenized, tools, with_turns
 
 REASON = "bad"  # why a row cannot be used, null where it can
 ROW = "row"  # which row of the block it is; the filter leaves some out
@@ -120,7 +120,8 @@ def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons
         prompts = tokenized(rows, "prompt", recipe, reasons, opens=True)
         return {"tokens": with_turns([prompts, tokenized(rows, "response", recipe, reasons, closes=True)])}
     if recipe.kind == "messages":
-        return {"tokens": chats(messages(rows, "messages", recipe, reasons), None, recipe, "messages", reasons)}
+        asked = messages(rows, "messages", recipe, reasons)
+        return {"tokens": chats(asked, None, tools(rows, recipe, reasons), recipe, "messages", reasons)}
     return {side: preference(rows, side, recipe, reasons) for side in recipe.features}
 
 

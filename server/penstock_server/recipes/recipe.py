@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from penstock.batch import TENSOR_NAMES
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.column_types import is_messages, is_raw, is_text, is_tokens
+from penstock_server.recipes.column_types import is_messages, is_raw, is_text, is_tokens, is_tools
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.tokenizer import TokenizerFile
@@ -54,6 +54,7 @@ class Recipe:
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
     eos_id        closes a text or a response, likewise
     chat          renders messages
+    tools         the definitions of tools that it is given, if rows have any
     columns       what travels beside the tokens
     unused        columns that say which ids of pre-tokenized rows are learned, or are padding: here every id is learned
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
@@ -70,6 +71,7 @@ class Recipe:
     eos_id: int | None = None
     pad_id: int = 0
     chat: ChatTemplate | None = None
+    tools: Field | None = None
     columns: tuple[Column, ...] = ()
     unused: tuple[str, ...] = ()
     unsaid_bos: str | None = None
@@ -92,7 +94,7 @@ class Recipe:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """The top-level columns that the tokens are made of."""
+        """The top-level columns that a row must have values in, since its tokens are made of them."""
         return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))
 
     @property
@@ -127,8 +129,9 @@ class Recipe:
         """The top-level columns that are read from a shard; None for all, which a transform may use."""
         if self.transform:
             return None
-        sources = [source for _, source in self.fields] + [column.field for column in self.columns]
-        return list(dict.fromkeys([*(name for source in sources for name in source.columns), *self.selecting_columns]))
+        tools = self.tools.columns if self.tools else ()
+        travelling = (name for column in self.columns for name in column.field.columns)
+        return list(dict.fromkeys([*self.token_columns, *tools, *travelling, *self.selecting_columns]))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -137,7 +140,7 @@ class Recipe:
         Of it snapshots and cached blocks have their names: a key that is new stands here only where it is set, or no run could
         be resumed and every row would be tokenized anew.
         """
-        return {
+        identity = {
             "kind": self.kind,
             "fields": [[role, source.text] for role, source in self.fields],
             "tokenizer": self.tokenizer.digest if self.tokenizer else None,
@@ -151,6 +154,7 @@ class Recipe:
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,
         }
+        return identity | {"tools": self.tools.text} if self.tools else identity
 
     def is_like(self, other: Recipe) -> bool:
         """Whether another recipe does the same, also with bad rows."""
@@ -168,6 +172,8 @@ class Recipe:
         """Whether rows of this schema, transformed, have all that tokens are made of. Raises FieldError: they have not."""
         for role, source in self.fields:
             check_field(self.kind, role, source, schema)
+        if self.tools:
+            check_tools(self.tools, schema)
         for column in self.columns:
             if column.field.type(schema) != column.type:
                 raise FieldError(f"column {column.name!r} is {column.field.type(schema)}, but {column.type} in the first shard")
@@ -182,7 +188,7 @@ class Recipe:
         else:
             parts.append("pre-tokenized")
         if self.chat:
-            parts.append(f"chat template {self.chat.digest[:8]}")
+            parts.append(f"chat template {self.chat.digest[:8]}{f' with {self.tools.text}' if self.tools else ''}")
         elif self.kind != "tokens":
             parts.append("no BOS" if self.bos_id is None else f"BOS {self.bos_id}")
             parts.append("no EOS" if self.eos_id is None else f"EOS {self.eos_id}")
@@ -206,6 +212,14 @@ def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None
         if wanted == "text" and (pa.types.is_integer(type_) or pa.types.is_floating(type_)):
             told += f'. A template with other text beside the number prints it: {role} = " {{{source.text.strip("{}")}}}"'
         raise FieldError(told)
+
+
+def check_tools(source: Field, schema: pa.Schema) -> None:
+    """Whether a field can hold definitions of tools. Raises FieldError: it is not there, or of a type that will not do."""
+    if not is_tools(type_ := source.type(schema)):
+        raise FieldError(
+            f"column {source.text!r} is {type_}, but tools must be lists of definitions, or such lists as JSON texts"
+        )
 
 
 def travelling_column(name: str, schema: pa.Schema) -> Column:

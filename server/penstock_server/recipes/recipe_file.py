@@ -10,12 +10,12 @@ import pyarrow as pa
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens
-from penstock_server.recipes.column_types import is_messages, is_text, is_tokens
+from penstock_server.recipes.column_types import is_messages, is_text, is_tokens, is_tools
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
-from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, travelling_column
+from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, check_tools, travelling_column
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import Transform, TransformError, load_transform
 
@@ -80,6 +80,7 @@ class _Reader:
             eos_id=eos_id,
             pad_id=self._pad(tokenizer, vocab_size, eos_id),
             chat=chat,
+            tools=self._tools(chat),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not chat and "bos" not in given else None,
             unused=tuple(name for name in MASKS if kind == "tokens" and name in self._schema.names),
@@ -178,6 +179,26 @@ class _Reader:
             if name in text and name not in special:
                 special[name] = self._written(name, declared, usual, load_tokenizer(path))
         return ChatTemplate(text=text, special_tokens=special)
+
+    def _tools(self, chat: ChatTemplate | None) -> Field | None:
+        """The column of tools that is declared, or is there and is one; None where the template looks at none."""
+        declared = self._given.get("tools")
+        if declared:
+            if not chat:
+                raise DatasetRefused(
+                    f"{self._folder / FILE_NAME}: tools are for a chat template, but rows are no chats. Remove it."
+                )
+            if not chat.takes_tools:
+                raise DatasetRefused(
+                    f"{self._folder / FILE_NAME}: tools are given, but the chat template does not look at any. Remove tools, "
+                    f"or take a template that writes them."
+                )
+            check_tools(source := Field.parse(declared, self._schema), self._schema)
+            return source
+        if not chat or not chat.takes_tools or "tools" not in self._schema.names:
+            return None
+        source = Field.parse("tools", self._schema)
+        return source if is_tools(source.type(self._schema)) else None
 
     def _written(self, name: str, key: str, usual: tuple[str, ...], tokenizer: TokenizerFile) -> str:
         """The text of a special token that a template writes and no file beside the tokenizer names."""

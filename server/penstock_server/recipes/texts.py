@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
     fields = dict(recipe.fields)
     if recipe.chat:
         answers, prompts = _parted({role: messages(rows, role, recipe, reasons) for role in fields}, side)
-        return chats(answers, prompts, recipe, side, reasons)
+        return chats(answers, prompts, tools(rows, recipe, reasons), recipe, side, reasons)
     texts = tokenized(rows, side, recipe, reasons, opens="prompt" not in fields, closes=True)
     if "prompt" not in fields:
         return with_turns([_every([], rows.num_rows), texts])
@@ -32,25 +33,45 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
 
 def messages(rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons) -> list[_Chat]:
     """The chats of a field, None for a bad one."""
-    array = dict(recipe.fields)[role].array(rows)
-    try:
-        found: list[_Chat] = python_values(array)
-    except (UnicodeDecodeError, OverflowError):
-        found = [_chat(array[row : row + 1], row, role, reasons) for row in range(len(array))]
+    found: list[_Chat] = _nested(dict(recipe.fields)[role].array(rows), role, reasons)
     for row, chat in enumerate(found):
         if chat is None:
             reasons.add(row, f"{role} is null")
     return found
 
 
-def _chat(chat: pa.Array, row: int, role: str, reasons: Reasons) -> _Chat:
+def tools(rows: pa.RecordBatch, recipe: Recipe, reasons: Reasons) -> list[list[Any]]:
+    """The definitions of tools that each row has; [] for none, and for bad ones."""
+    if recipe.tools is None:
+        return [[]] * rows.num_rows
+    found: list[list[Any]] = []
+    for row, value in enumerate(_nested(recipe.tools.array(rows), recipe.tools.text, reasons)):
+        try:
+            own = (json.loads(value) if isinstance(value, str) and value else value) or []
+            if not isinstance(own, list):
+                raise ValueError("it is no list")
+            found.append([json.loads(tool) if isinstance(tool, str) else tool for tool in own])
+        except (ValueError, RecursionError) as error:
+            reasons.add(row, f"{recipe.tools.text} is no list of tools as JSON: {error}")
+            found.append([])
+    return found
+
+
+def _nested(array: pa.Array, name: str, reasons: Reasons) -> list[Any]:
+    """The values of a nested column as Python objects, None for a bad one."""
     try:
-        found: list[_Chat] = python_values(chat)
-        return found[0]
+        return python_values(array)
+    except (UnicodeDecodeError, OverflowError):
+        return [_one_nested(array[row : row + 1], row, name, reasons) for row in range(len(array))]
+
+
+def _one_nested(one: pa.Array, row: int, name: str, reasons: Reasons) -> Any:
+    try:
+        return python_values(one)[0]
     except UnicodeDecodeError:
-        reasons.add(row, f"{role} is not valid UTF-8")
+        reasons.add(row, f"{name} is not valid UTF-8")
     except OverflowError:
-        reasons.add(row, f"{role} has a date outside the years 1 to 9999")
+        reasons.add(row, f"{name} has a date outside the years 1 to 9999")
     return None
 
 
@@ -71,8 +92,15 @@ def _shared(chosen: list[Any], rejected: list[Any]) -> int:
     return next((i for i in range(longest) if chosen[i] != rejected[i]), longest)
 
 
-def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Recipe, name: str, reasons: Reasons) -> Lists:
-    """Chats, rendered and tokenized; what the assistant says is learned, but for what is in the prompt before them.
+def chats(
+    messages: Sequence[_Chat],
+    prompts: Sequence[_Chat] | None,
+    tools: Sequence[list[Any]],
+    recipe: Recipe,
+    name: str,
+    reasons: Reasons,
+) -> Lists:
+    """Chats, rendered with the tools of each and tokenized; what the assistant says is learned, but for the prompt before them.
 
     So is the EOS of a chat that the assistant ends.
     """
@@ -80,7 +108,7 @@ def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Re
     texts, spans, answered = [], [], []
     for row, chat in enumerate(messages):
         try:
-            text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], recipe)
+            text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], tools[row], recipe)
         except ChatError as error:
             reasons.add(row, f"{name} {error}")
             text, learned, chat = "", (), None
@@ -103,17 +131,17 @@ def chats(messages: Sequence[_Chat], prompts: Sequence[_Chat] | None, recipe: Re
     return Lists(lists.values, lists.lengths, _end_to_end(turns))
 
 
-def _rendered(chat: _Chat, prompt: list[Any], recipe: Recipe) -> tuple[str, tuple[tuple[int, int], ...]]:
+def _rendered(chat: _Chat, prompt: list[Any], tools: list[Any], recipe: Recipe) -> tuple[str, tuple[tuple[int, int], ...]]:
     """The text of a chat after a prompt, and the spans that are learned. Raises ChatError: there is none of them."""
     assert recipe.chat
     if chat is None:
         raise ChatError("is null")
     if None in [*prompt, *chat]:
         raise ChatError("has a message that is null")
-    rendered = recipe.chat.render([*prompt, *chat])
+    rendered = recipe.chat.render([*prompt, *chat], tools)
     # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
     answered = any(message["role"] == "assistant" for message in prompt)
-    spans = rendered.spans[len(recipe.chat.render(prompt).spans) if answered else 0 :]
+    spans = rendered.spans[len(recipe.chat.render(prompt, tools).spans) if answered else 0 :]
     said = [message for message in chat if message["role"] == "assistant"]
     if not spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
         roles = dict.fromkeys(message["role"] for message in chat)
