@@ -156,8 +156,8 @@ def _counts(name: str, value: object) -> bool:
 
 def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int | None) -> str:
     """How a state that was refused might be taken, beside the same values: with another mix behind what is consumed."""
-    then = state.get("snapshot")
-    told = f" (snapshot={then!r}: the data as it was)" if isinstance(then, str) and then != here["snapshot"] else ""
+    then, is_same = state.get("snapshot"), state.get("dataset") == here["dataset"]
+    told = f" (snapshot={then!r}: the data as it was)" if is_same and isinstance(then, str) and then != here["snapshot"] else ""
     if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and consumed:
         told += f", or let the mix be another from sample {consumed:,} on, and no earlier"
         if "@" not in str(state["mix"]):

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.commands import whole_number
 from penstock.spec import LARGEST_SEQ_LEN
@@ -13,6 +14,10 @@ from penstock.wording import readers_may_leave
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
+
+if TYPE_CHECKING:
+    from penstock_server.datasets.catalog import Catalog
+    from penstock_server.datasets.held import Served
 
 # The service itself is imported by the command that runs it: `penstock --help` and the client's commands must not take the
 # two seconds that it needs.
@@ -114,11 +119,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     try:
         settings = Settings.read(vars(arguments), os.environ)
         store, catalog = open_data(settings)
-        datasets = [catalog[name].latest for name in arguments.dataset or catalog.datasets]
+        datasets, failed = _chosen(catalog, arguments.dataset)
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
         print(f"penstock inspect: {error}", file=sys.stderr)
         return 2
-    failed = [f"{name}: {reason}" for name, reason in catalog.refused.items() if not arguments.dataset]
     terminal = Terminal.of(sys.stdout)
     with readers_may_leave():
         for dataset in datasets:
@@ -128,7 +132,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
                     print(line)
             except Problem as problem:
                 failed.append(f"{problem}")
-        for name, mixture in catalog.mixtures.items():
+        for name, mixture in () if arguments.dataset else catalog.mixtures.items():
             print(f"{name}: a mixture, {mixture.mix}")
     warn("inspect", store.cache, datasets)
     for line in failed:
@@ -146,12 +150,11 @@ def _prepare(arguments: argparse.Namespace) -> int:
         if wrong := [length for length in arguments.best_fit if not 1 <= length <= LARGEST_SEQ_LEN]:
             raise SettingsError(f"--best-fit must be a seq_len from 1 to {LARGEST_SEQ_LEN:,}, not {wrong[0]}")
         store, catalog = open_data(settings)
-        datasets = [catalog[name].latest for name in arguments.dataset or catalog.datasets]
+        datasets, failed = _chosen(catalog, arguments.dataset)
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
         print(f"penstock prepare: {error}", file=sys.stderr)
         return 2
     warn("prepare", store.cache, datasets)
-    failed = [f"{name}: {reason}" for name, reason in catalog.refused.items() if not arguments.dataset]
     for dataset in datasets:
         try:
             for line in prepare(dataset, arguments.best_fit):
@@ -161,6 +164,19 @@ def _prepare(arguments: argparse.Namespace) -> int:
     for line in failed:
         print(f"penstock prepare: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[Served], list[str]]:
+    """The datasets of these names, or all, and what is said of those that are refused. Raises UnknownDataset: there is none."""
+    served, refused = [], dict[str, object]()
+    if not names:
+        refused.update(catalog.refused)
+    for name in names or catalog.datasets:
+        try:
+            served.append(catalog[name].latest)
+        except DatasetRefused as refusal:
+            refused[name] = refusal
+    return served, [f"{name}: {reason}" for name, reason in refused.items()]
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,9 @@ from commands import penstock
 from penstock.spec import describe
 from penstock.stats import Stats
 from penstock_server.recipes import declaration
+from penstock_server.recipes.column_types import is_messages
 from penstock_server.recipes.recipe_file import read_recipe
+from penstock_server.recipes.transform import load_transform
 from serving import Server
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +145,7 @@ def test_the_recipe_is_one(sample: Path, tmp_path: Path) -> None:
 
 
 def test_the_transform_is_one(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
-    [code] = [block for block in blocks("python") if "def function" in block]
+    code, _ = [block for block in blocks("python") if "def function" in block]
     folder = tmp_path / "pages"
     folder.mkdir()
     (folder / "clean.py").write_text(code)
@@ -151,6 +153,21 @@ def test_the_transform_is_one(sample: Path, serve: Callable[..., Server], tmp_pa
     pq.write_table(pa.table({"body": ["  one\r\ntwo \n"]}), folder / "a.parquet")
     server = serve(tmp_path, "--tokenizer", str(sample / "tokenizer.json"))
     assert server.json("/v1/datasets/pages/rows/0")["text"].removesuffix("<|endoftext|>") == "one\ntwo"
+
+
+def test_the_transform_for_from_and_value_makes_messages(tmp_path: Path) -> None:
+    _, code = [block for block in blocks("python") if "def function" in block]
+    (tmp_path / "clean.py").write_text(code)
+    chats = [[{"from": "human", "value": "fox"}, {"from": "gpt", "value": "dog"}], []]
+    conversations = pa.RecordBatch.from_pydict({"conversations": chats})
+
+    made = load_transform("clean:function", tmp_path)(conversations)
+
+    assert is_messages(made.schema.field("messages").type)
+    assert made["messages"].to_pylist() == [
+        [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}], []
+    ]  # fmt: skip
+    assert load_transform("clean:function", tmp_path)(conversations[:0]).schema == made.schema
 
 
 def test_every_place_they_point_to_is_there() -> None:

@@ -80,10 +80,11 @@ def test_what_is_not_there_is_said_and_the_rest_is_shown(data: Path, tmp_path: P
 def test_a_dataset_that_cannot_be_served_is_told_with_the_reason(tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "good", 2, num_shards=1)
     write_shards(tmp_path / "data" / "odd", "other", [[1, 2]], type_=pa.int64(), row_group_size=2)
-    done = penstock("inspect", tmp_path / "data", "--cache-dir", tmp_path / "cache")
-    assert done.returncode == 1
-    assert done.stdout.startswith("good: 2 rows")
-    assert "penstock inspect: odd: " in done.stderr
+    for named in ((), ("--dataset", "good", "--dataset", "odd")):
+        done = penstock("inspect", tmp_path / "data", "--cache-dir", tmp_path / "cache", *named)
+        assert done.returncode == 1
+        assert done.stdout.startswith("good: 2 rows")
+        assert "penstock inspect: odd: " in done.stderr
 
 
 def test_in_a_terminal_what_is_not_learned_is_dimmed(data: Path, tmp_path: Path) -> None:

@@ -245,7 +245,9 @@ def test_another_source_of_the_transform_is_another_snapshot_and_one_that_fails_
     (folder / "shout.py").write_text(source + "    ")  # the same function, but another source
     failing = source.replace("    return", "    if rows.num_rows: raise KeyError('no such word')\n    return")
     (folder / "shout.py").write_text(failing)
-    with serve(tmp_path) as server, pytest.raises(DataError, match="the transform shout:shout raises KeyError: 'no such word'"):
+    line = 1 + failing.splitlines().index("    if rows.num_rows: raise KeyError('no such word')")
+    reason = f"loud: the transform shout:shout raises KeyError in line {line} of shout.py: 'no such word', on row group 0 of "
+    with serve(tmp_path) as server, pytest.raises(DataError, match=reason):
         list(dataset(server, "loud"))
 
 

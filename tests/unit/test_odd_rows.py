@@ -316,6 +316,19 @@ def test_tools_are_given_to_the_template_however_they_are_stored(
     assert snapshot.recipe.identity["tools"] == column
 
 
+def test_chats_of_from_and_value_are_refused_with_the_way_out(data: Path) -> None:
+    write(data, "", {"conversations": [[{"from": "human", "value": "fox"}]]})
+    with pytest.raises(DatasetRefused, match=r"conversations has from and value: a transform makes messages of it"):
+        open_snapshot(data, data / "../tokenizer.json")
+
+
+def test_a_transform_that_cannot_bear_no_rows_is_told_of_them(data: Path) -> None:
+    (data / "clean.py").write_text("def first(rows):\n    return rows if rows['tokens'][0] else rows\n")
+    write(data, "transform = 'clean:first'", {"tokens": pa.array([[1]], IDS)})
+    with pytest.raises(DatasetRefused, match=r"raises IndexError in line 2 of clean\.py: .* It was called with no rows"):
+        open_snapshot(data, None)
+
+
 def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     write(data, "", {"messages": [ASKED] * 4, "tools": ["[", '{"a": 1}', "null", ""]})

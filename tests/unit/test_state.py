@@ -50,6 +50,8 @@ def test_of_other_data_the_way_back_is_told() -> None:
         read(state, "a", Spec(snapshot="0123456789abcdef", seed=1))
     with pytest.raises(StateMismatch, match=r"with the same values, or start"):
         read(state | {"snapshot": None}, "a", Spec(snapshot="0123456789abcdef"))
+    with pytest.raises(StateMismatch, match=r"with the same values, or start"):
+        read(state, "another", Spec(snapshot="fedcba9876543210"))
 
 
 def test_what_follows_from_other_differences_is_not_listed() -> None:

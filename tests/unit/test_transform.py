@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from penstock_server.recipes.transform import TransformError, load_transform
+from penstock_server.recipes.transform import Transform, TransformError, load_transform
 
 ROWS = pa.record_batch({"text": ["fox"]})
 SAYS = "import pyarrow as pa\n\ndef say(rows):\n    return pa.record_batch({{'text': ['{}'] * rows.num_rows}})\n"
@@ -76,3 +76,13 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, name: str, source: str | 
         (tmp_path / "clean.py").write_text(source)
     with pytest.raises(TransformError, match=message):
         load_transform(name, tmp_path)
+
+
+def test_what_a_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "clean.py").write_text(
+        "def say(rows):\n    return inner(rows)\n\ndef inner(rows):\n    return rows.column(9)\n"
+    )
+    with pytest.raises(TransformError, match=r"the transform clean:say raises \w+ in line 5 of clean\.py: "):
+        load_transform("clean:say", tmp_path)(pa.RecordBatch.from_pylist([{"n": 1}]))
+    with pytest.raises(TransformError, match=r"the transform clean:sorted raises TypeError: "):
+        Transform("clean:sorted", "digest", sorted)(1)

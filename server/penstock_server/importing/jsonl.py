@@ -23,6 +23,7 @@ _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
 _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
 _MEND_COLUMN = "Mend the column, or leave it out with --columns"
+_MEND_INSIDE = "Mend it, or write what holds it as a text of JSON"  # of a column that is left out much else would be, too
 _TWICE = " was specified twice"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # or one that is never closed: else each quote in that would be tried anew
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{[]}"))
@@ -176,7 +177,8 @@ def _reason(error: ValueError) -> str:
             name, rest = path.replace("/[]", "[]").replace("/", "."), found[1][column.end() :]
             what = f"column {name!r}{rest}"
             if here:
-                what, advice = f"column {name!r} is {here} here, and {before} in lines before it", _MEND_COLUMN
+                what = f"column {name!r} is {here} here, and {before} in lines before it"
+                advice = _MEND_INSIDE if "." in name or "[]" in name else _MEND_COLUMN
             elif rest == _TWICE:
                 what, advice = f"column {name!r} is given twice", "Remove one of the two"
     return f"{what}. Nothing was written. {advice}."

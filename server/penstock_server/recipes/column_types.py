@@ -33,10 +33,14 @@ def is_tokens(type_: pa.DataType) -> bool:
 
 def is_messages(type_: pa.DataType) -> bool:
     """Whether a column of this type holds lists of messages: structs with a role and a content."""
+    return is_list_of(type_, {"role", "content"})
+
+
+def is_list_of(type_: pa.DataType, names: set[str]) -> bool:
+    """Whether a column of this type holds lists of structs that have fields of these names."""
     if not (_is_list(type_) and pa.types.is_struct(type_.value_type)):
         return False
-    names = {type_.value_type.field(i).name for i in range(type_.value_type.num_fields)}
-    return {"role", "content"} <= names
+    return names <= {type_.value_type.field(i).name for i in range(type_.value_type.num_fields)}
 
 
 def is_tools(type_: pa.DataType) -> bool:

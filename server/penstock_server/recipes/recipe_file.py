@@ -10,7 +10,7 @@ import pyarrow as pa
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens
-from penstock_server.recipes.column_types import is_messages, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import is_list_of, is_messages, is_text, is_tokens, is_tools
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
@@ -51,6 +51,14 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
         raise DatasetRefused(f"{folder}: {said}{stop} Mend {FILE_NAME}, or the data.{hint}") from error
 
 
+def _transformed(transform: Transform, schema: pa.Schema) -> pa.Schema:
+    """The columns that a transform makes. Raises TransformError: it fails."""
+    try:
+        return transform(pa.RecordBatch.from_pylist([], schema=schema)).schema
+    except TransformError as error:
+        raise TransformError(f"{error}. It was called with no rows, to learn its columns, and must bear that") from error
+
+
 class _Reader:
     """One recipe in the making: what is declared, and the data that it is for."""
 
@@ -58,7 +66,7 @@ class _Reader:
         self._folder, self._given, self._default_tokenizer = folder, given, default_tokenizer
         self._file_schema = schema
         self._transform: Transform | None = load_transform(given["transform"], folder) if "transform" in given else None
-        self._schema = self._transform(pa.RecordBatch.from_pylist([], schema=schema)).schema if self._transform else schema
+        self._schema = _transformed(self._transform, schema) if self._transform else schema
 
     def recipe(self) -> Recipe:
         given = self._given
@@ -133,6 +141,8 @@ class _Reader:
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
         wrong = [f"{field.name} is {field.type}" for field in schema if field.name in ("input_ids", *ROLES)]
         more = f" {', '.join(wrong)}: texts must be strings, and messages lists of role and content." if wrong else ""
+        if others := [field.name for field in schema if is_list_of(field.type, {"from", "value"})]:
+            more += f" {others[0]} has from and value: a transform makes messages of it, as docs/data.md shows."
         raise DatasetRefused(
             f"{self._folder}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
             f"response, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, "

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 
 import pyarrow as pa
@@ -41,7 +42,7 @@ class Transform:
         try:
             made = self.function(rows)
         except Exception as error:
-            raise TransformError(f"the transform {self.name} raises {type(error).__name__}: {error}") from error
+            raise TransformError(f"the transform {self.name} raises {_named(error)}") from error
         if not isinstance(made, pa.RecordBatch):
             raise TransformError(f"the transform {self.name} returns a {type(made).__name__}, not a pyarrow.RecordBatch")
         if made.num_rows != rows.num_rows:
@@ -77,6 +78,14 @@ def load_transform(name: str, folder: Path) -> Transform:
     if not callable(function):
         raise TransformError(f"{path} has no function {function_name!r}")
     return Transform(name, digest, function)
+
+
+def _named(error: Exception) -> str:
+    """An error of the function, with the line of its module that it was raised in, or in what that line calls."""
+    frames = extract_tb(error.__traceback__)[1:]  # the first is the caller's
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    where = f" in line {lines[-1]} of {Path(frames[0].filename).name}" if lines else ""
+    return f"{type(error).__name__}{where}: {error}"
 
 
 def _run(path: Path, source: bytes, name: str, package: str) -> ModuleType:

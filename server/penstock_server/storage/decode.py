@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import split_hashes
 from penstock_server.recipes.rows import take_rows
+from penstock_server.recipes.transform import TransformError
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.shard import Date, Shard, date_of, is_of, open_shard
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
@@ -132,7 +133,13 @@ def _check_unwritten(file: pa.OSFile, opened: Date) -> None:
 
 def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:
     reason = " ".join(str(error).split()).rstrip(".")
+    name, row_group = snapshot.folder.name, f"row group {address.row_group} of {address.shard.path.name}"
+    if isinstance(error, TransformError):
+        return ShardUnreadable(
+            f"{name}: {reason}, on {row_group}. Batches that need it fail. Mend the transform, or the data: with another "
+            f"transform the dataset is another snapshot, and a run begins anew."
+        )
     return ShardUnreadable(
-        f"{snapshot.folder.name}: row group {address.row_group} of {address.shard.path.name} cannot be read: "
-        f"{reason}. Batches that need it fail until the shard is mended; move it out of the folder to train without it."
+        f"{name}: {row_group} cannot be read: {reason}. Batches that need it fail until the shard is mended; move it out of "
+        f"the folder to train without it."
     )
