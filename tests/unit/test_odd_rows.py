@@ -353,9 +353,10 @@ def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, rec
         open_snapshot(data, data / "../tokenizer.json")
 
 
-def test_a_column_of_tools_that_no_template_looks_at_changes_no_snapshot(data: Path) -> None:
-    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    write(data, "", {"messages": [ASKED], "tools": ["[]"]})
+@pytest.mark.parametrize(("template", "recipe"), [(CHATML, ""), (TOOLED, "tools = false")])
+def test_a_column_of_tools_that_is_not_to_be_looked_at_changes_no_snapshot(data: Path, template: str, recipe: str) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write(data, recipe, {"messages": [ASKED], "tools": ["[]"]})
     assert "tools" not in open_snapshot(data, data / "../tokenizer.json").recipe.identity
 
 

@@ -10,7 +10,7 @@ tokens = "input_ids"               # or token ids
 
 tokenizer = "../tokenizer.json"    # relative to the folder
 chat_template = "chat.jinja"       # default: the one beside the tokenizer
-tools = "functions"                # what its template is given as tools: lists, or JSON texts; default: a column tools
+tools = "functions"                # what its template is given as tools: lists, or JSON; false for none. Default: tools
 eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
 bos = "<s>"                        # a token or an id; default: none. Opens a text or a prompt
 pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
@@ -57,7 +57,8 @@ def _is_names(value: object) -> bool:
 
 _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(ROLES, (_is_text, "a text")),
-    **dict.fromkeys(("tokenizer", "chat_template", "tools", "filter", "transform", "split_by"), (_is_text, "a text")),
+    **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
+    "tools": (lambda value: value is False or _is_text(value), "a text, or false"),
     **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
     "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
     "columns": (_is_names, "a list of different names"),

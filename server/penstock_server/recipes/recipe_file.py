@@ -205,7 +205,7 @@ class _Reader:
                 )
             check_tools(source := Field.parse(declared, self._schema), self._schema)
             return source
-        if not chat or not chat.takes_tools or "tools" not in self._schema.names:
+        if declared is False or not chat or not chat.takes_tools or "tools" not in self._schema.names:
             return None
         source = Field.parse("tools", self._schema)
         return source if is_tools(source.type(self._schema)) else None
