@@ -73,7 +73,7 @@ class Features:
         begins, ends = self.tokens.bounds(blocks, rows)
         lasts, learned = np.minimum(lasts, ends - begins), np.ones(len(rows), np.bool_)
         if self._has_turns:
-            has_turns = np.array([own is not None for own in self._turns])[blocks]
+            has_turns = np.array([turns is not None for turns in self._turns])[blocks]
             plain, others = np.flatnonzero(~has_turns), np.flatnonzero(has_turns)
             own, *cut = self._cut_turns(*(column[others] for column in (blocks, rows, firsts, lasts)))
             whole = (plain, firsts[plain], lasts[plain], learned[plain])
@@ -91,8 +91,8 @@ class Features:
         keys = blocks << 32 | rows
         own = distinct(keys)
         own_blocks, own_rows = np.divmod(own, 1 << 32)
-        all_turns = ListColumns([own for own in self._turns if own is not None])
-        own_blocks = np.cumsum([own is not None for own in self._turns])[own_blocks] - 1  # of those that have turns
+        all_turns = ListColumns([turns for turns in self._turns if turns is not None])
+        own_blocks = np.cumsum([turns is not None for turns in self._turns])[own_blocks] - 1  # their numbers among these
         starts, stops = all_turns.bounds(own_blocks, own_rows)
         borders = starts_of(all_turns.values(own_blocks, starts, stops - starts))  # all their turns, end to end
         first_turns = starts_of(stops - starts)[np.searchsorted(own, keys)]
