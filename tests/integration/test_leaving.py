@@ -42,27 +42,23 @@ def dataset(server: Server, **settings: Any) -> RemoteDataset:
     return RemoteDataset(server.url, "numbers", batch_size=1, seq_len=8, prefetch_bytes=1, **settings)
 
 
-def train(batches: Iterator[Any]) -> None:
-    for _ in batches:
-        raise ValueError("the loss is nan")
-
-
 @pytest.mark.filterwarnings("ignore:a loop goes on")  # two of one dataset do
 def test_a_loop_that_is_left_leaves_no_thread_and_no_socket(server: Server, change: Callable[[], None], tmp_path: Path) -> None:
+    def train(batches: Iterator[Any], dropped: Iterator[Any]) -> None:
+        for _ in batches:
+            next(dropped)
+            threads = held()
+            assert [threads[f"penstock-{name}"] for name in ("fetch", "watch", "ledger")] == [3, 3, 2]
+            change()
+            raise ValueError("the loss is nan")
+
     with nothing_left():
         data = dataset(server, ledger=tmp_path / "run.ledger")
         assert held()["penstock-fetch"] == 0
-        ahead = iter(data), iter(data), iter(dataset(server))
-        for batches in ahead:
-            next(batches)
-        threads = held()
-        assert [threads[f"penstock-{name}"] for name in ("fetch", "watch", "ledger")] == [3, 3, 2]
-        change()
-        for _ in ahead[0]:
+        for _ in data:
+            with pytest.raises(ValueError, match="loss is nan"):
+                train(iter(data), iter(dataset(server)))
             break
-        with pytest.raises(ValueError, match="loss is nan"):
-            train(ahead[1])
-        del ahead, batches
     gc.collect()
     assert not any(type(alive) is Feed for alive in gc.get_objects())
 
