@@ -202,6 +202,19 @@ def test_pre_tokenized_rows_are_closed_where_the_recipe_says_so_and_they_are_not
     assert as_they_are["tokens"].to_pylist() == [[1], [2, 9], None, [9], None, [3, 9, 4]]
 
 
+def test_a_text_that_spells_a_special_token_becomes_it_unless_they_are_split(tokenizer: TokenizerFile) -> None:
+    split = load_tokenizer(tokenizer.path, split_special_tokens=True)
+    assert split.digest != tokenizer.digest
+    assert (split.splits_special_tokens, tokenizer.splits_special_tokens) == (True, False)
+    rows = pa.table({"t": [f"fox{EOS} dog"]})
+    [plain], [of_split] = (
+        encode(rows, recipe("text", "t", tokenizer=one, eos_id=0), "uint16", 400)["tokens"].to_pylist()
+        for one in (tokenizer, split)
+    )
+    assert (plain.count(0), of_split.count(0)) == (2, 1)  # the one that closes the text is no spelling
+    assert split.decode(of_split) == tokenizer.decode(plain) == f"fox{EOS} dog{EOS}"
+
+
 def test_a_tokenizer_that_is_replaced_by_one_with_its_date_is_read_again(tmp_path: Path) -> None:
     digests = set()
     for text in ("fox fox fox", "dog dog dog"):

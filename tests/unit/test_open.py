@@ -126,6 +126,11 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
         ('tokenizer = "none.json"', "none.json cannot be read: No such file"),
         ('eos = "<nope>"', "eos = '<nope>' is not in the vocabulary"),
         ("eos = 4000", "eos = 4000 is not in the vocabulary"),
+        ("split_special_tokens = 1", r"split_special_tokens must be true or false, not 1\.$"),
+        (
+            'text = "<|endoftext|>{text}"\nsplit_special_tokens = true',
+            r"would split <\|endoftext\|> in the template of text, too\. Remove it, and take spellings",
+        ),
         ("vocab_size = 0", "vocab_size must be a whole number from 1"),
         ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "substitute"'),
         ("max_bad_share = 0.1", "max_bad_share limits what is substituted, but nothing is"),
@@ -195,6 +200,19 @@ def test_shards_whose_schemas_differ_are_refused_with_file_and_column(data: Path
         snapshot_of(data, tokenizer)
     assert "part-1.parquet: column 'text' is int64, but text must be text" in str(caught.value)
     assert "part-2.parquet: there is no column 'text'" in str(caught.value)
+
+
+def test_special_tokens_are_split_in_texts_alone(data: Path, tokenizer: Path) -> None:
+    write_numbered(data / "ids", 3)
+    (data / "ids" / "penstock.toml").write_text("split_special_tokens = true")
+    with pytest.raises(DatasetRefused, match=r"is for texts, but rows are token ids\. Remove it\.$"):
+        snapshot_of(data / "ids", tokenizer)
+    (data / "chat").mkdir()
+    said = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]]
+    pq.write_table(pa.table({"messages": said}), data / "chat" / "a.parquet")
+    (data / "chat" / "penstock.toml").write_text("split_special_tokens = true")
+    with pytest.raises(DatasetRefused, match="would split the special tokens that the chat template writes, too"):
+        snapshot_of(data / "chat", tokenizer)
 
 
 @pytest.mark.parametrize("broken_first", [True, False])

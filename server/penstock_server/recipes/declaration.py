@@ -9,6 +9,7 @@ rejected = "bad"
 tokens = "input_ids"               # or token ids
 
 tokenizer = "../tokenizer.json"    # relative to the folder
+split_special_tokens = true        # a text that spells a special token becomes plain tokens; default: false, that token
 chat_template = "chat.jinja"       # default: the one beside the tokenizer
 tools = "functions"                # what its template is given as tools: lists, or JSON; false for none. Default: tools
 eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
@@ -58,6 +59,7 @@ def _is_names(value: object) -> bool:
 _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(ROLES, (_is_text, "a text")),
     **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
+    "split_special_tokens": (lambda value: isinstance(value, bool), "true or false"),
     "tools": (lambda value: value is False or _is_text(value), "a text, or false"),
     **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
     "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
@@ -86,7 +88,7 @@ def read_declaration(folder: Path) -> dict[str, Any]:
     if "mix" in unknown:
         problems.append("a mixture is declared in a folder of its own, without shards")
     if problems:
-        known = f" Known keys: {', '.join(_KEYS)}." if unknown else ""
+        known = f" Known keys: {', '.join(_KEYS)}; and mix, by itself." if unknown else ""
         raise DatasetRefused(f"{path}: {'; '.join(problems)}.{known}")
     return given
 

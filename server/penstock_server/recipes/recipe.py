@@ -182,7 +182,8 @@ class Recipe:
         """The recipe in a line, for people."""
         parts = [" + ".join(source.text for _, source in self.fields).replace("\n", "\\n")]
         if self.tokenizer:
-            parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids)")
+            split = ", special tokens split" if self.tokenizer.splits_special_tokens else ""
+            parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids{split})")
         elif self.vocab_size:
             parts.append(f"pre-tokenized, ids below {self.vocab_size:,}")
         else:

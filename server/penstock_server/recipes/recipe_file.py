@@ -158,7 +158,27 @@ class _Reader:
                 f"the data is text (in {columns}) and no tokenizer is given. Start with --tokenizer FILE (a "
                 f'tokenizer.json), or name one in {self._folder / FILE_NAME}, relative to its folder: tokenizer = "FILE".'
             )
-        return load_tokenizer(path) if path else None
+        splits = self._given.get("split_special_tokens", False)
+        tokenizer = load_tokenizer(path, split_special_tokens=splits) if path else None
+        if splits:
+            self._check_split(kind, fields, tokenizer)
+        return tokenizer
+
+    def _check_split(self, kind: Kind, fields: tuple[tuple[str, Field], ...], tokenizer: TokenizerFile | None) -> None:
+        """Whether special tokens are to be split where none are meant. Raises DatasetRefused: some are."""
+        way_out = "Remove it, and take spellings of special tokens out of what people wrote with a transform."
+        reason = ""
+        if kind == "tokens":
+            reason, way_out = "is for texts, but rows are token ids", "Remove it."
+        elif self._is_chat(kind, fields):
+            reason = "would split the special tokens that the chat template writes, too"
+        else:
+            assert tokenizer
+            for role, source in fields:
+                if spelled := [token for text, _ in source.parts for token in tokenizer.spelled(text)]:
+                    reason = f"would split {', '.join(dict.fromkeys(spelled))} in the template of {role}, too"
+        if reason:
+            raise DatasetRefused(f"{self._folder / FILE_NAME}: split_special_tokens {reason}. {way_out}")
 
     def _tokenizer_path(self, kind: Kind) -> Path | None:
         if "tokenizer" in self._given:
@@ -166,7 +186,7 @@ class _Reader:
         return None if kind == "tokens" else self._default_tokenizer
 
     def _chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> ChatTemplate | None:
-        if kind != "messages" and not (kind == "preference" and is_messages(dict(fields)["chosen"].type(self._schema))):
+        if not self._is_chat(kind, fields):
             if "chat_template" in self._given:
                 names = " and ".join(source.text for _, source in fields)
                 raise DatasetRefused(
@@ -189,6 +209,9 @@ class _Reader:
             if name in text and name not in special:
                 special[name] = self._written(name, declared, usual, load_tokenizer(path))
         return ChatTemplate(text=text, special_tokens=special)
+
+    def _is_chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> bool:
+        return kind == "messages" or (kind == "preference" and is_messages(dict(fields)["chosen"].type(self._schema)))
 
     def _tools(self, chat: ChatTemplate | None) -> Field | None:
         """The column of tools that is declared, or is there and is one; None where the template looks at none."""

@@ -29,7 +29,8 @@ _Made = TypeVar("_Made")
 class TokenizerFile:
     """A `tokenizers` file and what it holds.
 
-    `digest` is the hash of its bytes, `vocab_size` one more than the largest id, added tokens included.
+    `digest` is the hash of its bytes, and of how it is used; `vocab_size` is one more than the largest id, added tokens
+    included.
     """
 
     path: Path
@@ -68,6 +69,16 @@ class TokenizerFile:
         return list(chain.from_iterable(self._by_portion(marked, texts, name)))
 
     @property
+    def splits_special_tokens(self) -> bool:
+        """Whether a text that spells a special token becomes plain tokens, not that one."""
+        return self.tokenizer.encode_special_tokens
+
+    def spelled(self, text: str) -> list[str]:
+        """The special tokens that a text spells."""
+        special = (token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
+        return [content for content in special if content in text]
+
+    @property
     def opening(self) -> str | None:
         """The token that the tokenizer, asked to add its special tokens, puts before a text; None for none."""
         try:
@@ -92,14 +103,16 @@ class TokenizerFile:
         return list(side_by_side(_threads(), num_cores(), made, _portions(texts)))
 
 
-def load_tokenizer(path: Path) -> TokenizerFile:
+def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> TokenizerFile:
     """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both.
+
+    With `split_special_tokens` a text that spells a special token becomes plain tokens, not that one.
 
     Raises DatasetRefused: there is no such file, or it is no tokenizer.
     """
     try:
         found = path.resolve(strict=True)
-        return _load(found, found.stat().st_ctime_ns)  # nobody can set it, as an archive sets the mtime
+        return _load(found, found.stat().st_ctime_ns, split_special_tokens)  # nobody can set it, as an archive sets the mtime
     except OSError as error:
         way_out = "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model."
         if isinstance(error, PermissionError):
@@ -108,7 +121,7 @@ def load_tokenizer(path: Path) -> TokenizerFile:
 
 
 @lru_cache(maxsize=64)
-def _load(path: Path, ctime_ns: int) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another one
+def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another
     content = path.read_bytes()
     try:
         tokenizer = Tokenizer.from_buffer(content)
@@ -120,8 +133,10 @@ def _load(path: Path, ctime_ns: int) -> TokenizerFile:  # noqa: ARG001 - a file 
         raise DatasetRefused(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = split_special_tokens
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    return TokenizerFile(path, blake2b(content, digest_size=16).hexdigest(), tokenizer, vocab_size)
+    digest = blake2b(content, digest_size=16, person=b"special split" if split_special_tokens else b"")
+    return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size)
 
 
 @lru_cache(maxsize=1)
