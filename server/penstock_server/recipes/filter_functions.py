@@ -1,4 +1,4 @@
-"""What a filter's condition may calculate: + - * / %, and length, lower, upper, like and starts_with.
+"""What a filter's condition may calculate: + - * / %, length, lower and upper, and what texts may be compared with: patterns.
 
 `/` divides as numbers do, 7 / 2 is 3.5; a division by zero is null. Whole numbers never wrap: what does not fit 64 bits
 fails when it is calculated.
@@ -60,16 +60,27 @@ def negated(term: Term) -> Term:
     return Term(value=(pc.negate_checked if term.type in WHOLE else pc.negate)(term.value), type=term.type)
 
 
-def matched(how: Literal["match_like", "starts_with"], term: Term, pattern: Term) -> Term:
-    """Whether a text is LIKE a pattern, or begins with it. Raises Mismatch: they are no text and no literal text."""
-    if pattern.literal is None or not is_text(pattern.type):
-        raise Mismatch("needs a literal text for a pattern, as 'en%'")
-    if not is_text(term.type):
-        raise Mismatch(f"looks for a text in {term.noun}")
-    text = pattern.literal.as_py()
-    if how == "match_like" and (len(text) - len(text.rstrip("\\"))) % 2:
+def like(term: Term, pattern: Term, *, ignore_case: bool = False) -> Term:
+    """Whether a text is LIKE a pattern. Raises Mismatch: they are no text and no literal text."""
+    text = _pattern(term, pattern)
+    if (len(text) - len(text.rstrip("\\"))) % 2:
         raise Mismatch(r"has a pattern that ends with \, which takes the next character as it is. Write \\ for one")
-    return condition(getattr(pc, how)(term.value, pattern=text))
+    return condition(pc.match_like(term.value, pattern=text, ignore_case=ignore_case))
+
+
+def starts_with(term: Term, pattern: Term) -> Term:
+    """Whether a text begins with another. Raises Mismatch: they are no text and no literal text."""
+    return condition(pc.starts_with(term.value, pattern=_pattern(term, pattern)))
+
+
+def regexp_like(term: Term, pattern: Term) -> Term:
+    """Whether a regular expression is found in a text, in RE2's syntax. Raises Mismatch: they are no text, or it is none."""
+    text = _pattern(term, pattern)
+    try:
+        pc.match_substring_regex("", pattern=text)
+    except pa.ArrowInvalid as error:
+        raise Mismatch(f"has no regular expression in RE2's syntax: {error}") from error
+    return condition(pc.match_substring_regex(term.value, pattern=text))
 
 
 def cased(how: Literal["utf8_lower", "utf8_upper"], term: Term) -> Term:
@@ -86,6 +97,16 @@ def length(term: Term) -> Term:
     if not any(is_list(term.type) for is_list in _LISTS):
         raise Mismatch(f"measures {term.noun}. Only a text and a list have a length")
     return Term(value=pc.list_value_length(term.value).cast(pa.int64()), type=pa.int64())
+
+
+def _pattern(term: Term, pattern: Term) -> str:
+    """What a text is compared with. Raises Mismatch: it is no text, or the pattern is no literal text."""
+    if pattern.literal is None or not is_text(pattern.type):
+        raise Mismatch("needs a literal text for a pattern, as 'en%'")
+    if not is_text(term.type):
+        raise Mismatch(f"looks for a text in {term.noun}")
+    text: str = pattern.literal.as_py()
+    return text
 
 
 def _numbers(a: Term, b: Term) -> tuple[Term, Term]:

@@ -17,8 +17,8 @@ from penstock_server.recipes import filter_terms as terms
 from penstock_server.recipes.filter_terms import Mismatch, Term
 
 _KNOWN = (
-    "There are columns, literals, = <> < <= > >=, and, or, not, in (...), between, is null, like, + - * / %, length(x), "
-    "lower(x), upper(x) and starts_with(x, 'text')"
+    "There are columns, literals, = <> < <= > >=, and, or, not, in (...), between, is null, like, ilike, + - * / %, "
+    "length(x), lower(x), upper(x), starts_with(x, 'text') and regexp_like(x, 'expression')"
 )
 # sqlglot keeps what else a part may have in further arguments. To pass over one would be to do something else than was asked.
 _ARGUMENTS = {"this", "expression", "expressions", "low", "high", "negate", "is_string", "quoted", "table", "db", "catalog"}
@@ -122,7 +122,8 @@ class Meaning:
         return self._apply(node, terms.is_null, node.this)
 
     def _like(self, node: exp.Expr) -> Term:
-        term = self._apply(node, partial(functions.matched, "match_like"), node.this, node.expression)
+        ignore_case = isinstance(node, exp.ILike)
+        term = self._apply(node, partial(functions.like, ignore_case=ignore_case), node.this, node.expression)
         return terms.opposite(term) if node.args.get("negate") else term
 
 
@@ -154,6 +155,7 @@ _MEANINGS: dict[type[exp.Expr], Callable[[Meaning, exp.Expr], Term]] = {
     exp.In: Meaning._among,
     exp.Is: Meaning._is_null,
     exp.Like: Meaning._like,
+    exp.ILike: Meaning._like,
     exp.Add: _of_two(partial(functions.calculated, "add")),
     exp.Sub: _of_two(partial(functions.calculated, "subtract")),
     exp.Mul: _of_two(partial(functions.calculated, "multiply")),
@@ -163,7 +165,8 @@ _MEANINGS: dict[type[exp.Expr], Callable[[Meaning, exp.Expr], Term]] = {
     exp.Length: _of_one(functions.length),
     exp.Lower: _of_one(partial(functions.cased, "utf8_lower")),
     exp.Upper: _of_one(partial(functions.cased, "utf8_upper")),
-    exp.StartsWith: _of_two(partial(functions.matched, "starts_with")),
+    exp.StartsWith: _of_two(functions.starts_with),
+    exp.RegexpLike: _of_two(functions.regexp_like),
 }
 
 

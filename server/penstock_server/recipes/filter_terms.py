@@ -32,6 +32,7 @@ _BOTH_WHOLE = pa.decimal128(20, 0)  # holds every int64 and every uint64
 NUMBERS = (*WHOLE, pa.float64())
 _ANYWHERE, _NOWHERE = pc.scalar(True), pc.scalar(False)
 _UNKNOWN = pc.scalar(pa.scalar(None, pa.bool_()))
+_EQUALS_NULL = "compares with null, and nothing equals it. Write: is null, or: is not null"
 
 
 class Mismatch(ValueError):
@@ -154,15 +155,15 @@ def compared(by: Comparison, a: Term, b: Term) -> Term:
 
 
 def among(term: Term, items: Sequence[Term]) -> Term:
-    """Whether a term is one of some literals; null if it is none, and null is one of them. Raises Mismatch: not alike."""
-    found = [_UNKNOWN for item in items if pa.types.is_null(item.type)]
+    """Whether a term is one of some literals. Raises Mismatch: they are not alike, or one is null."""
+    found: list[pc.Expression] = []
     true_in: list[pc.Expression] = [_NOWHERE]
     by_type: dict[pa.DataType, tuple[Term, list[pa.Scalar]]] = {}
     for item in items:
         if item.literal is None:
             raise Mismatch("has more than literals between its parentheses. Write it with = and or")
-        if pa.types.is_null(item.type):
-            continue
+        if pa.types.is_null(item.type):  # in SQL no row is not in (1, null)
+            raise Mismatch(_EQUALS_NULL)
         subject, like = alike(term, item)
         by_type.setdefault(subject.type, (subject, []))[1].append(like.literal)
     for type_, (subject, scalars) in by_type.items():
@@ -211,7 +212,7 @@ def alike(a: Term, b: Term) -> tuple[Term, Term]:
         return a, b
     for term in (a, b):
         if term.literal is not None and pa.types.is_null(term.type):
-            raise Mismatch("compares with null, and nothing equals it. Write: is null, or: is not null")
+            raise Mismatch(_EQUALS_NULL)
     if _can_become(a, b.type):
         return cast(a, b.type), b
     if _can_become(b, a.type):
