@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
+_FEW = 4  # times as many different values as there are values
+
 
 def starts_of(counts: IntArray) -> IntArray:
     """[0, c0, c0 + c1, ...]: where each run of `counts` starts, and at last where all end."""
@@ -52,6 +54,8 @@ def equal_runs(values: IntArray) -> Iterator[tuple[int, slice]]:
 
 def distinct(values: IntArray) -> IntArray:
     """Each value once, ascending. np.unique takes ten times as long, and a hundred times where they lie at equal distances."""
+    if len(values) and values.min() >= 0 and values.max() < _FEW * len(values):
+        return np.flatnonzero(np.bincount(values))  # a tenth of the time of a sort
     ascending = np.sort(values)
     return ascending[begins_run(ascending)]
 
