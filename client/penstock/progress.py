@@ -99,12 +99,19 @@ class Progress:
         self._set(self._whole(epoch), by_state=False)
 
     def go_to(self, stretch: Stretch, worker: Worker | None) -> None:
-        """The next iteration runs over this. Of a loader worker only its own does; the others' take the epoch from it."""
+        """The next iteration runs over this. Of a loader worker only its own does; the others' take the epoch from it.
+
+        Loaders hand a state on only when the loop begins an iteration. It may have chosen a later epoch before that, of which
+        a state from the end of one knows nothing.
+        """
+        is_behind = self._start.is_chosen and stretch.position.epoch < self.epoch
         if worker is None:
-            self._set(stretch, by_state=True)
+            if stretch.num_left or not is_behind:
+                self._set(stretch, by_state=True)
             return
-        # The loop may have turned to another epoch since, which a state at the end of one knows nothing of.
         if _steps_of(stretch, worker) or stretch.position.epoch > self.epoch:
+            if is_behind:  # of an epoch's end, too, a worker's state may tell that steps are left, which the loader passes over
+                self._start.put_off()
             self._start.move(self._whole(stretch.position.epoch), by_state=True)
         self._own = (self._start.num_sets, stretch)
         self._counted = _Counted(self._start.num_sets, stretch.position)
@@ -117,6 +124,8 @@ class Progress:
         """An iteration begins: from where it was set to, else the epoch anew."""
         self._num_rounds += 1
         is_ours = self._start.begin(self._num_rounds, worker)
+        if not is_ours and (epoch := self._start.put_off_epoch):
+            self._start.move(self._whole(epoch), by_state=False)
         stretch = self._start.stretch if is_ours else self._whole(self.epoch)
         num_sets = self._start.num_sets
         is_repetition = not (worker or is_ours or self._is_meant) and self._has_been_in(stretch, num_sets)

@@ -1,11 +1,12 @@
 """Where the next iteration starts, in memory that the training loop's process shares with its loader workers.
 
-event      by whom                    when                                what changes
-set        the loop                   set_epoch, load_state_dict          the stretch; nobody has taken it yet
-begin      the loop, or each worker   an iteration begins                 a worker notes which round it began
-take       the loop, or a worker      it gives its first batch            the stretch is its round's; later rounds begin anew
-give_back  a worker                   it failed before its first batch    its note goes
-move       a worker                   a state was loaded there            the stretch, but not whether it is taken
+event      by whom                    when                                 what changes
+set        the loop                   set_epoch, load_state_dict           the stretch; nobody has taken it yet
+begin      the loop, or each worker   an iteration begins                  a worker notes which round it began
+take       the loop, or a worker      it gives its first batch             the stretch is its round's; later rounds begin anew
+give_back  a worker                   it failed before its first batch     its note goes
+move       a worker                   a state was loaded there             the stretch, but not whether it is taken
+put_off    a worker                   ... and the loop chose a later epoch rounds behind the one that takes it begin that
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
-# Behind them is a cell for each worker, with the round that it last began since the start was set, 0 for none.
-_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE = range(8)
-_WORKERS, _MOST_WORKERS = 8, 1024
+# PUT_OFF is the epoch that the loop chose and that a worker's state of an earlier one goes before, 0 for none. Behind them is a
+# cell for each worker, with the round that it last began since the start was set, 0 for none.
+_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF = range(9)
+_WORKERS, _MOST_WORKERS = 9, 1024
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 _known: WeakSet[SharedStart] = WeakSet()  # in this process
 
@@ -103,9 +105,24 @@ class SharedStart:
         """Whether a state that was loaded put it where it is."""
         return bool(self._cells[_BY_STATE])
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the loop set it where it is, and no iteration has gone on from there."""
+        return not self.is_taken and not self.is_by_state
+
+    @property
+    def put_off_epoch(self) -> int | None:
+        """The epoch that was put off, which rounds begin once the stretch is taken; None for none."""
+        return int(self._cells[_PUT_OFF]) or None
+
+    def put_off(self) -> None:
+        """The epoch that it is in, which is not the first, is begun once the stretch that it is moved to is taken."""
+        self._cells[_PUT_OFF] = self._cells[_EPOCH]
+
     def set(self, stretch: Stretch, *, by_state: bool) -> None:
         """The next iteration, of this process or of its workers, takes this."""
         self.move(stretch, by_state=by_state)
+        self._cells[_PUT_OFF] = 0
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
         self._cells[_WORKERS:] = 0

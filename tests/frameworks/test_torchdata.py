@@ -100,6 +100,35 @@ def test_a_state_from_between_two_epochs_goes_on_with_the_one_that_is_set(url: s
     assert rows(resumed) == rows(loader) != expected
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 0, "snapshot_every_n_steps": 3},
+        {"num_workers": 2, "snapshot_every_n_steps": 3},
+        {"num_workers": 3, "snapshot_every_n_steps": 50},
+        {"num_workers": 2, "snapshot_every_n_steps": 7, "persistent_workers": True},
+    ],
+    ids=str,
+)
+def test_the_state_of_an_epochs_end_goes_on_with_the_epoch_that_the_loop_chooses(url: str, options: dict[str, Any]) -> None:
+    """The loader hands it on after set_epoch, and that of a worker may be older than the epoch's end."""
+    loader = loader_of(url, **options)
+    rows(loader)
+    state = loader.state_dict()
+    expected = []
+    for epoch in (1, 2):
+        loader.dataset.set_epoch(epoch)
+        expected.append(rows(loader))
+
+    resumed = loader_of(url, **options)
+    resumed.load_state_dict(state)
+    for epoch in (1, 2):
+        resumed.dataset.set_epoch(epoch)
+        assert rows(resumed) == expected[epoch - 1]
+        assert resumed.dataset.epoch == epoch
+
+
 @pytest.mark.parametrize("num_workers", [3, 7])
 def test_the_state_of_an_epochs_end_goes_on_with_the_next_whatever_its_steps_are_by_then(url: str, num_workers: int) -> None:
     """Twenty steps are no multiple of the workers: some have given fewer than others."""

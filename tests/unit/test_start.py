@@ -138,13 +138,13 @@ def test_a_state_of_a_worker_is_for_its_next_round_alone_and_for_none_once_the_l
     """As of one that lives on from epoch to epoch."""
     progress, own = Progress(50), worker(1, loader_seed=99)
     whole = range(1, 50, 3)
-    for _ in range(2):
+    for then in (2, 3):  # the loop had chosen epoch 3 before the state came
         progress.go_to(RESUMED, own)
         assert (progress.position, progress.epoch, progress.num_left) == (RESUMED.position, 2, 50)  # whole for the others
-        for steps in (range(8, 50, 3), whole):
+        for epoch, steps in ((2, range(8, 50, 3)), (then, whole), (then, whole)):
             round_ = progress.begin(own)
             progress.take(round_)
-            assert (round_.stretch.position.epoch, round_.steps) == (2, steps)
+            assert (round_.stretch.position.epoch, round_.steps) == (epoch, steps)
         progress.go_to(RESUMED, own)
         progress.set_epoch(3)
         assert progress.begin(own).steps == whole
@@ -158,6 +158,17 @@ def test_the_epoch_is_that_of_a_workers_state_unless_that_is_over_and_the_loop_c
     progress.set_epoch(epoch)
     progress.go_to(replace(RESUMED, position=replace(RESUMED.position, step=step)), worker(1, loader_seed=99))
     assert progress.epoch == expected
+
+
+@pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 50, 2), (2, 50, 2), (3, 7, 2), (3, 50, 3)])
+def test_a_state_of_an_epochs_end_leaves_a_loop_that_chose_a_later_one_there(epoch: int, step: int, expected: int) -> None:
+    progress = Progress(50)
+    progress.set_epoch(epoch)
+    progress.go_to(replace(RESUMED, position=replace(RESUMED.position, step=step)), None)
+    assert progress.epoch == expected
+    progress.take(progress.begin(None))
+    progress.go_to(replace(RESUMED, position=replace(RESUMED.position, step=50)), None)  # back from an epoch that it is in
+    assert (progress.epoch, progress.num_left) == (2, 0)
 
 
 def test_workers_that_gave_all_of_an_epoch_are_at_its_end_though_their_last_turn_is_short() -> None:
