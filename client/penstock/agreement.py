@@ -1,13 +1,13 @@
 """Agreement: ranks of a job that ask for the latest snapshot while data arrives begin on one and the same.
 
-The first that has an answer notes it in the store of torch.distributed, and the others take it from there. Nobody waits for
-anybody: a collective would hang where not every rank makes the dataset.
+What a rank takes it notes in the store of torch.distributed, and a rank that has not taken that yet takes it from there. One
+that has, asks anew, and may note something newer. Nobody waits for anybody: a collective would hang where not every rank makes
+the dataset. Nor is it counted who asks how often: one rank alone may look at a few batches of a dataset of its own.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import Any
 
 import torch.distributed
@@ -15,26 +15,31 @@ import torch.distributed
 from penstock.errors import PenstockError
 from penstock.rank import is_distributed
 
-_asked = Counter[str]()  # by this process; a job may ask for the same again later, and get what is the latest then
+_taken = dict[str, str]()  # by this process, of each question the answer last
 _forked: list[bool] = []
 
 
 class Agreement:
-    """What the ranks of a job agree on, once for each time that they ask the same `question`."""
+    """What the ranks of a job agree on, each time that they ask the same `question`."""
 
     def __init__(self, question: str) -> None:
-        _asked[question] += 1
-        self._key = f"penstock/{question}/{_asked[question]}"
+        self._question = question
         self._first: str | None = None
 
     def first(self, answer: str) -> str:
         """The answer of the rank that had one first; this rank's own while torch.distributed is not initialized."""
         if self._first is None and (store := _store()) is not None:
             try:
-                self._first = bytes(store.compare_set(self._key, "", answer)).decode()
+                self._first = _taken[self._question] = self._noted(store, answer)
             except RuntimeError:  # whoever kept it has ended, and so has the job
                 self._first = answer
         return answer if self._first is None else self._first
+
+    def _noted(self, store: Any, answer: str) -> str:
+        """What is noted, if this process has not taken it yet; else the answer is noted in its place."""
+        key, taken = f"penstock/{self._question}", _taken.get(self._question)
+        noted = bytes(store.compare_set(key, "", answer)).decode()
+        return bytes(store.compare_set(key, noted, answer)).decode() if noted == taken != answer else noted
 
     def check(self, answer: str) -> None:
         """Raises PenstockError: torch.distributed was initialized since, and another rank had another answer."""

@@ -63,6 +63,12 @@ class Job:
         httpx.post(f"{self._server.url}/v1/datasets/numbers/refresh", timeout=60).raise_for_status()
 
 
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has taken in other tests is forgotten."""
+    monkeypatch.setattr(penstock.agreement, "_taken", {})
+
+
 @pytest.fixture
 def begin(tmp_path: Path, serve: Callable[..., Server]) -> Iterator[Callable[[str], Job]]:
     folder = write_numbered(tmp_path / "data" / "numbers", NUM_ROWS)
@@ -111,6 +117,23 @@ def test_each_question_has_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert [Agreement(name).first(answer) for name, answer in (("one", "5d"), ("other", "c4"))] == ["5d", "c4"]
 
 
+def test_a_rank_that_has_made_one_dataset_more_agrees_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    taken: tuple[dict[str, str], dict[str, str]] = ({}, {})
+
+    def ask(rank: int, answer: str) -> str:
+        monkeypatch.setattr(penstock.agreement, "_taken", taken[rank])
+        return Agreement("stories").first(answer)
+
+    assert ask(0, "5d") == "5d"  # one more, to look at a few batches
+    assert (ask(0, "5d"), ask(1, "c4")) == ("5d", "5d")  # data arrived in between
+    assert (ask(0, "c4"), ask(1, "e7")) == ("c4", "c4")
+    assert (ask(1, "e7"), ask(0, "e7")) == ("e7", "e7")
+    monkeypatch.setattr(penstock.agreement, "_store", torch.distributed.HashStore)  # type: ignore[attr-defined]
+    assert ask(0, "5d") == "5d"  # of another job in the same process
+
+
 def test_a_fork_of_a_rank_leaves_alone_the_store_that_is_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
     job = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
@@ -138,10 +161,10 @@ def test_a_job_that_has_ended_changes_no_answer(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_rank_that_is_refused_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     early, late = Agreement("stories"), Agreement("stories")
-    late._key = early._key  # as in another process
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
     early.check("5d")
+    monkeypatch.setattr(penstock.agreement, "_taken", {})  # as in another process
     for _ in range(2):
         with pytest.raises(PenstockError, match="this rank would train on snapshot c4, and others do on 5d"):
             late.check("c4")
