@@ -42,7 +42,8 @@ def find_ledgers(ledger: str | os.PathLike[str]) -> list[Path]:
     pieces = str(path.relative_to(path.anchor)).split(_RANK)
     rank, behind = (r"\d+", "") if len(pieces) > 1 else ("", r"(\.\d+)?")
     pattern = re.compile(rank.join(map(re.escape, pieces)) + behind + r"(\.worker\d+)?")
-    found = Path(path.anchor).glob("*".join(map(glob.escape, pieces)) + "*")
+    wildcards = "*".join([*map(glob.escape, pieces), ""])
+    found = Path(path.anchor).glob(re.sub(r"\*+", "*", wildcards))  # two stars would be another thing
     return sorted(one for one in found if pattern.fullmatch(str(one.relative_to(path.anchor))) and one.is_file())
 
 

@@ -194,7 +194,9 @@ def test_what_waits_in_memory_is_not_written_behind_the_lines_of_another_iterati
     assert f"1 lines are not in the ledger {path}" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["run.ledger", "run-{rank}.ledger", "rank{rank}/run.ledger", "[a]*?/run.ledger"])
+@pytest.mark.parametrize(
+    "name", ["run.ledger", "run-{rank}.ledger", "run.{rank}", "rank{rank}/run.ledger", "[a]*?**/run.ledger"]
+)
 def test_each_rank_and_each_worker_has_a_file_of_its_own_and_all_are_found(tmp_path: Path, name: str) -> None:
     expected = []
     for rank in (0, 11):
