@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -230,6 +231,25 @@ def test_a_cache_folder_that_lost_its_notes_costs_only_what_a_restart_would_need
     write_shard(folder, 1, 0)
     catalog.refresh("d")
     assert [record.fingerprint for record in catalog["d"].held.snapshots][1:] == [first]
+
+
+@pytest.mark.parametrize("brings_its_date", [False, True])
+def test_without_notes_an_older_snapshot_is_what_was_there_before_the_newest_shards(
+    folder: Path, open_all: Callable[[], Catalog], tmp_path: Path, brings_its_date: bool
+) -> None:
+    snapshots = [open_all()["d"].latest.snapshot.fingerprint]
+    for number in (5, 1, 7):  # wherever they stand among the others
+        write_shard(folder, number, 1)
+        if brings_its_date:  # as from an archive that is older than all
+            os.utime(folder / f"part-{number}.parquet", (1_000_000 - number, 1_000_000 - number))
+        snapshots.append(open_all()["d"].latest.snapshot.fingerprint)
+    shutil.rmtree(tmp_path / "cache")
+    catalog = open_all()
+    for number, fingerprint in enumerate(snapshots, start=1):
+        assert catalog["d"].served(fingerprint).snapshot.fingerprint == fingerprint
+        assert catalog.plan("d", Spec(batch_size=3, snapshot=fingerprint)).schedule.num_steps == number
+    with pytest.raises(SnapshotGone, match="is not on this server"):
+        catalog["d"].served("0123456789abcdef")
 
 
 def test_a_damaged_record_is_no_record(folder: Path, open_all: Callable[[], Catalog], tmp_path: Path) -> None:

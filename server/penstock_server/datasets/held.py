@@ -1,6 +1,7 @@
 """The snapshots of a dataset that are held at one time: the latest, and older ones whose shards are all still there.
 
-A folder has grown from one snapshot to the next, so an older one is a part of its shards, and needs no files of its own.
+A folder has grown from one snapshot to the next, so an older one is a part of its shards, and needs no files of its own. Which
+part is noted; where the notes are lost, it is found again by the age of the shards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from penstock_server.counts.index import Index
 from penstock_server.datasets.history import Record
 from penstock_server.problems import DatasetRefused, SnapshotGone
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.snapshots.earlier import earlier_snapshots
 from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import Snapshot, recipe_key
 from penstock_server.storage.blocks import Blocks
@@ -60,6 +62,9 @@ class Held:
     gone: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, Served] = field(default_factory=dict)
     _again: dict[str, Served] = field(default_factory=dict)  # older ones that were asked for since
+    _earlier: dict[str, tuple[Shard, ...]] = field(
+        default_factory=dict
+    )  # of which nothing is noted; empty until one is asked for
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -76,17 +81,29 @@ class Held:
             return self.latest
         if fingerprint and (reason := self.gone.get(fingerprint)):
             raise self._gone(fingerprint, reason)
-        if fingerprint and fingerprint in self.records:
+        if fingerprint:
             with self._making:
-                if fingerprint not in self._again:
-                    self._again[fingerprint] = self._make(self.records[fingerprint], serve)
-                return self._again[fingerprint]
+                if fingerprint not in self._again and (older := self._older(fingerprint, serve)):
+                    self._again[fingerprint] = older
+                if fingerprint in self._again:
+                    return self._again[fingerprint]
         if self.latest is None:
             raise DatasetRefused(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
         raise SnapshotGone(
             f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.latest.snapshot.fingerprint}: the "
             f"shards or the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
         )
+
+    def _older(self, fingerprint: str, serve: Callable[[Snapshot], Served]) -> Served | None:
+        """An older snapshot; None: neither is it noted, nor is the folder that snapshot grown since. Raises SnapshotGone."""
+        if record := self.records.get(fingerprint):
+            return self._make(record, serve)
+        if not self.recipe:
+            return None
+        if not self._earlier:
+            self._earlier.update(earlier_snapshots(self.shards.values(), self.recipe))
+        shards = self._earlier.get(fingerprint)
+        return serve(Snapshot(shards[0].path.parent, shards, self.recipe)) if shards else None
 
     def _make(self, record: Record, serve: Callable[[Snapshot], Served]) -> Served:
         """An older snapshot, made in the first of three ways that leads to it.

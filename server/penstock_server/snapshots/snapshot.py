@@ -80,12 +80,7 @@ class Snapshot:
         self.vocab_size = recipe.vocab_size or _vocab_size(self.shards, recipe)
         self.token_bound = min(self.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
         self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
-        content = {
-            "version": 1,
-            "shards": [[s.path.name, s.date.size_bytes, s.digest] for s in self.shards],
-            **_part_of_recipe(recipe),
-        }
-        self.fingerprint = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self.fingerprint = fingerprint_of(self.shards, recipe)
 
     @cached_property
     def pools(self) -> Pools:
@@ -168,6 +163,16 @@ class Snapshot:
     def blocks_of_group(self, group: int) -> range:
         """The blocks that a row group is split into."""
         return range(int(self._first_block[group]), int(self._first_block[group + 1]))
+
+
+def fingerprint_of(shards: Sequence[Shard], recipe: Recipe) -> str:
+    """The fingerprint of the snapshot of these shards and this recipe."""
+    content = {
+        "version": 1,
+        "shards": [[s.path.name, s.date.size_bytes, s.digest] for s in shards],
+        **_part_of_recipe(recipe),
+    }
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def recipe_key(recipe: Recipe) -> str:
