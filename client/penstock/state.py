@@ -79,6 +79,13 @@ def read_state(
             f"others not at all{'' if consumed < num_sequences else '; nothing is left of this epoch'}.",
             stacklevel=4,  # of load_state_dict
         )
+    if _skips_the_same_steps(state, spec):
+        warnings.warn(
+            f"skip leaves out {spec.skip} now, and left out {state['skip']} when this state was taken: the same steps are "
+            f"other samples, since a step has {spec.samples_per_step:,} and had {state['batch_size'] * state['world_size']:,}. "
+            f"To leave out what was left out then, pass skip={state['skip']!r}.",
+            stacklevel=4,  # of load_state_dict
+        )
     if differing or not counts_like(state, spec):
         return Position(epoch=at.epoch, offset=consumed)
     return at
@@ -88,6 +95,18 @@ def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
     """Whether the steps of a state that was read are those of the spec: of as many samples, less the same ones."""
     samples_per_step = state["batch_size"] * state["world_size"]
     return bool(samples_per_step == spec.samples_per_step and state.get("skip") == spec.skip)
+
+
+def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:
+    """Whether a state that was read skips the same steps as the spec, and so other samples."""
+    if not (state.get("skip") and spec.skip) or state["skip"] == spec.skip:
+        return False
+    then, now = state["batch_size"] * state["world_size"], spec.samples_per_step
+    in_steps = [
+        [(start / size, stop / size) for start, stop in ranges]
+        for ranges, size in ((parse_skip(state["skip"], then), then), (spec.skipped(), now))
+    ]
+    return in_steps[0] == in_steps[1]
 
 
 def order_of(spec: Spec) -> dict[str, Any]:
@@ -117,11 +136,13 @@ def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> boo
 
 def _changed_datasets(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The datasets that are in two mixtures, and whose data is not the same. Raises ValueError: one is no mixture."""
-    known, found = (
-        dict(zip(parse_mix(str(order.get("mix"))).datasets, str(order.get("snapshot")).split("+"), strict=True))
-        for order in (then, now)
-    )
+    known, found = _data_of(then), _data_of(now)
     return [name for name in known if name in found and known[name] != found[name]]
+
+
+def _data_of(order: Mapping[str, Any]) -> dict[str, str]:
+    """The snapshot of each dataset of a mixture. Raises ValueError: it is none."""
+    return dict(zip(parse_mix(str(order.get("mix"))).datasets, str(order.get("snapshot")).split("+"), strict=True))
 
 
 def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
@@ -157,6 +178,8 @@ def _counts(name: str, value: object) -> bool:
 def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int | None) -> str:
     """How a state that was refused might be taken, beside the same values: with another mix behind what is consumed."""
     then, is_same = state.get("snapshot"), state.get("dataset") == here["dataset"]
+    with suppress(ValueError):  # no mixtures; else each dataset as it was, and what is new in the mix as it is
+        then = "+".join((_data_of(here) | _data_of(state))[name] for name in _data_of(here))
     told = f" (snapshot={then!r}: the data as it was)" if is_same and isinstance(then, str) and then != here["snapshot"] else ""
     if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and consumed:
         told += f", or let the mix be another from sample {consumed:,} on, and no earlier"

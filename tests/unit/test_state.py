@@ -159,6 +159,23 @@ def test_of_a_mix_that_changes_too_early_it_is_told_from_where_on_it_may() -> No
         read(write_state("a", then, Position()), "a", now)  # though nothing was trained on yet
 
 
+def test_the_snapshot_to_go_on_with_is_of_all_datasets_that_are_in_the_mix_now() -> None:
+    then = Spec(mix="a:3,c:1", mix_stop="first", snapshot="one+three", batch_size=4)
+    now = replace(then, mix="a:3,c:1;a:1,b:1,c:1@20", snapshot="new+two+three")
+    with pytest.raises(StateMismatch, match=r"\(another of a\).* \(snapshot='one\+two\+three': the data as it was\)"):
+        read(write_state("a", then, Position(step=5)), "a", now)
+    assert read(write_state("a", then, Position(step=5)), "a", replace(now, snapshot="one+two+three")) == Position(step=5)
+
+
+def test_of_steps_that_are_other_samples_now_it_is_told_what_they_were() -> None:
+    then = Spec(batch_size=2, world_size=2, skip="samples:120-159")  # resolved, of skip="30-39"
+    state, here = write_state("a", then, Position(step=50)), Spec(batch_size=2, world_size=4)
+    with pytest.warns(UserWarning, match="leaves out samples:240-319 now, .* had 4. .*, pass skip='samples:120-159'"):
+        read(state, "a", replace(here, skip="samples:240-319"))
+    for skip in ("samples:120-159", "samples:240-318", "samples:240-319,400-407", None):
+        read(state, "a", replace(here, skip=skip))  # nothing to tell
+
+
 def test_of_a_mixture_the_datasets_are_told_whose_data_changed() -> None:
     then = Spec(mix="a:3,b:1,c:1", mix_stop="first", snapshot="one+two+three")
     with pytest.raises(StateMismatch, match=r"'one\+two\+three' then, 'one\+new\+three' now \(another of b\)"):

@@ -73,8 +73,8 @@ class Catalog:
             )
         if len(fingerprints) != len(names):
             raise SnapshotGone(
-                f"snapshot {spec.snapshot} is of {len(fingerprints)} and not of {len(names)} datasets: the mix changed since "
-                f"this run began. Go on with the old mix, or start a new run."
+                f"snapshot {spec.snapshot} is of {len(fingerprints)} and not of {len(names)} datasets. Name one of each, "
+                f"joined by +, in the order of {', '.join(names)}: those of before, and what one that was added is on now."
             )
         found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
         if spec.mix_stop and not spec.mix:
