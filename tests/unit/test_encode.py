@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
-from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers, processors
 
 from corpora import EOS, write_tokenizer
 from penstock_server.recipes import encode as encode_module
@@ -138,6 +138,27 @@ def test_a_token_is_learned_where_any_of_its_characters_is(spans: list[tuple[int
 
     assert ids.tolist() == [0, 1, 2, 3]
     assert found.tolist() == runs
+
+
+@pytest.mark.parametrize(
+    ("text", "spans", "runs"),
+    [
+        ("a: \nb", [(3, 5)], [3, 2]),  # a, :, the blank that is trimmed to nothing, the end of the line, b
+        ("a: \nb", [(0, 2), (3, 5)], [0, 2, 1, 2]),
+        ("a: \nb", [(0, 5)], [0, 5]),
+        ("a  \nb", [(0, 1)], [0, 1, 4, 0]),
+        ("a: \nb", [], [5, 0]),
+    ],
+)
+def test_a_token_without_a_character_is_learned_within_a_span_alone(
+    tmp_path: Path, text: str, spans: list[tuple[int, int]], runs: list[int]
+) -> None:
+    trimming = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json", ["a"])))
+    trimming.post_processor = processors.ByteLevel(trim_offsets=True)
+    trimming.save(str(tmp_path / "tokenizer.json"))
+    [(ids, found)] = load_tokenizer(tmp_path / "tokenizer.json").encode_marked([text], [spans], "t")
+    assert found.tolist() == runs
+    assert len(ids) == sum(runs)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", "fox"], ["fox" * 30, "", ""], ["fox" * 30] * 3])

@@ -13,9 +13,9 @@ _SMALL_WINDOW = 1000  # sequences; fewer mix too little to be recommended
 
 
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
-    """What to know of datasets: a cache too small for a block, columns without use, a BOS left out, too many bad rows."""
+    """What to know of datasets: a cache too small for a block, columns without use, BOS and EOS in doubt, too many bad rows."""
     found = [_of_tight_cache(budget_bytes, datasets)]
-    found += [told(served) for served in datasets for told in (_of_unused_columns, _of_unsaid_bos)]
+    found += [told(served) for served in datasets for told in (_of_unused_columns, _of_unsaid_bos, _of_guessed_eos)]
     found += [served.blocks.quarantine.refusal for served in datasets]
     yield from filter(None, found)
 
@@ -44,6 +44,12 @@ def _of_unused_columns(served: Served) -> str | None:
     """What follows from columns of masks or labels that nothing is made of; None if there is none."""
     if not (unused := served.snapshot.recipe.unused):
         return None
+    if served.snapshot.recipe.kind == "preference":
+        return (
+            f"{served.name}: prompt of its shards is not used, since of prompt, chosen and rejected some are text and others "
+            f"are chats. If the answers do not begin with it, make all of one kind with a transform; else name the answers "
+            f'alone in {served.snapshot.folder / FILE_NAME}: chosen = "chosen" and rejected = "rejected".'
+        )
     return (
         f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: every id of "
         f"{served.snapshot.recipe.token_columns[0]} is learned, even in prompts and padding. Leave padding out of the rows; to "
@@ -59,6 +65,19 @@ def _of_unsaid_bos(served: Served) -> str | None:
     return (
         f"{served.name}: {recipe.tokenizer.path} puts {recipe.unsaid_bos} before each text, but here nothing does. If the "
         f'model expects it, set bos = "{recipe.unsaid_bos}" in {served.snapshot.folder / FILE_NAME}; if not, set bos = false.'
+    )
+
+
+def _of_guessed_eos(served: Served) -> str | None:
+    """What follows from a tokenizer with several tokens that may end a text, where nothing names one; None if there is one."""
+    recipe = served.snapshot.recipe
+    if not (recipe.tokenizer and recipe.guessed_eos):
+        return None
+    first, *others = recipe.guessed_eos
+    return (
+        f"{served.name}: its rows end with {first}, but {recipe.tokenizer.path} has {', '.join(others)}, too, and nothing says "
+        f"which of them ends a text. Put the model's tokenizer_config.json beside it, or set "
+        f'eos = "{first}" or another in {served.snapshot.folder / FILE_NAME}.'
     )
 
 

@@ -70,12 +70,12 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
         names = {name.name for name in tree.find_all(nodes.Name)}
         self._is_marked, self.takes_tools = BEGIN in names, "tools" in names
-        self._prompt, self._tail = self._try_out()
+        self._prompt, self._tail, self._closes_turns = self._try_out()
 
     @property
     def digest(self) -> str:
         """A hash of all that the rendering and its loss depend on beside the messages."""
-        content = json.dumps(["penstock chat v4", self._text, sorted(self._special_tokens.items())])
+        content = json.dumps(["penstock chat v5", self._text, sorted(self._special_tokens.items())])
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Rendered:
@@ -83,15 +83,13 @@ class ChatTemplate:
 
         `tools` are the definitions of those that the assistant may call.
 
-        A value that is null is as if it were not there, as in Parquet no column of a struct can be missing.
-
         Raises ChatError: the template refuses the chat or fails on it, or what the assistant says cannot be told.
         """
         chat = [_checked(number, message) for number, message in enumerate(messages)]
         if not chat:
             raise ChatError("has a chat without messages")
         render = self._render_marked if self._is_marked else self._render_in_steps
-        return render(chat, _without_nulls(tools) or None)
+        return render(chat, tools or None)
 
     def _render_marked(self, chat: list[Message], tools: _Tools) -> Rendered:
         text = self._write(chat, tools)
@@ -127,7 +125,7 @@ class ChatTemplate:
                 longest = max(longest, step, key=len)
                 if not step.startswith(before):
                     raise ChatError(f"has a chat whose template does not begin message {number} as it asks for it. {_WAY_OUT}")
-                said = _without_blanks_behind_the_end(step[len(before) :], message)
+                said = self._without_blanks_behind_the_end(step[len(before) :], message)
                 prompted = self._prompt and before.endswith(self._prompt)
                 if not prompted and not _begins_with_content(said, message):
                     raise ChatError(
@@ -136,6 +134,8 @@ class ChatTemplate:
                 spans.append((len(before), len(before) + len(said)))
         if chat[-1]["role"] != "assistant":
             text = self._write(chat, tools)
+        elif self._tail.strip() and not self._closes_turns:  # nothing else would teach a model to stop
+            spans[-1] = (spans[-1][0], len(text.rstrip()))
         if not (goes_on and text.startswith(longest)):
             raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")
         return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
@@ -159,8 +159,19 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and fails like one
             raise ChatError(f"has a chat that its template fails on: {_reason(error)}") from error
 
-    def _try_out(self) -> tuple[str, str]:
+    def _without_blanks_behind_the_end(self, said: str, message: Message) -> str:
+        """What the assistant says up to the mark that ends it. Where blanks are all that ends it, they are the mark."""
+        content, stripped = _content(message), said.rstrip()
+        if content is None:
+            return stripped if self._closes_turns else said
+        if said.lstrip().startswith(content):
+            return stripped if said.lstrip()[len(content) :].strip() else said
+        return said if stripped.endswith(content) else stripped
+
+    def _try_out(self) -> tuple[str, str, bool]:
         """What the template writes to prompt for an answer, and after a chat that ends, as Phi-3 does an EOS; "" for nothing.
+
+        And whether it writes more than blanks between an answer and that.
 
         Raises TemplateError: it writes today's date.
         """
@@ -169,7 +180,7 @@ class ChatTemplate:
             once, again = self._write(_ANSWERED), self._write(_ASKED_AGAIN)
         except ChatError as error:
             if "'strftime_now' is undefined" not in str(error):
-                return "", ""
+                return "", "", True
             raise TemplateError(
                 "the chat template writes today's date (strftime_now), and a batch must be the same on every day. "
                 "Write a date into it."
@@ -179,40 +190,31 @@ class ChatTemplate:
             end = token.start() if token.start() < end < token.end() else end
         tail = once[end:] if again.endswith(once[end:]) else ""
         asked = asked.removesuffix(tail)
-        return prompted[len(asked) :] if prompted.startswith(asked) else "", tail
+        _, _, behind = once.removesuffix(tail).rpartition(_ANSWERED[-1]["content"])
+        return prompted[len(asked) :] if prompted.startswith(asked) else "", tail, bool(behind.strip())
 
 
 def _checked(number: int, message: object) -> Message:
-    plain = _without_nulls(message)
-    if not isinstance(plain, dict) or not isinstance(plain.get("role"), str):
+    plain = message if isinstance(message, Mapping) else {}
+    if not isinstance(plain.get("role"), str):
         raise ChatError(f"has a chat whose message {number} has no role")
     if not isinstance(plain.get("content"), (str, list)) and not plain.get("tool_calls"):
         raise ChatError(f"has a chat whose message {number} has no content")
-    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _without_blanks_behind_the_end(said: str, message: Message) -> str:
-    """What the assistant says up to the mark that ends it. Where blanks are all that ends it, they are the mark."""
-    content, stripped = _content(message), said.rstrip()
-    if said.lstrip().startswith(content):
-        return stripped if said.lstrip()[len(content) :].strip() else said
-    return said if stripped.endswith(content) else stripped
-
-
 def _begins_with_content(said: str, message: Message) -> bool:
-    return bool(_content(message)) and said.lstrip().startswith(_content(message))
+    content = _content(message)
+    return bool(content) and said.lstrip().startswith(content or "")
 
 
-def _content(message: Message) -> str:
+def _content(message: Message) -> str | None:
+    """The text of a message; None where that is not all of it, or there is none."""
     content = message.get("content")
-    return content.strip() if isinstance(content, str) else ""
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
+    return content.strip() if isinstance(content, str) and (content.strip() or not message.get("tool_calls")) else None
 
 
 def says_something(message: Message) -> bool:

@@ -36,6 +36,11 @@ def is_messages(type_: pa.DataType) -> bool:
     return is_list_of(type_, {"role", "content"})
 
 
+def is_chats(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds lists of messages, or may hold them as JSON texts."""
+    return is_messages(type_) or is_text(type_)
+
+
 def is_list_of(type_: pa.DataType, names: set[str]) -> bool:
     """Whether a column of this type holds lists of structs that have fields of these names."""
     if not (_is_list(type_) and pa.types.is_struct(type_.value_type)):

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from penstock.batch import TENSOR_NAMES
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.column_types import is_messages, is_raw, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import is_chats, is_messages, is_raw, is_text, is_tokens, is_tools
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.tokenizer import TokenizerFile
@@ -26,7 +26,7 @@ _FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
     "tokens": (is_tokens, "lists of integers"),
     "text": (is_text, "text"),
     "prompt_response": (is_text, "text"),
-    "messages": (is_messages, "lists of messages, each with a role and a content"),
+    "messages": (is_chats, "lists of messages, each with a role and a content, or such lists as JSON texts"),
     "preference": (lambda type_: is_text(type_) or is_messages(type_), "text or lists of messages"),
 }
 
@@ -56,8 +56,10 @@ class Recipe:
     chat          renders messages
     tools         the definitions of tools that it is given, if rows have any
     columns       what travels beside the tokens
-    unused        columns that say which ids of pre-tokenized rows are learned, or are padding: here every id is learned
+    unused        columns that say which ids of pre-tokenized rows are learned, or are padding: here every id is learned; or the
+                  prompts of pairs that are of another type
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
+    guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all
     validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
     max_bad_share more bad rows than this share of all are not substituted: the dataset is refused
@@ -75,6 +77,7 @@ class Recipe:
     columns: tuple[Column, ...] = ()
     unused: tuple[str, ...] = ()
     unsaid_bos: str | None = None
+    guessed_eos: tuple[str, ...] = ()
     filter: Filter | None = None
     transform: Transform | None = None
     validation: float = 0.005

@@ -10,7 +10,7 @@ import pyarrow as pa
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens
-from penstock_server.recipes.column_types import is_list_of, is_messages, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import is_chats, is_list_of, is_messages, is_text, is_tokens, is_tools
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
@@ -67,6 +67,7 @@ class _Reader:
         self._file_schema = schema
         self._transform: Transform | None = load_transform(given["transform"], folder) if "transform" in given else None
         self._schema = _transformed(self._transform, schema) if self._transform else schema
+        self._guessed_eos: tuple[str, ...] = ()
 
     def recipe(self) -> Recipe:
         given = self._given
@@ -78,7 +79,7 @@ class _Reader:
             )
         vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
         chat = self._chat(kind, fields)
-        eos_id = self._eos(kind == "tokens" or chat is not None, tokenizer, vocab_size)
+        eos_id = self._eos(kind, chat is not None, tokenizer, vocab_size)
         return Recipe(
             kind=kind,
             fields=fields,
@@ -91,7 +92,8 @@ class _Reader:
             tools=self._tools(chat),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not chat and "bos" not in given else None,
-            unused=tuple(name for name in MASKS if kind == "tokens" and name in self._schema.names),
+            guessed_eos=self._guessed_eos,
+            unused=self._unused(kind),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
             validation=float(given.get("validation", 0.005)),
@@ -99,6 +101,16 @@ class _Reader:
             on_bad_row=given.get("on_bad_row", "fail"),
             max_bad_share=float(given.get("max_bad_share", 0.01)),
         )
+
+    def _unused(self, kind: Kind) -> tuple[str, ...]:
+        """The columns that would tell something of these rows, and are not looked at."""
+        if kind == "tokens":
+            return tuple(name for name in MASKS if name in self._schema.names)
+        is_guessed = not self._given.keys() & set(ROLES)
+        types = {field.name: field.type for field in self._schema}
+        # Had the pairs been of its type, it would be their prompt.
+        has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
+        return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
     def _fields(self) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
         named = [role for role in ROLES if role in self._given]
@@ -109,6 +121,10 @@ class _Reader:
                 fields = tuple((role, Field.parse(self._given[role], self._schema)) for role in roles)
                 for role, source in fields:
                     check_field(kind, role, source, self._schema)
+                are_chats = {role: is_messages(source.type(self._schema)) for role, source in fields}
+                if len(set(are_chats.values())) > 1:
+                    told = ", ".join(f"{role} is {'chats' if are else 'text'}" for role, are in are_chats.items())
+                    raise FieldError(f"of a preference pair all must be text, or all chats, but {told}")
                 return kind, fields
         raise DatasetRefused(
             f"{self._folder / FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or "
@@ -137,6 +153,8 @@ class _Reader:
             return made("preference", chosen="chosen", rejected="rejected")
         if {"prompt", "response"} <= text:
             return made("prompt_response", prompt="prompt", response="response")
+        if "messages" in text:  # as JSON
+            return made("messages", messages="messages")
         columns = [f"{field.name} ({field.type})" for field in schema]
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
         wrong = [f"{field.name} is {field.type}" for field in schema if field.name in ("input_ids", *ROLES)]
@@ -205,9 +223,9 @@ class _Reader:
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
         special = load_special_tokens(path)
-        for name, declared, usual in (("eos_token", "eos", _EOS_NAMES), ("bos_token", "bos", ())):
+        for name, declared in (("eos_token", "eos"), ("bos_token", "bos")):
             if name in text and name not in special:
-                special[name] = self._written(name, declared, usual, load_tokenizer(path))
+                special[name] = self._written(name, declared, load_tokenizer(path))
         return ChatTemplate(text=text, special_tokens=special)
 
     def _is_chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> bool:
@@ -233,14 +251,15 @@ class _Reader:
         source = Field.parse("tools", self._schema)
         return source if is_tools(source.type(self._schema)) else None
 
-    def _written(self, name: str, key: str, usual: tuple[str, ...], tokenizer: TokenizerFile) -> str:
+    def _written(self, name: str, key: str, tokenizer: TokenizerFile) -> str:
         """The text of a special token that a template writes and no file beside the tokenizer names."""
         declared = self._given.get(key)
+        if isinstance(declared, int) and not isinstance(declared, bool) and 0 <= declared < 2**32:
+            declared = tokenizer.tokenizer.id_to_token(declared)
         if isinstance(declared, str):
             return declared
-        for token in usual:
-            if tokenizer.tokenizer.token_to_id(token) is not None:
-                return token
+        if key == "eos" and (found := self._usual_eos(tokenizer)):
+            return found
         raise DatasetRefused(
             f"{self._folder}: its chat template writes {name}, but nothing says what that is: turns would never be closed "
             f'or opened. Name it in tokenizer_config.json beside {tokenizer.path}, as {{"{name}": "..."}}, or in '
@@ -253,22 +272,31 @@ class _Reader:
         except (OSError, ValueError) as error:
             raise DatasetRefused(f"the chat template {path} cannot be read: {error}. Check the path.") from error
 
-    def _eos(self, is_closed: bool, tokenizer: TokenizerFile | None, vocab_size: int | None) -> int | None:
+    def _eos(self, kind: Kind, is_chat: bool, tokenizer: TokenizerFile | None, vocab_size: int | None) -> int | None:
         declared = self._given.get("eos")
         if declared is False:
             return None
         if declared is not None:
             return self._token_id("eos", tokenizer, vocab_size)
         # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
-        if is_closed:
+        path = self._tokenizer_path(kind)
+        if kind == "tokens" or is_chat or not tokenizer or not path:
             return None
-        for name in _EOS_NAMES:
-            if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
-                return found
+        named = load_special_tokens(path).get("eos_token")
+        if named and (found := tokenizer.tokenizer.token_to_id(named)) is not None:
+            return found
+        if usual := self._usual_eos(tokenizer):
+            return tokenizer.tokenizer.token_to_id(usual)
         raise DatasetRefused(
             f"{self._folder}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name its own "
             f'in {self._folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
         )
+
+    def _usual_eos(self, tokenizer: TokenizerFile) -> str | None:
+        """The first of the usual end-of-text tokens that a tokenizer has; None: it has none."""
+        found = [name for name in _EOS_NAMES if tokenizer.tokenizer.token_to_id(name) is not None]
+        self._guessed_eos = tuple(found) if len(found) > 1 else ()
+        return found[0] if found else None
 
     def _pad(self, tokenizer: TokenizerFile | None, vocab_size: int | None, eos_id: int | None) -> int:
         if "pad" in self._given:

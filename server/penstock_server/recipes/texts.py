@@ -33,10 +33,16 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
 
 def messages(rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons) -> list[_Chat]:
     """The chats of a field, None for a bad one."""
-    found: list[_Chat] = _nested(dict(recipe.fields)[role].array(rows), role, reasons)
-    for row, chat in enumerate(found):
+    found: list[_Chat] = []
+    for row, value in enumerate(_nested(dict(recipe.fields)[role].array(rows), role, reasons)):
+        try:
+            chat = _from_json(value)
+        except (ValueError, RecursionError) as error:
+            reasons.add(row, f"{role} is no list of messages as JSON: {error}")
+            chat = None
         if chat is None:
             reasons.add(row, f"{role} is null")
+        found.append(chat)
     return found
 
 
@@ -47,9 +53,7 @@ def tools(rows: pa.RecordBatch, recipe: Recipe, reasons: Reasons) -> list[list[A
     found: list[list[Any]] = []
     for row, value in enumerate(_nested(recipe.tools.array(rows), recipe.tools.text, reasons)):
         try:
-            own = (json.loads(value) if isinstance(value, str) and value else value) or []
-            if not isinstance(own, list):
-                raise ValueError("it is no list")
+            own = _from_json(value) or []
             found.append([json.loads(tool) if isinstance(tool, str) else tool for tool in own])
         except (ValueError, RecursionError) as error:
             reasons.add(row, f"{recipe.tools.text} is no list of tools as JSON: {error}")
@@ -57,8 +61,29 @@ def tools(rows: pa.RecordBatch, recipe: Recipe, reasons: Reasons) -> list[list[A
     return found
 
 
+def _from_json(value: Any) -> list[Any] | None:
+    """A list as it is, or what a text says; None for null or no text. Raises ValueError, RecursionError: it says no list."""
+    made = (json.loads(value) if value else None) if isinstance(value, str) else value
+    if not isinstance(made, list | None):
+        raise ValueError("it is no list")
+    return made
+
+
 def _nested(array: pa.Array, name: str, reasons: Reasons) -> list[Any]:
-    """The values of a nested column as Python objects, None for a bad one."""
+    """The values of a nested column, or of a text, as Python objects, None for a bad one.
+
+    A field that is null is left out: no column of a struct can be missing from a row in Parquet.
+    """
+    return [_without_nulls(value) for value in _python_objects(array, name, reasons)]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _python_objects(array: pa.Array, name: str, reasons: Reasons) -> list[Any]:
     try:
         return python_values(array)
     except (UnicodeDecodeError, OverflowError):
@@ -102,7 +127,7 @@ def chats(
 ) -> Lists:
     """Chats, rendered with the tools of each and tokenized; what the assistant says is learned, but for the prompt before them.
 
-    So is the EOS of a chat that the assistant ends.
+    So is the EOS of a chat that the assistant ends. BOS and EOS are added where a chat does not begin and end with them.
     """
     assert recipe.tokenizer
     texts, spans, answered = [], [], []
@@ -116,19 +141,21 @@ def chats(
         spans.append(learned)
         answered.append([message["role"] for message in chat or []][-1:] == ["assistant"])
     ids, turns = [], []
-    opening, closing = _special(recipe.bos_id), _special(recipe.eos_id)
     for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, name)):
         if not len(tokens):
             reasons.add(row, f"{name} has no tokens")
-        ids.append(tokens)
+        # The template may write them itself.
+        opening, closing = _special(recipe.bos_id), _special(recipe.eos_id)
+        opening = [] if tokens[:1].tolist() == opening else opening
+        closing = [] if tokens[-1:].tolist() == closing else closing
+        ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
         runs[0] += len(opening)
         if answered[row] or runs[-1]:
             runs[-1] += len(closing)
         else:  # after the user's words an EOS is not learned
             runs[-2] += len(closing)
         turns.append(runs)
-    lists = joined([_every(opening, len(ids)), Lists(*_end_to_end(ids)), _every(closing, len(ids))])
-    return Lists(lists.values, lists.lengths, _end_to_end(turns))
+    return Lists(*_end_to_end(ids), _end_to_end(turns))
 
 
 def _rendered(chat: _Chat, prompt: list[Any], tools: list[Any], recipe: Recipe) -> tuple[str, tuple[tuple[int, int], ...]]:

@@ -161,6 +161,9 @@ def _runs(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> Ids:
     borders = np.array([border for span in spans for border in span], np.int64)
     # Borders before a token's first character: an odd number of them is inside a span.
     passed = np.searchsorted(borders, firsts, side="right")
-    passed += (passed % 2 == 0) & (np.searchsorted(borders, stops, side="left") > passed)
+    begun = np.searchsorted(borders, stops, side="left")
+    passed += (passed % 2 == 0) & (begun > passed)
+    # A token of no character, as of a blank that is trimmed off, is inside if it has the span on both sides.
+    passed -= (passed % 2 == 1) & (firsts == stops) & (begun % 2 == 0)
     num_runs = (int(passed.max(initial=0)) // 2 + 1) * 2
     return np.bincount(passed, minlength=num_runs)

@@ -1,0 +1,139 @@
+"""Chats as rows: how they are stored, what opens and closes them, and pairs of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from corpora import EOS, write_tokenizer
+from penstock_server.datasets.advice import advice_on_data
+from penstock_server.datasets.catalog import open_catalog
+from penstock_server.problems import DatasetRefused
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+
+AS_JSON = "{% for m in messages %}{{ m | tojson }}{% generation %}.{% endgeneration %}{% endfor %}{{ tools | tojson }}"
+LLAMA_2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+CHAT = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+USUAL = ["<s>", "</s>", "<|im_end|>"]
+
+
+class Folder:
+    """A dataset in the making: a recipe, a tokenizer with some special tokens more, and files beside it."""
+
+    def __init__(self, root: Path) -> None:
+        self.path, self._cache, self._tokenizer = root / "data" / "d", root / "cache", root / "tokenizer.json"
+        self.path.mkdir(parents=True)
+        write_tokenizer(self._tokenizer)
+
+    def write(self, columns: dict[str, Any], recipe: str = "", config: dict[str, Any] | None = None, *more: str) -> None:
+        tokenizer = Tokenizer.from_file(str(self._tokenizer))
+        tokenizer.add_special_tokens(list(more))
+        tokenizer.save(str(self._tokenizer))
+        self._tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config or {}))
+        (self.path / "penstock.toml").write_text(recipe)
+        pq.write_table(pa.table(columns), self.path / "part.parquet")
+
+    def rows(self, feature: str = "tokens") -> list[str]:
+        """The text of each row, what is not learned in brackets; of a bad one the reason."""
+        served = open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))["d"].latest
+        [block], tokenizer = served.blocks.get([0]), served.snapshot.recipe.tokenizer
+        assert tokenizer
+        texts = []
+        for row in range(block.num_rows):
+            turns = block.features[feature].row(row)
+            parts = [tokenizer.decode(ids) if learned else f"[{tokenizer.decode(ids)}]" for ids, learned in turns]
+            texts.append(block.bad.get(row, "".join(parts)))
+        return texts
+
+    def advice(self) -> str:
+        catalog = open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))
+        return "\n".join(advice_on_data([catalog["d"].latest], 1 << 30))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def test_json_is_given_to_the_template_as_it_is_and_of_structs_what_is_not_null(folder: Folder) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": None}}]}
+    tools = [{"name": "f", "default": None}]
+    written = [json.dumps(each) for each in (CHAT[0], call, tools)]
+    folder.write({"messages": [json.dumps([CHAT[0], call])], "tools": [json.dumps(tools)]}, "", {"chat_template": AS_JSON})
+    assert folder.rows() == ["[{}].[{}].[{}]".format(*written)]
+    folder.write({"messages": [[CHAT[0], call]], "tools": [tools]}, "", {"chat_template": AS_JSON})
+    assert "null" not in folder.rows()[0]
+
+
+@pytest.mark.parametrize("recipe", ["", 'messages = "messages"'])
+def test_chats_as_json_are_the_same_rows_and_what_is_none_is_a_bad_one(folder: Folder, recipe: str) -> None:
+    config = {"chat_template": LLAMA_2, "bos_token": EOS, "eos_token": EOS}
+    folder.write({"messages": [CHAT]}, recipe, config)
+    expected = folder.rows()
+    texts = [json.dumps(CHAT), '{"role": "user"}', "[", "", "null", "[]", "[null]", json.dumps(CHAT[:1]), "3"]
+    folder.write({"messages": texts}, recipe, config)
+    good, *bad = folder.rows()
+    assert [good] == expected == [f"[{EOS}[INST] fox [/INST]] dog{EOS}"]
+    said = ["as JSON: it is no list", "as JSON: Exp", "is null", "is null", "without messages", "that is null", "says nothing"]
+    for reason, expected_part in zip(bad, [*said, "as JSON: it is no list"], strict=True):
+        assert expected_part in reason
+
+
+@pytest.mark.parametrize("recipe", ['bos = "<s>"\neos = "</s>"', "bos = 377\neos = 378"])
+def test_tokens_that_are_named_for_the_template_are_not_written_twice(folder: Folder, recipe: str) -> None:
+    folder.write({"messages": [CHAT]}, "bos = '<s>'", {"chat_template": LLAMA_2}, *USUAL)
+    tokenizer = Tokenizer.from_file(str(folder._tokenizer))
+    recipe = recipe.replace("377", str(tokenizer.token_to_id("<s>"))).replace("378", str(tokenizer.token_to_id("</s>")))
+    folder.write({"messages": [CHAT]}, recipe, {"chat_template": LLAMA_2})
+    assert folder.rows() == ["[<s>[INST] fox [/INST]] dog</s>"]
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "eos", "is_guessed"),
+    [
+        ({"eos_token": "<|im_end|>"}, "", "<|im_end|>", False),
+        ({"eos_token": {"content": "</s>"}}, "", "</s>", False),
+        ({"eos_token": "<gone>"}, "", EOS, True),
+        ({}, "", EOS, True),
+        ({}, 'eos = "</s>"', "</s>", False),
+    ],
+)
+def test_texts_end_with_the_eos_of_the_model(
+    folder: Folder, config: dict[str, Any], recipe: str, eos: str, is_guessed: bool
+) -> None:
+    folder.write({"prompt": ["fox"], "response": [" dog"]}, recipe, config, *USUAL)
+    assert folder.rows() == [f"[fox] dog{eos}"]
+    told = f"d: its rows end with {EOS}, but"
+    assert (told in folder.advice()) == is_guessed
+    if is_guessed:
+        assert "tokenizer.json has </s>, <|im_end|>, too, and nothing says which of them ends a text" in folder.advice()
+
+
+def test_one_usual_eos_is_no_guess(folder: Folder) -> None:
+    folder.write({"text": ["fox"]})
+    assert folder.advice() == ""
+
+
+def test_of_pairs_of_which_some_are_text_and_others_chats_it_is_told(folder: Folder) -> None:
+    config = {"chat_template": LLAMA_2, "bos_token": EOS, "eos_token": EOS}
+    mixed = {"prompt": ["fox"], "chosen": [CHAT[1:]], "rejected": [CHAT[1:]]}
+    names = 'prompt = "prompt"\nchosen = "chosen"\nrejected = "rejected"'
+    folder.write(mixed, names, config)
+    with pytest.raises(DatasetRefused, match="or all chats, but prompt is text, chosen is chats, rejected is chats"):
+        folder.rows()
+    folder.write(mixed, "", config)
+    assert "d: prompt of its shards is not used, since of prompt, chosen and rejected some are text" in folder.advice()
+    folder.write(mixed, 'chosen = "chosen"\nrejected = "rejected"', config)
+    assert folder.advice() == ""
+    folder.write({"prompt": [CHAT[:1]], "chosen": ["a"], "rejected": ["b"]}, "", config)
+    assert "d: prompt of its shards is not used" in folder.advice()
