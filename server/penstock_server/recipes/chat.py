@@ -134,7 +134,7 @@ class ChatTemplate:
                 spans.append((len(before), len(before) + len(said)))
         if chat[-1]["role"] != "assistant":
             text = self._write(chat, tools)
-        elif self._tail.strip() and not self._closes_turns:  # nothing else would teach a model to stop
+        elif self._tail.strip() and text.endswith(self._tail) and not self._closes_turns:  # nothing else teaches to stop
             spans[-1] = (spans[-1][0], len(text.rstrip()))
         if not (goes_on and text.startswith(longest)):
             raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")

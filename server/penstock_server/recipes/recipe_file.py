@@ -9,13 +9,14 @@ import pyarrow as pa
 
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
-from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens
+from penstock_server.recipes.chat_files import load_chat_template
 from penstock_server.recipes.column_types import is_chats, is_list_of, is_messages, is_text, is_tokens, is_tools
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
 from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, check_tools, travelling_column
+from penstock_server.recipes.special_tokens import SpecialTokens
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import Transform, TransformError, load_transform
 
@@ -27,8 +28,6 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("preference", ("prompt", "chosen", "rejected")),
 )
-_EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
-_PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 _OF_NO_ROWS = (
     " The transform was called with no rows, to learn its columns: give them types, as in "
     "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
@@ -67,7 +66,6 @@ class _Reader:
         self._file_schema = schema
         self._transform: Transform | None = load_transform(given["transform"], folder) if "transform" in given else None
         self._schema = _transformed(self._transform, schema) if self._transform else schema
-        self._guessed_eos: tuple[str, ...] = ()
 
     def recipe(self) -> Recipe:
         given = self._given
@@ -78,21 +76,23 @@ class _Reader:
                 f"{self._folder / FILE_NAME}: vocab_size is given, but the tokenizer already tells it; remove vocab_size."
             )
         vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
-        chat = self._chat(kind, fields)
-        eos_id = self._eos(kind, chat is not None, tokenizer, vocab_size)
+        special = SpecialTokens(self._folder, given, self._tokenizer_path(kind), tokenizer, vocab_size)
+        chat = self._chat(kind, fields, special)
+        # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
+        eos_id = special.eos_id(is_closed=kind == "tokens" or chat is not None)
         return Recipe(
             kind=kind,
             fields=fields,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
-            bos_id=self._token_id("bos", tokenizer, vocab_size) if given.get("bos", False) is not False else None,
+            bos_id=special.bos_id(),
             eos_id=eos_id,
-            pad_id=self._pad(tokenizer, vocab_size, eos_id),
+            pad_id=special.pad_id(eos_id),
             chat=chat,
             tools=self._tools(chat),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not chat and "bos" not in given else None,
-            guessed_eos=self._guessed_eos,
+            guessed_eos=special.guessed_eos,
             unused=self._unused(kind),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
@@ -203,7 +203,7 @@ class _Reader:
             return Path(self._folder, self._given["tokenizer"])
         return None if kind == "tokens" else self._default_tokenizer
 
-    def _chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> ChatTemplate | None:
+    def _chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...], special: SpecialTokens) -> ChatTemplate | None:
         if not self._is_chat(kind, fields):
             if "chat_template" in self._given:
                 names = " and ".join(source.text for _, source in fields)
@@ -212,7 +212,6 @@ class _Reader:
                     f'or name the column of messages: messages = "COLUMN".'
                 )
             return None
-        # The path as it is given: a link may lead to a store where no template lies beside the file.
         path, named = self._tokenizer_path(kind), self._given.get("chat_template")
         assert path  # only token ids go without
         text = self._read_text(self._folder / named) if named else load_chat_template(path)
@@ -222,11 +221,7 @@ class _Reader:
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
-        special = load_special_tokens(path)
-        for name, declared in (("eos_token", "eos"), ("bos_token", "bos")):
-            if name in text and name not in special:
-                special[name] = self._written(name, declared, load_tokenizer(path))
-        return ChatTemplate(text=text, special_tokens=special)
+        return ChatTemplate(text=text, special_tokens=special.of_template(text))
 
     def _is_chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> bool:
         return kind == "messages" or (kind == "preference" and is_messages(dict(fields)["chosen"].type(self._schema)))
@@ -251,73 +246,8 @@ class _Reader:
         source = Field.parse("tools", self._schema)
         return source if is_tools(source.type(self._schema)) else None
 
-    def _written(self, name: str, key: str, tokenizer: TokenizerFile) -> str:
-        """The text of a special token that a template writes and no file beside the tokenizer names."""
-        declared = self._given.get(key)
-        if isinstance(declared, int) and not isinstance(declared, bool) and 0 <= declared < 2**32:
-            declared = tokenizer.tokenizer.id_to_token(declared)
-        if isinstance(declared, str):
-            return declared
-        if key == "eos" and (found := self._usual_eos(tokenizer)):
-            return found
-        raise DatasetRefused(
-            f"{self._folder}: its chat template writes {name}, but nothing says what that is: turns would never be closed "
-            f'or opened. Name it in tokenizer_config.json beside {tokenizer.path}, as {{"{name}": "..."}}, or in '
-            f'{self._folder / FILE_NAME}: {key} = "<the token>".'
-        )
-
     def _read_text(self, path: Path) -> str:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise DatasetRefused(f"the chat template {path} cannot be read: {error}. Check the path.") from error
-
-    def _eos(self, kind: Kind, is_chat: bool, tokenizer: TokenizerFile | None, vocab_size: int | None) -> int | None:
-        declared = self._given.get("eos")
-        if declared is False:
-            return None
-        if declared is not None:
-            return self._token_id("eos", tokenizer, vocab_size)
-        # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
-        path = self._tokenizer_path(kind)
-        if kind == "tokens" or is_chat or not tokenizer or not path:
-            return None
-        named = load_special_tokens(path).get("eos_token")
-        if named and (found := tokenizer.tokenizer.token_to_id(named)) is not None:
-            return found
-        if usual := self._usual_eos(tokenizer):
-            return tokenizer.tokenizer.token_to_id(usual)
-        raise DatasetRefused(
-            f"{self._folder}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name its own "
-            f'in {self._folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
-        )
-
-    def _usual_eos(self, tokenizer: TokenizerFile) -> str | None:
-        """The first of the usual end-of-text tokens that a tokenizer has; None: it has none."""
-        found = [name for name in _EOS_NAMES if tokenizer.tokenizer.token_to_id(name) is not None]
-        self._guessed_eos = tuple(found) if len(found) > 1 else ()
-        return found[0] if found else None
-
-    def _pad(self, tokenizer: TokenizerFile | None, vocab_size: int | None, eos_id: int | None) -> int:
-        if "pad" in self._given:
-            return self._token_id("pad", tokenizer, vocab_size)
-        for name in _PAD_NAMES:
-            if tokenizer and (found := tokenizer.tokenizer.token_to_id(name)) is not None:
-                return found
-        return 0 if eos_id is None else eos_id
-
-    def _token_id(self, key: str, tokenizer: TokenizerFile | None, vocab_size: int | None) -> int:
-        token, size = self._given[key], vocab_size or 2**32
-        if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < size:
-            return token
-        if isinstance(token, str) and tokenizer and (found := tokenizer.tokenizer.token_to_id(token)) is not None:
-            return found
-        if isinstance(token, str) and tokenizer is None:
-            raise DatasetRefused(
-                f"{self._folder / FILE_NAME}: {key} = {token!r} is a text, but rows are token ids: there is no tokenizer to "
-                f"look it up in. Give the id."
-            )
-        raise DatasetRefused(
-            f"{self._folder / FILE_NAME}: {key} = {token!r} is not in the vocabulary of {size:,} ids. Name a token that is in "
-            f"it, by its text or id, or leave {key} out."
-        )

@@ -20,7 +20,7 @@ def earlier_snapshots(shards: Collection[Shard], recipe: Recipe) -> dict[str, tu
     found: dict[str, tuple[Shard, ...]] = {}
     for ages in ([shard.date.mtime_ns for shard in shards], [shard.date.ctime_ns for shard in shards]):
         newest_first = sorted(set(ages), reverse=True)
-        for border in newest_first[1 : 1 + _MOST_LISTED // (2 * len(shards))]:
+        for border in newest_first[1 : 1 + _MOST_LISTED // max(1, 2 * len(shards))]:
             older = tuple(shard for shard, age in zip(shards, ages, strict=True) if age <= border)
             found.setdefault(fingerprint_of(older, recipe), older)
     return found
