@@ -15,7 +15,7 @@ import torch.distributed
 from penstock.errors import PenstockError
 from penstock.rank import is_distributed
 
-_taken = dict[str, str]()  # by this process, of each question the answer last
+_taken = dict[str, str]()  # the last answer to each question that this process took
 _forked: list[bool] = []
 
 
@@ -27,7 +27,7 @@ class Agreement:
         self._first: str | None = None
 
     def first(self, answer: str) -> str:
-        """The answer of the rank that had one first; this rank's own while torch.distributed is not initialized."""
+        """The answer of the rank that noted one first; this rank's own while torch.distributed is not initialized."""
         if self._first is None and (store := _store()) is not None:
             try:
                 self._first = _taken[self._question] = self._noted(store, answer)

@@ -179,7 +179,8 @@ def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int |
     """How a state that was refused might be taken, beside the same values: with another mix behind what is consumed."""
     then, is_same = state.get("snapshot"), state.get("dataset") == here["dataset"]
     with suppress(ValueError):  # no mixtures; else each dataset as it was, and what is new in the mix as it is
-        then = "+".join((_data_of(here) | _data_of(state))[name] for name in _data_of(here))
+        known, found = _data_of(state), _data_of(here)
+        then = "+".join(known.get(name, now) for name, now in found.items())
     told = f" (snapshot={then!r}: the data as it was)" if is_same and isinstance(then, str) and then != here["snapshot"] else ""
     if state.get("mix") and here["mix"] and state["mix"] != here["mix"] and consumed:
         told += f", or let the mix be another from sample {consumed:,} on, and no earlier"

@@ -62,9 +62,7 @@ class Held:
     gone: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, Served] = field(default_factory=dict)
     _again: dict[str, Served] = field(default_factory=dict)  # older ones that were asked for since
-    _earlier: dict[str, tuple[Shard, ...]] = field(
-        default_factory=dict
-    )  # of which nothing is noted; empty until one is asked for
+    _earlier: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # see _older; empty until one is asked for
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -95,7 +93,7 @@ class Held:
         )
 
     def _older(self, fingerprint: str, serve: Callable[[Snapshot], Served]) -> Served | None:
-        """An older snapshot; None: neither is it noted, nor is the folder that snapshot grown since. Raises SnapshotGone."""
+        """An older snapshot, by its note or by the age of the shards; None: there is none of that name. Raises SnapshotGone."""
         if record := self.records.get(fingerprint):
             return self._make(record, serve)
         if not self.recipe:

@@ -141,13 +141,13 @@ def chats(
         spans.append(learned)
         answered.append([message["role"] for message in chat or []][-1:] == ["assistant"])
     ids, turns = [], []
+    bos, eos = _special(recipe.bos_id), _special(recipe.eos_id)
     for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, name)):
         if not len(tokens):
             reasons.add(row, f"{name} has no tokens")
         # The template may write them itself.
-        opening, closing = _special(recipe.bos_id), _special(recipe.eos_id)
-        opening = [] if tokens[:1].tolist() == opening else opening
-        closing = [] if tokens[-1:].tolist() == closing else closing
+        opening = [] if tokens[:1].tolist() == bos else bos
+        closing = [] if tokens[-1:].tolist() == eos else eos
         ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
         runs[0] += len(opening)
         if answered[row] or runs[-1]:
