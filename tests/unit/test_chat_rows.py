@@ -24,6 +24,7 @@ LLAMA_2 = (
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 CHAT = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+HALF_OF_A_PAIR = json.dumps([{"role": "user", "content": "\ud83d"}, *CHAT[1:]])  # an emoji that was cut in two
 USUAL = ["<s>", "</s>", "<|im_end|>"]
 
 
@@ -80,12 +81,12 @@ def test_chats_as_json_are_the_same_rows_and_what_is_none_is_a_bad_one(folder: F
     config = {"chat_template": LLAMA_2, "bos_token": EOS, "eos_token": EOS}
     folder.write({"messages": [CHAT]}, recipe, config)
     expected = folder.rows()
-    texts = [json.dumps(CHAT), '{"role": "user"}', "[", "", "null", "[]", "[null]", json.dumps(CHAT[:1]), "3"]
+    texts = [json.dumps(CHAT), '{"role": "user"}', "[", "", "null", "[]", "[null]", json.dumps(CHAT[:1]), "3", HALF_OF_A_PAIR]
     folder.write({"messages": texts}, recipe, config)
     good, *bad = folder.rows()
     assert [good] == expected == [f"[{EOS}[INST] fox [/INST]] dog{EOS}"]
     said = ["as JSON: it is no list", "as JSON: Exp", "is null", "is null", "without messages", "that is null", "says nothing"]
-    for reason, expected_part in zip(bad, [*said, "as JSON: it is no list"], strict=True):
+    for reason, expected_part in zip(bad, [*said, "as JSON: it is no list", "surrogates not allowed"], strict=True):
         assert expected_part in reason
 
 

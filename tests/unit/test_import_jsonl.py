@@ -132,6 +132,47 @@ def test_what_is_not_among_the_columns_may_be_of_any_type_or_number(tmp_path: Pa
     assert table.to_pylist() == [{"a": row["a"], "b": row.get("b")} for row in rows]
 
 
+def test_what_is_kept_as_text_is_the_json_that_is_written(tmp_path: Path) -> None:
+    lines = [
+        '{"id": 1, "calls": {"n": 7, "x": 1.50, "none": null}, "other": {"a": 1}}',
+        '{ "calls" : [ 1e400, 123456789012345678901234567890 ] , "id" : 2 }',
+        '{"id": 3, "calls": "a text\\n", "other": {"b": null}}',
+        '{"id": 4, "calls": null}\r',
+        "{}",
+        "",
+        '{"id": 6, "calls": "null"}',
+        '{"id": 7, "calls": {"\\ud800": "é", "a\\"}": "]"}}',
+        '{"id": 8, "ca\\u006cls": true}',
+        '{"calls": {}, "id": 9}',
+    ]
+    (tmp_path / "x.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8", newline="")
+    expected = [
+        '{"n": 7, "x": 1.50, "none": null}', "[ 1e400, 123456789012345678901234567890 ]", "a text\n", None, None, "null",
+        '{"\\ud800": "é", "a\\"}": "]"}', "true", "{}",
+    ]  # fmt: skip
+    for columns in (None, ["id", "calls"]):
+        table = imported(tmp_path / f"{columns}", tmp_path / "x.jsonl", columns=columns, text=["calls"])
+        assert table.column("calls").to_pylist() == expected
+        assert table.column("id").to_pylist() == [1, 2, 3, 4, None, 6, 7, 8, 9]
+    with pytest.raises(ImportRefused, match="--text: no file has a column 'call'. Did you mean 'calls'"):
+        imported(tmp_path / "wrong", tmp_path / "x.jsonl", text=["calls", "call"])
+
+
+@given(rows=st.lists(st.dictionaries(TEXTS, st.recursive(INTEGERS | TEXTS | st.none(), lambda x: st.lists(x) | MESSAGES))))
+def test_any_json_comes_back_from_its_text(tmp_path_factory: pytest.TempPathFactory, rows: Rows) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    rows = [{"id": "", **{f"of {name}": value for name, value in row.items()}} for row in [{}, *rows]]
+    names = {name for row in rows for name in row}
+    table = imported(folder / "out", write(folder / "x.jsonl", rows), text=[*names])
+    assert set(types_of(table).values()) == {"string"}
+
+    def value_of(row: dict[str, Any], name: str, text: str | None) -> Any:
+        return text if text is None or isinstance(row.get(name), str) else json.loads(text)
+
+    for row, came in zip(rows, table.to_pylist(), strict=True):
+        assert {name: value_of(row, name, text) for name, text in came.items()} == {name: row.get(name) for name in came}
+
+
 BAD = {
     b'{"a": 1}\n\n{"a": oops}\n{"a": 2}\n': "line 3: invalid value",
     b'{"a": 1}\n{"a": 2': "line 2: missing a comma",
@@ -151,15 +192,17 @@ BAD = {
 
 
 @pytest.mark.parametrize(("content", "message"), BAD.items())
-@pytest.mark.parametrize("columns", [None, ["a"]])
+@pytest.mark.parametrize(("columns", "text"), [(None, []), (["a"], []), (None, ["b"])], ids=str)
 @pytest.mark.usefixtures("portion_bytes")
-def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, message: str, columns: list[str] | None) -> None:
+def test_a_wrong_line_is_named_with_its_number(
+    tmp_path: Path, content: bytes, message: str, columns: list[str] | None, text: list[str]
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": null}\n' * 40 + content)
     number = int(message.split(":")[0].removeprefix("line ")) + 40
     with pytest.raises(ImportRefused, match=f"{path}, line {number}: .*Nothing was written") as refused:
-        imported(tmp_path / "out", path, columns=columns)
-    if columns is None:
+        imported(tmp_path / "out", path, columns=columns, text=text)
+    if columns is None and not text:
         assert re.search(message.split(": ", 1)[1], str(refused.value))
     assert sorted(tmp_path.iterdir()) == [path]
 

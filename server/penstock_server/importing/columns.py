@@ -82,7 +82,7 @@ def merge(known: pa.Schema, new: pa.Schema) -> pa.Schema:
         largest = max(merged, key=lambda field: _num_leaves(field.type)).name
         raise ColumnsDiffer(
             f"there would be {count:,} columns, those within objects counted too, of {_MOST_LEAVES:,} at most; most are in "
-            f"{largest!r}. Keys that are data make no columns: write them as a list of pairs, or as text"
+            f"{largest!r}. Keys that are data make no columns: write them as a list of pairs"
         )
     return merged
 

@@ -32,7 +32,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
     parser.add_argument("--columns", metavar="A,B", type=_names, help="columns to import, in this order (default: all)")
     parser.add_argument(
-        "--text", metavar="A,B", type=_names, default=[], help="CSV columns to keep as text, even if they look like numbers"
+        "--text",
+        metavar="A,B",
+        type=_names,
+        default=[],
+        help="columns to keep as text: of CSV even if they look like numbers, of JSON lines the JSON that is written there",
     )
     parser.add_argument(
         "--delimiter", metavar="C", type=_delimiter, help="separator of CSV columns (default: a comma, in .tsv a tab)"
@@ -109,5 +113,5 @@ def _loss(name: str, number: Decimal) -> str:
     before, after = (text if len(text) <= 40 else f"{text[:37]}..." for text in (f"{number:f}", f"{float(number):.0f}"))
     return (
         f"column {name!r} has whole numbers beyond 64 bits, or beside decimal ones. They are stored as float64, which rounds "
-        f"large ones: {before} is now {after}. To keep every digit, write them as text in the file and import it again."
+        f"large ones: {before} is now {after}. To keep every digit, import its column as text, with --text."
     )

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from penstock_server.importing.columns import ColumnsDiffer, merge, normal_schema, wide_columns
+from penstock_server.importing.members import rewrite
 from penstock_server.importing.rounding import find_inexact, float_columns
 from penstock_server.importing.source import Advance, ImportRefused, Survey
 from penstock_server.importing.stream import Portion, opened, portions
@@ -22,8 +23,7 @@ from penstock_server.importing.stream import Portion, opened, portions
 _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
 _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
-_MEND_COLUMN = "Mend the column, or leave it out with --columns"
-_MEND_INSIDE = "Mend it, or write what holds it as a text of JSON"  # of a column that is left out much else would be, too
+_MEND_COLUMN = "Mend it, or keep all of the column as it is written, as text, with --text, or leave it out with --columns"
 _TWICE = " was specified twice"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # or one that is never closed: else each quote in that would be tried anew
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{[]}"))
@@ -35,11 +35,12 @@ class _TooDeep(ValueError):
 
 
 class JsonLines:
-    """A file of JSON lines, of which `columns` are imported, or all."""
+    """A file of JSON lines, of which `columns` are imported, or all; of those in `text` the JSON itself, as text."""
 
-    def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
+    def __init__(self, path: Path, columns: Sequence[str] | None, text: Sequence[str]) -> None:
         self.path = path
         self._columns = columns
+        self._text = text
 
     def survey(self, advance: Advance) -> Survey:
         """The columns and types of all lines. A text is string, also where it looks like a date.
@@ -62,7 +63,7 @@ class JsonLines:
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""
         for portion in self._portions(advance):
-            yield self._parsed(portion, partial(_parse, schema=survey.schema))
+            yield self._parsed(portion, partial(self._read, schema=survey.schema))
 
     def _portions(self, advance: Advance) -> Iterator[Portion]:
         with opened(self.path) as stream:
@@ -73,9 +74,12 @@ class JsonLines:
     def _infer(self, data: bytes, known: pa.Schema) -> pa.Table:
         _check_depth(data)
         # What is not imported must not be able to fail, so it is taken out before any type is looked for.
-        table = _parse(data if self._columns is None else _picked(data, self._columns))
+        table = _parse(data if self._columns is None and not self._text else rewrite(data, self._columns, self._text))
         merge(known, normal_schema(table.schema, None, dates=False))
         return table
+
+    def _read(self, data: bytes, schema: pa.Schema) -> pa.Table:
+        return _parse(rewrite(data, None, self._text) if self._text else data, schema)
 
     def _check_start(self) -> None:
         with opened(self.path) as stream:
@@ -124,16 +128,6 @@ def _check_depth(data: bytes) -> None:
                 raise _TooDeep(f"objects and lists stand more than {_DEEPEST} deep within each other")
 
 
-def _picked(data: bytes, columns: Sequence[str]) -> bytes:
-    """The lines with these keys alone. Raises ValueError: a line is no JSON."""
-
-    def pick(line: bytes) -> bytes:
-        row = json.loads(line)
-        return json.dumps({key: row[key] for key in columns if key in row}).encode() if isinstance(row, dict) else line
-
-    return b"\n".join(pick(line) if line.strip() else b"" for line in data.split(b"\n"))
-
-
 def _first_keys(data: bytes) -> dict[str, None]:
     try:
         row = json.loads(next((line for line in data.split(b"\n") if line.strip()), b"{}"))
@@ -178,7 +172,7 @@ def _reason(error: ValueError) -> str:
             what = f"column {name!r}{rest}"
             if here:
                 what = f"column {name!r} is {here} here, and {before} in lines before it"
-                advice = _MEND_INSIDE if "." in name or "[]" in name else _MEND_COLUMN
+                advice = _MEND_COLUMN
             elif rest == _TWICE:
                 what, advice = f"column {name!r} is given twice", "Remove one of the two"
     return f"{what}. Nothing was written. {advice}."

@@ -31,7 +31,8 @@ _PARQUET = (".parquet",)
 class Import:
     """What to import. `columns` are all if None.
 
-    In CSV those in `text` are text whatever they look like, and the delimiter is that of the file's ending if None.
+    Those in `text` are text, in CSV whatever they look like, of JSON lines the JSON that is written there. The delimiter of CSV
+    is that of the file's ending if None.
     """
 
     files: Sequence[Path]
@@ -85,7 +86,7 @@ class Import:
         if compressed:
             ending = Path(path.stem).suffix.lower()
         if ending in _JSON:
-            return JsonLines(path, self.columns)
+            return JsonLines(path, self.columns, self.text)
         if ending in _DELIMITERS:
             return Delimited(path, self.columns, _DELIMITERS[ending], self.delimiter, self.text)
         if ending in _ARROW and not compressed:

@@ -54,7 +54,7 @@ def tools(rows: pa.RecordBatch, recipe: Recipe, reasons: Reasons) -> list[list[A
     for row, value in enumerate(_nested(recipe.tools.array(rows), recipe.tools.text, reasons)):
         try:
             own = _from_json(value) or []
-            found.append([json.loads(tool) if isinstance(tool, str) else tool for tool in own])
+            found.append([_parsed(tool) if isinstance(tool, str) else tool for tool in own])
         except (ValueError, RecursionError) as error:
             reasons.add(row, f"{recipe.tools.text} is no list of tools as JSON: {error}")
             found.append([])
@@ -63,9 +63,17 @@ def tools(rows: pa.RecordBatch, recipe: Recipe, reasons: Reasons) -> list[list[A
 
 def _from_json(value: Any) -> list[Any] | None:
     """A list as it is, or what a text says; None for null or no text. Raises ValueError, RecursionError: it says no list."""
-    made = (json.loads(value) if value else None) if isinstance(value, str) else value
+    made = (_parsed(value) if value else None) if isinstance(value, str) else value
     if not isinstance(made, list | None):
         raise ValueError("it is no list")
+    return made
+
+
+def _parsed(text: str) -> Any:
+    """What JSON says. Raises ValueError, RecursionError: it is no JSON, or has half of a surrogate pair, which is no text."""
+    made = json.loads(text)
+    if "\\u" in text:
+        json.dumps(made, ensure_ascii=False).encode()
     return made
 
 
