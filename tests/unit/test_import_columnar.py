@@ -43,6 +43,8 @@ TYPES = [
     (pa.map_(pa.large_string(), pa.int64()), "map<string, int64>"),
     (pa.json_(), "string"),
     (pa.struct([("role", pa.large_string()), ("n", pa.int64())]), "struct<role: string, n: int64>"),
+    (pa.struct([("lang", pa.dictionary(pa.int8(), TEXT))]), "struct<lang: string>"),
+    (pa.list_(pa.dictionary(pa.int8(), TEXT)), "list<item: string>"),
     (pa.null(), "string"),
 ]
 
@@ -274,3 +276,11 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
         strict=True,
     ):
         assert message in line
+
+
+@pytest.mark.parametrize("behind", [b"x", b"again"], ids=["anything", "another stream"])
+def test_what_follows_the_end_of_a_stream_is_not_left_out_without_a_word(tmp_path: Path, behind: bytes) -> None:
+    path = write(tmp_path / "stream.arrow", pa.table({"a": [1, 2]}))
+    path.write_bytes(path.read_bytes() + (path.read_bytes() if behind == b"again" else behind))
+    with pytest.raises(ImportRefused, match="bytes follow the end of its stream.*import them one by one"):
+        imported(tmp_path / "out", path)

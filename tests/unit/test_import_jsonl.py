@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +103,22 @@ def test_a_column_whose_type_changes_gets_one_that_holds_all(tmp_path: Path, row
         assert table.column("a").to_pylist() == [filled(row.get("a"), kind) for row in rows]
 
 
+@pytest.mark.parametrize("first", [None, "x", 7, 0.5, [1], {}, {"b": None}, {"b": [None, 1]}, True])
+@pytest.mark.usefixtures("portion_bytes")
+def test_a_list_may_begin_with_null(tmp_path: Path, first: object) -> None:
+    rows: Rows = [{"id": number, "a": value} for number, value in enumerate([None, [None, first], None, [first, None], []])]
+    table = imported(tmp_path / "out", write(tmp_path / "x.jsonl", rows))
+    assert table.column("id").to_pylist() == [0, 1, 2, 3, 4]
+    if "a" in table.column_names:  # of objects that never have a field there is no column
+        assert table.column("a").to_pylist() == [filled(row["a"], table.schema.field("a").type) for row in rows]
+
+
+def test_a_number_that_json_does_not_have_stops_no_look_for_rounding(tmp_path: Path) -> None:
+    assert rounded_by(tmp_path, ['{"x": Inf, "y": 12345678901234567891}', '{"y": 12345678901234567893}']) == {
+        "y": "12345678901234567893"
+    }
+
+
 def test_a_late_column_is_found_and_columns_stand_in_the_order_of_their_first_row(tmp_path: Path) -> None:
     rows = [{"b": 1, "a": "x" * 100}] * 60_000 + [{"c": True, "a": "y"}]
     table = imported(tmp_path / "out", write(tmp_path / "x.jsonl", rows))
@@ -127,9 +145,12 @@ def test_what_is_not_among_the_columns_may_be_of_any_type_or_number(tmp_path: Pa
     rows: Rows = [{"id": number, "by_key": {str(number): number}, "b": "x", "a": number} for number in range(3_000)]
     rows += [{"id": "seven", "by_key": [], "a": 0.5}]
     path = write(tmp_path / "x.jsonl", rows)
+    with path.open("a") as file:
+        file.write('{"id": "\\ud800", "a": null}\n{"id": 1e400, "id": 2}\n')
+    rows += [{}, {}]
     table = imported(tmp_path / "out", path, columns=["a", "b"])
     assert types_of(table) == {"a": "double", "b": "string"}
-    assert table.to_pylist() == [{"a": row["a"], "b": row.get("b")} for row in rows]
+    assert table.to_pylist() == [{"a": row.get("a"), "b": row.get("b")} for row in rows]
 
 
 def test_what_is_kept_as_text_is_the_json_that_is_written(tmp_path: Path) -> None:
@@ -235,6 +256,11 @@ def test_brackets_in_text_or_side_by_side_are_not_nested(tmp_path: Path) -> None
         ("x.jsonl", '{"a": 1}\n'.encode("utf-16-le"), "is UTF-16.*iconv -f UTF-16LE -t"),
         ("x.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), "x.jsonl is compressed.*Rename it to x.jsonl.gz"),
         ("x.jsonl", pa.compress(b'{"a": 1}\n', "zstd", asbytes=True), "Rename it to x.jsonl.zst"),
+        ("x.jsonl", bz2.compress(b'{"a": 1}\n'), "x.jsonl is compressed by bzip2, which is not read.*Unpack it"),
+        ("x.jsonl", lzma.compress(b'{"a": 1}\n'), "x.jsonl is compressed by xz"),
+        ("x.json", b'\xef\xbb\xbf[{"a": 1}]', "is one JSON array"),
+        ("x.jsonl", b'\xef\xbb\xbf\n{"a": oops}', "line 2: invalid value"),
+        ("x.jsonl", b'{"x": 12345678901234567890}{"x": 1}\n\n', "line 1: it is not exactly one object"),
         ("x.jsonl", b"null", "line 1: it is not an object"),
         ("x.jsonl", b"\xef\xbb\xbf null", "line 1: it is not an object"),
         ("x.jsonl", b"", "there is no column to import"),

@@ -70,10 +70,11 @@ class ParquetFile:
             nbytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
             rows = max(1, min(_MOST_ROWS, metadata.num_rows * TABLE_BYTES // max(nbytes, 1)))
             done = 0
-            for batch in file.iter_batches(rows, columns=list(names)):
-                yield from _portions(batch.select(names))
-                done += batch.num_rows
-                advance(size * done // metadata.num_rows)
+            for group in range(metadata.num_row_groups):  # a batch of two of them is more than pyarrow reads of some types
+                for batch in file.iter_batches(rows, [group], columns=list(names)):
+                    yield from _portions(batch.select(names))
+                    done += batch.num_rows
+                    advance(size * done // metadata.num_rows)
 
 
 def _open(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
@@ -92,6 +93,8 @@ def _batches(
     else:
         for batch in reader:
             yield batch, mapped.tell()
+        if mapped.tell() < mapped.size():
+            raise ValueError("bytes follow the end of its stream, as where two files were joined; import them one by one")
 
 
 def _portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:

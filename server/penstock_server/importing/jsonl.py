@@ -10,16 +10,18 @@ from decimal import Decimal
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.json as pj
 
 from penstock_server.importing.columns import ColumnsDiffer, merge, normal_schema, wide_columns
-from penstock_server.importing.members import rewrite
+from penstock_server.importing.members import BYTE_ORDER_MARK, rewrite
 from penstock_server.importing.rounding import find_inexact, float_columns
 from penstock_server.importing.source import Advance, ImportRefused, Survey
 from penstock_server.importing.stream import Portion, opened, portions
 
+T = TypeVar("T")
 _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
 _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
@@ -52,8 +54,8 @@ class JsonLines:
         for portion in self._portions(advance):
             if not names and self._columns is not None:
                 names |= _first_keys(portion.data)
-            table = self._parsed(portion, partial(self._infer, known=schema))
-            schema = merge(schema, normal_schema(table.schema, None, dates=False))
+            types, table = self._parsed(portion, partial(self._infer, known=schema))
+            schema = merge(schema, types)
             names |= dict.fromkeys(schema.names)
             wide |= wide_columns(table)
             inexact |= find_inexact(portion.data, table, inexact)
@@ -63,7 +65,7 @@ class JsonLines:
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""
         for portion in self._portions(advance):
-            yield self._parsed(portion, partial(self._read, schema=survey.schema))
+            yield self._parsed(portion, partial(self._read, schema=_told(survey.schema)))
 
     def _portions(self, advance: Advance) -> Iterator[Portion]:
         with opened(self.path) as stream:
@@ -71,25 +73,35 @@ class JsonLines:
                 yield portion
                 advance(stream.position)
 
-    def _infer(self, data: bytes, known: pa.Schema) -> pa.Table:
+    def _infer(self, data: bytes, known: pa.Schema) -> tuple[pa.Schema, pa.Table]:
+        """The types of some lines, which go with those known so far, and the lines as rows."""
         _check_depth(data)
-        # What is not imported must not be able to fail, so it is taken out before any type is looked for.
-        table = _parse(data if self._columns is None and not self._text else rewrite(data, self._columns, self._text))
-        merge(known, normal_schema(table.schema, None, dates=False))
-        return table
+        data = self._chosen(data)
+        table = _parse(data)
+        types = normal_schema(table.schema, None, dates=False)
+        merge(known, types)
+        try:
+            table.validate()
+        except pa.ArrowInvalid:  # pyarrow's types are right, but not its lists if the first of a column begins with null
+            table = _parse(data, _told(types))
+        return types, table
 
     def _read(self, data: bytes, schema: pa.Schema) -> pa.Table:
-        return _parse(rewrite(data, None, self._text) if self._text else data, schema)
+        return _parse(self._chosen(data), schema)
+
+    def _chosen(self, data: bytes) -> bytes:
+        """The lines without what is not imported, which must not be able to fail, and with the JSON of what is kept as text."""
+        return data if self._columns is None and not self._text else rewrite(data, self._columns, self._text)
 
     def _check_start(self) -> None:
         with opened(self.path) as stream:
-            if stream.bytes.read(1 << 10).lstrip()[:1] == b"[":
+            if stream.bytes.read(1 << 10).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"[":
                 raise ImportRefused(
                     f"{self.path} is one JSON array, and penstock reads an object a line. Make it lines: "
                     f"jq -c '.[]' FILE > NEW_FILE.jsonl"
                 )
 
-    def _parsed(self, portion: Portion, parse: Callable[[bytes], pa.Table]) -> pa.Table:
+    def _parsed(self, portion: Portion, parse: Callable[[bytes], T]) -> T:
         try:
             return parse(portion.data)
         except ValueError as error:  # pyarrow's errors and those of decoding are of this kind
@@ -100,7 +112,8 @@ class JsonLines:
 def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
     """The lines as rows, with the columns of `schema`, or all that there are. Raises ValueError: a line is no object."""
     data.decode()  # pyarrow lets pass what is not UTF-8; and it takes null for a row, or crashes on it
-    begin = data.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    data = data.removeprefix(BYTE_ORDER_MARK)
+    begin = data.lstrip()[:1]
     if begin not in (b"", b"{") or _NO_OBJECT.search(data):
         raise ValueError("it is not an object")
     if not begin:
@@ -113,10 +126,23 @@ def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
         ),
     )
     # An object over several lines would be torn where a portion ends.
-    num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
-    if table.num_rows != num_lines and table.num_rows != sum(1 for line in data.split(b"\n") if line.strip()):
+    if table.num_rows != sum(1 for line in data.split(b"\n") if line.strip()):
         raise ValueError("it is not exactly one object")
     return table
+
+
+def _told(schema: pa.Schema) -> pa.Schema:
+    """The types as pyarrow can be told them."""
+    return pa.schema([(field.name, _without_null(field.type)) for field in schema])
+
+
+def _without_null(type_: pa.DataType) -> pa.DataType:
+    """The type with string for null: pyarrow makes lists of null, but not as they should be."""
+    if pa.types.is_list(type_):
+        return pa.list_(_without_null(type_.value_type))
+    if pa.types.is_struct(type_):
+        return pa.struct([(field.name, _without_null(field.type)) for field in type_])
+    return pa.string() if pa.types.is_null(type_) else type_
 
 
 def _check_depth(data: bytes) -> None:
@@ -136,7 +162,7 @@ def _first_keys(data: bytes) -> dict[str, None]:
     return dict.fromkeys(row) if isinstance(row, dict) else {}
 
 
-def _first_failure(portion: Portion, parse: Callable[[bytes], pa.Table], error: ValueError) -> tuple[int, ValueError]:
+def _first_failure(portion: Portion, parse: Callable[[bytes], object], error: ValueError) -> tuple[int, ValueError]:
     """The number of the first line that a portion cannot be parsed with, and the error that it makes."""
     lines = portion.data.split(b"\n")
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what Windows writes before UTF-8
 _DECODER = json.JSONDecoder()
 _MARK = re.compile(r"[ \t\r]*([{}:,])[ \t\r]*")
 
@@ -27,7 +28,7 @@ def rewrite(lines: bytes, columns: Collection[str] | None, text: Collection[str]
         )
         return b"{%s}" % ",".join(f"{json.dumps(key)}:{value}" for key, value in kept).encode()
 
-    return b"\n".join(map(rewritten, lines.removeprefix(b"\xef\xbb\xbf").split(b"\n")))
+    return b"\n".join(map(rewritten, lines.removeprefix(BYTE_ORDER_MARK).split(b"\n")))
 
 
 def _members(line: str) -> Iterator[tuple[str, str]]:

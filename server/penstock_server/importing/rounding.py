@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -24,9 +25,10 @@ def find_inexact(lines: bytes, table: pa.Table, known: Collection[str]) -> dict[
     found: dict[str, Decimal] = {}
     for line in lines.split(b"\n") if wanted else ():
         if _LONG.search(line):
-            for path, number in _whole_numbers("", json.loads(line, parse_int=Decimal)):
-                if path in wanted and Decimal(float(number)) != number:
-                    found.setdefault(path, number)
+            with suppress(ValueError):  # pyarrow reads more than JSON has, such as Inf
+                for path, number in _whole_numbers("", json.loads(line, parse_int=Decimal)):
+                    if path in wanted and Decimal(float(number)) != number:
+                        found.setdefault(path, number)
             if wanted == found.keys():
                 break
     return found

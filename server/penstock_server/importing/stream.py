@@ -14,6 +14,7 @@ from penstock_server.importing.source import TABLE_BYTES, ImportRefused
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # which such a file begins with
+_UNREAD = {"bzip2": b"BZh", "xz": b"\xfd7zX", "zip": b"PK\x03\x04"}  # other ways to compress
 _LARGEST_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
 _FIRST_PORTION_BYTES = 64 << 10
 
@@ -59,6 +60,12 @@ def opened(path: Path) -> Iterator[Stream]:
                 raise ImportRefused(
                     f"{path} is compressed, which its ending does not say. Nothing was written. Rename it to "
                     f"{path.name}{ending}."
+                )
+        for name, magic in _UNREAD.items():
+            if begin.startswith(magic):
+                raise ImportRefused(
+                    f"{path} is compressed by {name}, which is not read. Nothing was written. Unpack it, or pack it as "
+                    f"{' or '.join(CODECS)}."
                 )
         yield Stream(path)
     except OSError as error:
