@@ -212,11 +212,22 @@ def test_another_world_size_and_batch_size_go_on_at_the_same_sample(ledger: Path
     assert "start 2, 2025-01-01 01:00:00, resumed at epoch 0, step 0 after the first 40 samples, on 2 ranks" in words(ledger)
 
 
-@pytest.mark.parametrize(("tail", "steps", "due"), [("drop", 11, 99), ("wrap", 12, 100)])
-def test_a_tail_is_dropped_or_filled_and_neither_is_a_fault(ledger: Path, tail: str, steps: int, due: int) -> None:
+@pytest.mark.parametrize(("tail", "steps", "due", "repeated"), [("drop", 11, 99, 0), ("wrap", 12, 100, 8)])
+def test_a_tail_is_dropped_or_filled_and_neither_is_a_fault(
+    ledger: Path, tail: str, steps: int, due: int, repeated: int
+) -> None:
     write_run(ledger, world_size=3, epochs=1, steps=steps, batch_size=3, tail=tail)
     [epoch] = report_on(ledger).orders[0].epochs
-    assert (epoch.is_proven, epoch.num_due, epoch.num_dropped) == (True, due, 100 - due)
+    assert (epoch.is_proven, epoch.num_due, epoch.num_dropped, epoch.num_repeated) == (True, due, 100 - due, repeated)
+    assert ("exactly once, but for 8 that tail=wrap repeats" in words(ledger)) == (tail == "wrap")
+    assert ("100 samples, each once; 8 from the epoch's start once more, to fill" in words(ledger)) == (tail == "wrap")
+
+
+def test_what_fills_a_last_step_is_told_whatever_the_run_resumed_as_at_its_end(ledger: Path) -> None:
+    write_run(ledger, world_size=3, epochs=1, steps=12, batch_size=3, tail="wrap")
+    append(ledger, begin_of(0, start=1, world_size=1, batch_size=50, tail="wrap", offset=100), range(0), ends=True, salt=1)
+    append(ledger, begin_of(0, start=1, epoch=1, batch_size=50, tail="wrap"), range(2), ends=True)
+    assert [epoch.num_repeated for epoch in report_on(ledger).orders[0].epochs] == [8, 0]
 
 
 def test_what_is_skipped_is_not_missed(ledger: Path) -> None:

@@ -36,6 +36,7 @@ class Epoch:
     due          samples that were due: all but those that were skipped, dropped, or not reached when the run ended
     missing      those of them that were not trained on
     twice        samples that were trained on more than once
+    num_repeated samples from the epoch's start with which tail=wrap filled the last step; they do not count as trained twice
     num_ahead    samples that only some ranks had taken when the run ended
     is_finished  the run came to its end, or left it for another epoch or order
     steps_done   where all ranks came, in steps of the last leg
@@ -47,6 +48,7 @@ class Epoch:
     num_sequences: int
     num_skipped: int
     num_dropped: int
+    num_repeated: int
     num_ahead: int
     is_finished: bool
     steps_done: int
@@ -105,6 +107,7 @@ def _account(
         num_sequences=last.slicing.num_sequences,
         num_skipped=size(skipped) + size(rest) - size(dropped),
         num_dropped=size(dropped),
+        num_repeated=sum(leg.slicing.num_repeated for leg in legs if leg.stop >= end) if is_finished else 0,
         num_ahead=0 if is_finished or len(twice) else size(clip(given, end, last.slicing.num_sequences)),
         is_finished=is_finished,
         steps_done=done,

@@ -67,11 +67,11 @@ def _thrown(thrown: Thrown) -> dict[str, Any]:
 
 
 def _epoch(epoch: Epoch) -> dict[str, Any]:
-    counts = ("num_sequences", "num_due", "num_skipped", "num_dropped", "num_ahead", "is_finished", "steps_done")
+    counts = ("num_sequences", "num_due", "num_skipped", "num_dropped", "num_repeated", "num_ahead")
     return {
         "epoch": epoch.epoch,
         "proven": epoch.is_proven,
-        **{name: getattr(epoch, name) for name in counts},
+        **{name: getattr(epoch, name) for name in (*counts, "is_finished", "steps_done")},
         "missing": _samples(epoch.missing),
         "twice": _samples(epoch.twice),
         "gaps": [_gap(gap) for gap in epoch.gaps],

@@ -51,6 +51,11 @@ class Slicing:
         left = self._num_samples - self._first
         return left // self.per_step if self.tail == "drop" else -(-left // self.per_step)
 
+    @property
+    def num_repeated(self) -> int:
+        """Samples from the epoch's start with which tail=wrap fills the last step."""
+        return max(0, self.num_steps * self.per_step - (self._num_samples - self._first)) if self.tail == "wrap" else 0
+
     def position(self, step: int) -> int:
         """Where a step begins, or the epoch's end."""
         return min(behind(self.skipped, self.offset, step * self.per_step), self.num_sequences)

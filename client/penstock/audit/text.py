@@ -44,7 +44,8 @@ def _verdict(report: Report) -> str:
         num = sum(epoch.num_due for epoch in epochs)
         verdict = f"PROVEN: each sample that was due, {num:,} in {counted(len(epochs), 'epoch')}, was"
         if not report.by_workers:
-            return f"{verdict} trained on exactly once"
+            repeated = sum(epoch.num_repeated for epoch in epochs)
+            return f"{verdict} trained on exactly once" + (f", but for {repeated:,} that tail=wrap repeats" if repeated else "")
         return (
             f"{verdict} handed to the loader exactly once. Where the loop left an epoch early, the last batches, as many as "
             f"the workers fetch ahead, may not have reached it"
@@ -93,6 +94,8 @@ def _epoch(epoch: Epoch) -> str:
         text += f"; {epoch.num_skipped:,} skipped"
     if epoch.num_dropped:
         text += f"; {epoch.num_dropped:,} dropped at the end"
+    if epoch.num_repeated:
+        text += f"; {epoch.num_repeated:,} from the epoch's start once more, to fill the last step (tail=wrap)"
     if not epoch.is_finished:
         text += f"; it is not finished: all ranks reached step {epoch.steps_done:,} of {epoch.legs[-1].slicing.num_steps:,}"
     if epoch.num_ahead:
