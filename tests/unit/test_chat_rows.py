@@ -90,6 +90,25 @@ def test_chats_as_json_are_the_same_rows_and_what_is_none_is_a_bad_one(folder: F
         assert expected_part in reason
 
 
+def test_texts_of_pairs_are_chats_as_json_where_a_template_is_named(folder: Folder) -> None:
+    other = [CHAT[0], {"role": "assistant", "content": "cat"}]
+    (folder.path / "llama.jinja").write_text(LLAMA_2)
+    names = 'chat_template = "llama.jinja"\nbos = "<s>"\neos = "</s>"\n'
+    said = {"chosen": "[<s>[INST] fox [/INST]] dog</s>", "rejected": "[<s>[INST] fox [/INST]] cat</s>"}
+    prompt, own = CHAT[:1], {"chosen": CHAT[1:], "rejected": other[1:]}
+    for pair in ({"chosen": CHAT, "rejected": other}, {"prompt": prompt, **own}):
+        for columns in (
+            pair,
+            {name: json.dumps(chat) for name, chat in pair.items()},
+            {**pair, "chosen": json.dumps(pair["chosen"])},
+        ):
+            named = "".join(f'{name} = "{name}"\n' for name in columns)
+            folder.write({name: [chat] for name, chat in columns.items()}, names + named, {}, *USUAL)
+            assert {side: folder.rows(side)[0] for side in said} == said
+    folder.write({"chosen": ["dog"], "rejected": [json.dumps(other)]}, names)
+    assert "chosen is no list of messages as JSON: Expecting value" in folder.rows("chosen")[0]
+
+
 @pytest.mark.parametrize("recipe", ['bos = "<s>"\neos = "</s>"', "bos = 377\neos = 378"])
 def test_tokens_that_are_named_for_the_template_are_not_written_twice(folder: Folder, recipe: str) -> None:
     folder.write({"messages": [CHAT]}, "bos = '<s>'", {"chat_template": LLAMA_2}, *USUAL)

@@ -122,7 +122,7 @@ class _Reader:
                 for role, source in fields:
                     check_field(kind, role, source, self._schema)
                 are_chats = {role: is_messages(source.type(self._schema)) for role, source in fields}
-                if len(set(are_chats.values())) > 1:
+                if len(set(are_chats.values())) > 1 and "chat_template" not in self._given:
                     told = ", ".join(f"{role} is {'chats' if are else 'text'}" for role, are in are_chats.items())
                     raise FieldError(f"of a preference pair all must be text, or all chats, but {told}")
                 return kind, fields
@@ -224,7 +224,11 @@ class _Reader:
         return ChatTemplate(text=text, special_tokens=special.of_template(text))
 
     def _is_chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> bool:
-        return kind == "messages" or (kind == "preference" and is_messages(dict(fields)["chosen"].type(self._schema)))
+        # Of preference pairs texts are chats as JSON only where that is said: they may be anything.
+        is_said = "chat_template" in self._given
+        return kind == "messages" or (
+            kind == "preference" and (is_said or is_messages(dict(fields)["chosen"].type(self._schema)))
+        )
 
     def _tools(self, chat: ChatTemplate | None) -> Field | None:
         """The column of tools that is declared, or is there and is one; None where the template looks at none."""
