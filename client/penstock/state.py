@@ -58,6 +58,8 @@ def read_state(
     Raises StateMismatch: it is no state, or not of this order, the message lists what differs.
     """
     at, consumed = _read_counts(state)
+    if at.offset > num_sequences and strict and state.get("mix") == spec.mix and state.get("snapshot") == spec.snapshot:
+        raise StateMismatch(f"this state is damaged: it begins after sample {at.offset:,} of {num_sequences:,}.")
     here = {"dataset": dataset, **order_of(spec)}
     # Later epochs begin where those before end, which follows from the mix. A loader's worker counts steps of others, too, and
     # the last step may have been filled with samples that are trained on already.
@@ -154,7 +156,11 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
             what = f"it has the keys {list(state)[:10]!r}" if version is None else f"it says that it is of version {version!r}"
         raise StateMismatch(f"this is not a state of a RemoteDataset, version {_VERSION}: {what}. Load what state_dict gave.")
     counts = {name: plain(state.get(name)) for name in _COUNTS}
-    wrong = [f"{name}={n!r} must be a whole number from {_COUNTS[name]}" for name, n in counts.items() if not _counts(name, n)]
+    wrong = [
+        f"{name}={n!r} must be a whole number from {_COUNTS[name]} to {LARGEST_COUNT:,}"
+        for name, n in counts.items()
+        if not _counts(name, n)
+    ]
     skip = state.get("skip")
     if not isinstance(skip, str | None):
         wrong.append(f"skip={skip!r} must be a text, or None")

@@ -195,7 +195,7 @@ def test_a_state_of_another_order_goes_on_behind_as_many_samples_where_that_is_a
     "change",
     [
         None, {"version": 9}, {"step": "3"}, {"step": -1}, {"offset": None}, {"epoch": True}, {"batch_size": 0},
-        {"world_size": 0}, {"step": 10**6}, {"step": 2**70}, {"epoch": 2**70}, {"skip": "garbage"},
+        {"world_size": 0}, {"step": 10**6}, {"step": 2**70}, {"epoch": 2**70}, {"offset": 10**6}, {"skip": "garbage"},
     ],
 )  # fmt: skip
 def test_what_is_no_state_is_refused(server: Server, change: dict[str, Any] | None) -> None:
