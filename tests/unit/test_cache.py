@@ -177,10 +177,19 @@ def test_a_file_that_is_stored_twice_counts_once(tmp_path: Path) -> None:
 
 def test_what_a_crash_left_half_written_is_removed_once_it_is_old(tmp_path: Path) -> None:
     (tmp_path / "old.tmp").write_bytes(bytes(KIB))
-    (tmp_path / "young.tmp").write_bytes(bytes(KIB))
+    (tmp_path / "young.block.tmp").write_bytes(bytes(KIB))
     os.utime(tmp_path / "old.tmp", (time.time() - 3600,) * 2)
     assert CacheFolder(tmp_path, 9 * KIB).used_bytes == KIB
-    assert list(files(tmp_path)) == ["young.tmp"]
+    assert list(files(tmp_path)) == ["young.block.tmp"]
+
+
+def test_counts_that_are_being_written_push_no_block_out(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    assert all(cache.write(str(number), content(number)) for number in range(6))
+    (tmp_path / "counts.tmp").write_bytes(bytes(8 * KIB))
+    assert all(cache.write(str(number), content(number)) for number in range(6, 12))
+    assert sum(size for name, size in files(tmp_path).items() if name.endswith(".block")) > 6 * KIB
+    assert cache.used_bytes <= 9 * KIB
 
 
 @pytest.mark.parametrize("ahead_seconds", [-3600, 3600])
@@ -188,13 +197,13 @@ def test_a_file_servers_clock_that_is_wrong_takes_no_file_from_who_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_seconds: float
 ) -> None:
     cache = CacheFolder(tmp_path, 9 * KIB)
-    (tmp_path / "young.tmp").write_bytes(bytes(KIB))
+    (tmp_path / "young.block.tmp").write_bytes(bytes(KIB))
     (tmp_path / "old.tmp").write_bytes(bytes(KIB))
     os.utime(tmp_path / "old.tmp", (time.time() - 120,) * 2)
     monkeypatch.setattr(time, "time", lambda now=time.time: now() - ahead_seconds)
     for number in range(9):
         cache.write(str(number), content(number))
-    assert (tmp_path / "young.tmp").exists()
+    assert (tmp_path / "young.block.tmp").exists()
     assert not (tmp_path / "old.tmp").exists()
 
 

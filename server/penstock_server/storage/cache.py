@@ -26,6 +26,7 @@ from penstock_server.storage.shared_count import SharedCount, Used
 log = logging.getLogger("penstock.cache")
 
 _SUFFIX = ".block"
+_UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
 _NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
 _LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
@@ -140,7 +141,7 @@ class CacheFolder:
                 if used.bytes + nbytes > self.budget_bytes:
                     return None
             # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
-            temporary = self.folder / f"{uuid.uuid4().hex}{TEMPORARY}"
+            temporary = self.folder / f"{uuid.uuid4().hex}{_UNFINISHED}"
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 if hasattr(os, "posix_fallocate"):
@@ -217,7 +218,7 @@ class CacheFolder:
                 continue
             if entry.name.endswith(TEMPORARY) and now - stat.st_mtime > ABANDONED_SECONDS:
                 Path(entry.path).unlink(missing_ok=True)
-            else:
+            elif entry.name.endswith((_SUFFIX, _UNFINISHED)):  # counts, gigabytes sometimes, are outside of the budget
                 total += stat.st_size
         return total
 
