@@ -20,6 +20,7 @@ _VERSION = 1
 _ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
 # What decides it only where rows are joined, cut or sorted; None elsewhere.
 _CUT = ("seq_len", "task")
+_WHERE_IT_MATTERS = (*_CUT, "window")  # and None elsewhere
 _OF_MIXTURES = ("mix", "snapshot")  # what may differ from some sample on
 _COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}  # the least that each may be
 
@@ -117,11 +118,12 @@ def order_of(spec: Spec) -> dict[str, Any]:
     # Where rows are joined or cut, sequences of another length are other samples. Where they are sorted, it is by their
     # lengths as they are cut; and in seq2seq they are not cut as a whole.
     matters = {
+        "window": spec.shuffle == "window",
         "seq_len": not spec.cuts_rows or spec.group_by_length,
         "task": spec.cuts_rows and spec.group_by_length,
     }
     # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
-    return {name: values[name] for name in _ORDER} | {name: values[name] if matters[name] else None for name in _CUT}
+    return {name: values[name] if matters.get(name, True) else None for name in (*_ORDER, *_CUT)}
 
 
 def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> bool:
@@ -198,8 +200,8 @@ def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int |
 def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """What decides the order and is not as it was then, each as a text."""
     pairs = [(name, state.get(name), value) for name, value in here.items()]
-    # One of _CUT that is None on one side differs because something else does, which is told.
-    told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _CUT and None in (then, now))]
+    # What is None on one side alone differs because something else does, which is told; or it mattered nowhere.
+    told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _WHERE_IT_MATTERS and None in (then, now))]
     changed: list[str] = []
     with suppress(ValueError):  # no mixture
         changed = _changed_datasets(state, here)

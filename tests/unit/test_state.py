@@ -72,6 +72,18 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
     assert read(state, "a", then, strict=False) == Position(epoch=2, offset=10, step=5)  # without a word
 
 
+@pytest.mark.parametrize("shuffle", ["none", "global", "window"])
+def test_the_size_of_windows_matters_only_where_there_are_windows(shuffle: str) -> None:
+    then, now = Spec(shuffle=shuffle, window=1000), Spec(shuffle=shuffle, window=2000)
+    of_old = write_state("a", then, HERE) | {"window": 1000}  # states once held it whatever the shuffle
+    for state in (write_state("a", then, HERE), of_old):
+        if shuffle == "window":
+            with pytest.raises(StateMismatch, match="window: 1000 then, 2000 now"):
+                read(state, "a", now)
+        else:
+            assert read(state, "a", now) == HERE
+
+
 @pytest.mark.parametrize(
     "damage",
     [
