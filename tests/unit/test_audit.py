@@ -419,6 +419,13 @@ def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
     monkeypatch.setattr(compare, "_MOST_BATCHES_SHOWN", 3)
     assert list(compare.rows_of_missing(report_on(ledger), [])) == list(expected.items())[:3]
 
+    for rank, steps in ((0, range(20)), (1, [0])):
+        append(ledger, replace(begin_of(rank, start=7, world_size=2), dataset="b"), steps)
+    monkeypatch.setattr(compare, "_MOST_BATCHES_SHOWN", 100)
+    named = [name for name, _ in compare.rows_of_missing(report_on(ledger), [])]
+    assert len(set(named)) == len(named) > len(expected)
+    assert "order 2 (b), epoch 0, step 1 of start 1, rank 1" in named
+
 
 def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:
     append(ledger, begin_of(), range(8))

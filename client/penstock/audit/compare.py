@@ -60,15 +60,18 @@ def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sam
 def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """What the first missing batches would have shown: each one's name, and its provenance as the server tells it, or why not.
 
+    Of several orders of samples, the name tells which one, as the report counts them.
+
     Raises ServerUnavailable: no server answers.
     """
-    gaps = [gap for order in report.orders for epoch in order.epochs for gap in epoch.gaps]
-    batches = ((gap, rank, step) for gap in gaps for step in range(*gap.steps) for rank in gap.ranks)
-    for (gap, rank, step), _ in zip(batches, range(_MOST_BATCHES_SHOWN), strict=False):
+    gaps = [(number, gap) for number, order in enumerate(report.orders, 1) for epoch in order.epochs for gap in epoch.gaps]
+    batches = ((number, gap, rank, step) for number, gap in gaps for step in range(*gap.steps) for rank in gap.ranks)
+    for (number, gap, rank, step), _ in zip(batches, range(_MOST_BATCHES_SHOWN), strict=False):
         begin = gap.leg.begin
         source = _source(begin, servers, rank)
         with closing(source.connect()) as transport:
-            name = f"epoch {gap.epoch}, step {step:,} of start {gap.leg.started.number + 1}, rank {rank}"
+            of_order = f"order {number} ({begin.dataset}), " if len(report.orders) > 1 else ""
+            name = f"{of_order}epoch {gap.epoch}, step {step:,} of start {gap.leg.started.number + 1}, rank {rank}"
             try:
                 yield name, source.provenance(transport, begin.spec, gap.epoch, step)
             except _REFUSALS as error:
