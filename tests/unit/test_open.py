@@ -269,6 +269,18 @@ def test_two_folders_of_one_name_are_both_refused(data: Path, open_all: Opener) 
     assert "would both be the dataset 'a.b'" in catalog.refused["a.b"]
 
 
+def test_a_mixture_takes_no_name_from_another_folder(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "c", 3)
+    for folder in ("a.b", "a/b", "x/y"):
+        (data / folder).mkdir(parents=True)
+        (data / folder / "penstock.toml").write_text('mix = "c:1"')
+    write_numbered(data / "x.y", 3)
+    catalog = open_all()
+    assert [*catalog.datasets, *catalog.mixtures] == ["c"]
+    assert "would both be the dataset 'a.b'" in catalog.refused["a.b"]
+    assert "would both be the dataset 'x.y'" in catalog.refused["x.y"]
+
+
 def test_an_older_snapshot_is_known_after_a_server_was_away_for_months(data: Path, tmp_path: Path, open_all: Opener) -> None:
     folder = write_numbered(data / "ids", 30)
     older = open_all()["ids"].latest.snapshot.fingerprint

@@ -114,12 +114,14 @@ def survey(data_dir: Path) -> Survey:
             twice.setdefault(name, []).append(folder)
             found.folders[name], found.shards[name] = folder, listing.shards
         elif listing.has_recipe and folder != data_dir:
+            twice.setdefault(name, []).append(folder)
             found.declared[name] = folder
         elif listing.other:
             found.others[name] = folder / listing.other
     for name, folders in twice.items():
         if len(folders) > 1:
-            del found.folders[name], found.shards[name]
+            for of_one in (found.folders, found.shards, found.declared):
+                of_one.pop(name, None)
             listed = " and ".join(map(str, folders))
             found.refused[name] = f"{listed} would both be the dataset {name!r}. Rename one of the folders."
     return found
