@@ -44,8 +44,8 @@ class RetryLog:
 
     def answered(self, server: str) -> None:
         """A server gave what was asked for."""
+        self.end_bar()
         if self._num_failures:
-            self.end_bar()
             if self._said:
                 _log(f"{server} answers after {counted(self._num_failures, 'failed attempt')}")
             self._num_failures = 0

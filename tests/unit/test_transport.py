@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from penstock import (
     WireError,
 )
 from penstock.answers import Fault, NotYet, Stranger, failure_of
+from penstock.retry_log import RetryLog
 from penstock.transport import Transport
 
 
@@ -298,3 +300,14 @@ def test_an_answer_of_another_version_that_breaks_off_ends_no_run() -> None:
 def test_what_httpx_cannot_decode_is_tried_again() -> None:
     with server(response(b"no gzip", "200 OK", "Content-Encoding: gzip"), response(b"here")) as url:
         assert get(url) == (b"here", 1)
+
+
+def test_the_bar_of_work_that_was_waited_for_goes_with_the_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    retry_log = RetryLog(600.0)
+    retry_log.progress(NotYet("counting", after_seconds=1.0, share=0.5))
+    assert "##########.........." in capsys.readouterr().err
+    retry_log.answered("http://a")
+    assert capsys.readouterr().err == "\r\x1b[K"
