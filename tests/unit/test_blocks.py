@@ -559,6 +559,16 @@ def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_ser
     assert caplog.text.count("row group 0 of part-000.parquet cannot be read") == 1
 
 
+def test_a_row_group_that_could_be_read_later_is_no_longer_told_of(open_blocks: Callable[[], Blocks]) -> None:
+    blocks, failed, read = open_blocks(), Future[Block](), Future[Block]()
+    failed.set_exception(ShardUnreadable("the disk was away"))
+    blocks.quarantine.look_at(0, failed)
+    assert blocks.quarantine.num_unread_groups == 1
+    read.set_result(blocks.get([0])[0])
+    blocks.quarantine.look_at(0, read)
+    assert blocks.quarantine.num_unread_groups == 0
+
+
 @pytest.mark.parametrize(("most", "listed_rows", "num_reads"), [(100_000, [1, 2], 2), (1, [1], 1)])
 def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str],

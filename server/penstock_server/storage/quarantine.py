@@ -68,7 +68,15 @@ class Quarantine:
             if not is_known:  # batches ask for it again and again
                 log.warning("%s", error)
         elif error is None:
+            if self._groups:
+                self._forget(index)
             self.look_in(index, loaded.result())
+
+    def _forget(self, index: int) -> None:
+        """A block could be read: what was wrong with its row group was of its time, as a disk that was away."""
+        at = self._snapshot.block(index)
+        with self._lock:
+            self._groups.pop((at.shard.path.name, at.row_group), None)
 
     def look_in(self, index: int, block: Block) -> None:
         """Notes what is bad in a block."""
