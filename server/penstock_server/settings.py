@@ -28,6 +28,12 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
+def _said(name: str, environment: Mapping[str, str]) -> str | None:
+    """What the environment says; Kubernetes puts the address of a service that is called penstock into PENSTOCK_PORT."""
+    value = environment.get(f"PENSTOCK_{name.upper()}")
+    return None if value and value.startswith("tcp://") else value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Where the data is, where decoded blocks are kept and how many bytes of them, and where to listen.
@@ -52,7 +58,7 @@ class Settings:
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
         """Settings from flags, else from PENSTOCK_* variables, else the defaults. Raises SettingsError."""
         names = [f.name for f in fields(cls)]
-        given = {name: value for name in names if (value := flags.get(name) or environment.get(f"PENSTOCK_{name.upper()}"))}
+        given = {name: value for name in names if (value := flags.get(name) or _said(name, environment))}
         values: dict[str, Any] = {"cache_dir": default_cache_dir(), **given}
         problems = []
         if "data_dir" not in given:

@@ -12,6 +12,11 @@ def test_a_flag_wins_over_the_environment_and_both_over_the_default() -> None:
     assert (settings.data_dir, settings.port, settings.host, settings.tokenizer) == (Path("/env"), 2, "127.0.0.1", None)
 
 
+def test_the_address_that_kubernetes_puts_in_place_of_the_port_is_passed_over() -> None:
+    """In each pod beside a service that is called penstock."""
+    assert Settings.read({"data_dir": "d"}, {"PENSTOCK_PORT": "tcp://10.96.0.1:8000"}).port == 8000
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
