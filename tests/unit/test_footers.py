@@ -202,6 +202,17 @@ def test_a_note_of_another_version_or_recipe_says_nothing(data: Path, note: Path
         assert len(set(names)) == 3
 
 
+def test_what_rows_are_split_by_is_compared_with_a_first_shard_that_comes_later(tmp_path: Path) -> None:
+    (tmp_path / "penstock.toml").write_text("split_by = 'n'")
+    footers = Footers(tmp_path)
+    for name, values in (("b", [7]), ("a", [7.0])):
+        pq.write_table(pa.table({"tokens": pa.array([[1]], pa.list_(pa.int32())), "n": values}), tmp_path / f"{name}.parquet")
+        age(tmp_path)
+        reading = read_folder(tmp_path, list_folder(tmp_path).shards, None, footers, settled=True)
+        assert list(reading.shards) == [f"{name}.parquet"]
+    assert "b.parquet: split_by reads 'n', which is int64 here and double in the first shard" in reading.failures[0]
+
+
 def test_a_folder_that_cannot_be_written_to_costs_only_the_memory(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read(data, Footers(data, Path("/dev/null/footers"))).num_rows == 90
     assert "what it holds is forgotten with this process" in caplog.text

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,62 @@ def test_a_shard_without_a_column_that_filter_or_split_need_is_refused(data: Pat
     write(data, recipe, {"tokens": ids, "kind": ["a", "b"]}, {"tokens": ids})
     with pytest.raises(DatasetRefused, match=r"part-1\.parquet: there is no column 'kind'; there are: tokens"):
         open_snapshot(data, None)
+
+
+SPLIT_BY = "split_by = 'kind'\nvalidation = 0.5"
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (pa.int64(), pa.float64()),
+        (pa.float64(), pa.int64()),
+        (pa.decimal128(9, 2), pa.decimal128(9, 3)),
+        (pa.bool_(), pa.int8()),
+        (pa.int64(), pa.string()),
+        (pa.timestamp("us"), pa.timestamp("us", "UTC")),
+        (pa.list_(pa.int64()), pa.list_(pa.float64())),
+        (pa.struct({"n": pa.int64()}), pa.struct({"n": pa.float64()})),
+        (pa.struct({"n": pa.int64()}), pa.struct({"m": pa.int64()})),
+        (pa.map_(pa.string(), pa.int64()), pa.map_(pa.string(), pa.float64())),
+    ],
+)
+def test_a_shard_whose_values_would_be_in_both_splits_is_refused(data: Path, first: pa.DataType, other: pa.DataType) -> None:
+    write(data, SPLIT_BY, *({"tokens": pa.array([[1]], IDS), "kind": pa.nulls(1, type_)} for type_ in (first, other)))
+    with pytest.raises(DatasetRefused) as refusal:
+        open_snapshot(data, None)
+    types = [pq.read_schema(data / f"part-{number}.parquet").field("kind").type for number in (1, 0)]
+    told = "part-1.parquet: split_by reads 'kind', which is {} here and {} in the first shard"
+    assert told.format(*types) in str(refusal.value)
+
+
+def test_a_field_of_another_kind_that_rows_are_split_by_is_refused_beside_a_transform(data: Path) -> None:
+    (data / "same.py").write_text("def same(rows):\n    return rows\n")
+    shards = [{"tokens": pa.array([[1]], IDS), "meta": [{"n": n}]} for n in (7, 7.0)]
+    write(data, "split_by = 'meta.n'\ntransform = 'same:same'", *shards)
+    with pytest.raises(DatasetRefused, match=r"part-1\.parquet: split_by reads 'meta\.n', which is double here"):
+        open_snapshot(data, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "types"),
+    [
+        ([7, None], [pa.int8(), pa.int64(), pa.uint64(), pa.dictionary(pa.int8(), pa.int32())]),
+        ([0.5, None], [pa.float64(), pa.float32()]),
+        (["7", None], [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]),
+        ([b"7", None], [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1)]),
+        ([Decimal("0.50"), None], [pa.decimal128(9, 2), pa.decimal128(20, 2)]),
+        ([datetime(2024, 1, 1), None], [pa.timestamp("us"), pa.timestamp("s"), pa.timestamp("ns")]),
+        ([[7], None], [pa.list_(pa.int32()), pa.large_list(pa.int64())]),
+        ([None, None], [pa.null(), pa.int64(), pa.string()]),
+    ],
+)
+def test_a_value_is_in_one_split_however_its_kind_of_type_is_stored(
+    data: Path, values: list[Any], types: list[pa.DataType]
+) -> None:
+    write(data, SPLIT_BY, *({"tokens": pa.array([[1]] * 2, IDS), "kind": pa.array(values, type_)} for type_ in types))
+    blocks = open_blocks(data).get(list(range(len(types))))
+    assert len({tuple(block.splits.tolist()) for block in blocks}) == 1
 
 
 def test_a_split_is_told_of_text_that_is_no_utf8(data: Path) -> None:

@@ -55,6 +55,37 @@ def is_tools(type_: pa.DataType) -> bool:
     return _is_list(type_) and bool(pa.types.is_struct(type_.value_type) or is_text(type_.value_type))
 
 
+def are_told_alike(a: pa.DataType, b: pa.DataType) -> bool:
+    """Whether values that are equal have one text in Python, whichever of two types they are of; nulls have one in all."""
+    a, b = (type_.value_type if pa.types.is_dictionary(type_) else type_ for type_ in (a, b))
+    if a == b or pa.types.is_null(a) or pa.types.is_null(b):
+        return True
+    if pa.types.is_struct(a) and pa.types.is_struct(b):
+        return [field.name for field in a] == [field.name for field in b] and _all_alike(a, b)
+    if any(of_kind(a) and of_kind(b) for of_kind in (_is_list, pa.types.is_map)):
+        return _all_alike(a, b)
+    if pa.types.is_decimal(a) and pa.types.is_decimal(b):
+        return bool(a.scale == b.scale)
+    if pa.types.is_timestamp(a) and pa.types.is_timestamp(b):
+        return bool(a.tz == b.tz)
+    return any(of_kind(a) and of_kind(b) for of_kind in _KINDS)
+
+
+def _all_alike(a: pa.DataType, b: pa.DataType) -> bool:
+    return all(are_told_alike(a.field(i).type, b.field(i).type) for i in range(a.num_fields))
+
+
+_KINDS = (
+    is_text,
+    lambda type_: is_bytes(type_) or pa.types.is_fixed_size_binary(type_),
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_date,
+    pa.types.is_time,
+    pa.types.is_duration,
+)
+
+
 @lru_cache(maxsize=32)
 def numpy_type(type_: pa.DataType) -> np.dtype[Any]:
     """What numpy calls a type of numbers. Arrow's own word for it needs pandas in many a version."""

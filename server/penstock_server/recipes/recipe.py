@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from penstock.batch import TENSOR_NAMES
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.column_types import is_chats, is_messages, is_raw, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import are_told_alike, is_chats, is_messages, is_raw, is_text, is_tokens, is_tools
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.tokenizer import TokenizerFile
@@ -62,6 +62,7 @@ class Recipe:
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all
     validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
+    split_type    what `split_by` is in the first shard
     max_bad_share more bad rows than this share of all are not substituted: the dataset is refused
     """
 
@@ -82,6 +83,7 @@ class Recipe:
     transform: Transform | None = None
     validation: float = 0.005
     split_by: Field | None = None
+    split_type: pa.DataType | None = None
     on_bad_row: Literal["fail", "substitute"] = "fail"
     max_bad_share: float = 0.01
 
@@ -168,8 +170,17 @@ class Recipe:
         """Whether a shard of this schema has all that is read. Raises FieldError: it has not."""
         for name in self.selecting_columns:
             Field.parse(name, schema)
+        if self.split_by and self.split_type:
+            self._check_split(self.split_by, self.split_type, schema)
         if not self.transform:  # what it makes of the columns is seen when a block is made
             self.check_made(schema)
+
+    def _check_split(self, source: Field, first: pa.DataType, schema: pa.Schema) -> None:
+        if not are_told_alike(first, own := source.type(schema)):  # 7 and 7.0 have two hashes
+            raise FieldError(
+                f"split_by reads {source.text!r}, which is {own} here and {first} in the first shard, so that rows of one "
+                f"value would be in both splits. Write it with one type, as penstock import makes of such shards"
+            )
 
     def check_made(self, schema: pa.Schema) -> None:
         """Whether rows of this schema, transformed, have all that tokens are made of. Raises FieldError: they have not."""

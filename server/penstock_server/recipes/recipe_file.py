@@ -80,6 +80,7 @@ class _Reader:
         chat = self._chat(kind, fields, special)
         # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
         eos_id = special.eos_id(is_closed=kind == "tokens" or chat is not None)
+        split_by = Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None
         return Recipe(
             kind=kind,
             fields=fields,
@@ -97,7 +98,8 @@ class _Reader:
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
             validation=float(given.get("validation", 0.005)),
-            split_by=Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None,
+            split_by=split_by,
+            split_type=split_by.type(self._file_schema) if split_by else None,
             on_bad_row=given.get("on_bad_row", "fail"),
             max_bad_share=float(given.get("max_bad_share", 0.01)),
         )

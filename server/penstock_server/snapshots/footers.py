@@ -124,7 +124,10 @@ def _unpacked(field: Field[Any], value: Any) -> Any:
 
 
 def _key(recipe: Recipe) -> str:
-    return blake2b(json.dumps(recipe.identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    identity = recipe.identity
+    if recipe.split_type:  # a shard is refused or not by what the first one has
+        identity["split_type"] = str(recipe.split_type)
+    return blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _try_read(path: Path, date: Date, recipe: Recipe) -> Shard | DatasetRefused:
