@@ -18,6 +18,7 @@ from penstock_server.recipes import tokenizer as tokenizer_module
 from penstock_server.recipes.encode import Place
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Kind, Recipe
+from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 
 ROLES: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "text": ("text",), "prompt_response": ("prompt", "response")}
@@ -84,9 +85,43 @@ def test_a_text_that_has_no_tokens_is_bad() -> None:
     assert batch["tokens"].to_pylist() == [[0, 0], None]
 
 
-def test_a_tokenizer_that_fails_is_named_with_the_column() -> None:
-    words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="[UNK]"))
-    failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1))
+@pytest.fixture
+def letters() -> TokenizerFile:
+    """A tokenizer that has a and b, and no unknown token."""
+    unigram = Tokenizer(models.Unigram([("a", -1.0), ("b", -1.0)]))
+    return TokenizerFile(Path("letters.json"), "digest", unigram, 2)
+
+
+@pytest.mark.parametrize("characters", [1, 3, 1 << 17])
+def test_a_text_that_the_tokenizer_fails_on_is_bad_alone(
+    letters: TokenizerFile, characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_PORTION_CHARACTERS", characters)
+    snow = "a\N{SNOWMAN}"
+    rows = pa.table({"q": ["ab", "a", snow, "a", None, "b"], "a": ["b", snow, "b", "ba", snow, "a"]})
+    batch = encode(rows, recipe("prompt_response", "q", "a", tokenizer=letters), "uint16", 9)
+    failed = "is a text that the tokenizer fails on: "
+    assert [reason and reason.partition(failed)[:2] for reason in batch["bad"].to_pylist()] == [
+        None, ("a ", failed), ("q ", failed), None, ("q is null", ""), None,
+    ]  # fmt: skip
+    assert "unk" in batch["bad"][1].as_py().partition(failed)[2]
+    assert batch["tokens"].to_pylist() == [[0, 1, 1], None, None, [0, 1, 0], None, [1, 0]]
+
+
+def test_a_chat_that_the_tokenizer_fails_on_is_bad_alone(letters: TokenizerFile) -> None:
+    reasons = Reasons([None] * 4)
+    texts = ["aab", "a\N{SNOWMAN}b", "", "ba"]
+    marked = letters.encode_marked(texts, [[(1, 3)], [(1, 3)], [], [(0, 1)]], "messages", reasons)
+    assert [(ids.tolist(), runs.tolist()) for ids, runs in marked] == [
+        ([0, 0, 1], [1, 2]), ([], [0, 0]), ([], [0, 0]), ([1, 0], [0, 1, 1, 0]),
+    ]  # fmt: skip
+    assert [reason is not None for reason in reasons] == [False, True, False, False]
+    assert str(reasons[1]).startswith("messages is a text that the tokenizer fails on: ")
+
+
+def test_a_tokenizer_that_fails_on_any_text_is_named_with_the_column() -> None:
+    nothing: Any = object()
+    failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", nothing, 1))
     with pytest.raises(ValueError, match=r"the tokenizer words.json fails on column 't'"):
         encode(pa.table({"t": ["dog"]}), failing, "uint16", 9)
 
@@ -108,8 +143,8 @@ def test_texts_are_tokenized_by_several_threads_and_stay_in_order(
         monkeypatch.setattr(tokenizer_module, "_threads", lambda: threads)
         monkeypatch.setattr(tokenizer_module, "num_cores", lambda: 2)
         monkeypatch.setattr(tokenizer_module, "_runs", runs_beside_another)
-        ids, lengths = tokenizer.encode(texts, "t")
-        marked = tokenizer.encode_marked(texts, [()] * len(texts), "t")
+        ids, lengths = tokenizer.encode(texts, "t", Reasons())
+        marked = tokenizer.encode_marked(texts, [()] * len(texts), "t", Reasons())
 
     assert ids.tolist() == [token for own in whole for token in own]
     assert lengths.tolist() == list(map(len, whole))
@@ -134,7 +169,7 @@ def test_a_token_is_learned_where_any_of_its_characters_is(spans: list[tuple[int
     split.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated")
     words = TokenizerFile(Path("words.json"), "digest", split, 4)
 
-    [(ids, found)] = words.encode_marked(["the fox and dog"], [spans], "t")
+    [(ids, found)] = words.encode_marked(["the fox and dog"], [spans], "t", Reasons())
 
     assert ids.tolist() == [0, 1, 2, 3]
     assert found.tolist() == runs
@@ -156,7 +191,7 @@ def test_a_token_without_a_character_is_learned_within_a_span_alone(
     trimming = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json", ["a"])))
     trimming.post_processor = processors.ByteLevel(trim_offsets=True)
     trimming.save(str(tmp_path / "tokenizer.json"))
-    [(ids, found)] = load_tokenizer(tmp_path / "tokenizer.json").encode_marked([text], [spans], "t")
+    [(ids, found)] = load_tokenizer(tmp_path / "tokenizer.json").encode_marked([text], [spans], "t", Reasons())
     assert found.tolist() == runs
     assert len(ids) == sum(runs)
 

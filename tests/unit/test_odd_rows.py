@@ -25,7 +25,7 @@ from penstock_server.counts.index import Index
 from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes.chat import says_something
-from penstock_server.recipes.rows import python_values
+from penstock_server.recipes.rows import Reasons, python_values
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.storage import quarantine as quarantine_module
@@ -262,7 +262,7 @@ def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None
     write(data, 'text = "{raw}!"', {"raw": pa.array([b"fox", b"\xff"], pa.binary())})
     [block] = open_blocks(data).get([0])
     assert block.bad == {1: "{raw}! is not valid UTF-8 at byte 0"}
-    assert rows_of(block)[0] == [*load_tokenizer(data / "../tokenizer.json").encode(["fox!"], "raw")[0], 0]
+    assert rows_of(block)[0] == [*load_tokenizer(data / "../tokenizer.json").encode(["fox!"], "raw", Reasons())[0], 0]
 
 
 def test_a_template_of_which_a_part_is_null_says_which(data: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path
         open_blocks(data)
     write(data, str(refusal.value).split("prints it: ")[1].split(". Mend")[0], {"n": [7]})
     [block] = open_blocks(data).get([0])
-    assert rows_of(block) == [[*load_tokenizer(data / "../tokenizer.json").encode([" 7"], "n")[0], 0]]
+    assert rows_of(block) == [[*load_tokenizer(data / "../tokenizer.json").encode([" 7"], "n", Reasons())[0], 0]]
 
 
 def test_a_template_without_a_column_is_refused(data: Path) -> None:
@@ -589,6 +589,19 @@ def test_a_row_group_that_cannot_be_read_is_listed_with_what_was_met_not_with_wh
     assert isinstance(loaded.exception(), ShardUnreadable)
     blocks.quarantine.look_at(0, loaded)  # whoever waits may wake before it is noted
     assert [group.reason for group in blocks.quarantine.groups()] == [str(loaded.exception())]
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_substituted_and_counted(data: Path) -> None:
+    unigram = Tokenizer(models.Unigram([("a", -1.0), (" ", -1.0), ("b", -1.0)]))
+    unigram.save(str(data / "../tokenizer.json"))
+    keys = 'eos = false\non_bad_row = "substitute"\nmax_bad_share = 0.1'
+    write(data, keys, {"text": ["a b"] * 9 + ["emoji \N{GRINNING FACE}"]})
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    assert list(block.bad) == [9]
+    assert rows_of(block)[:9] == [[0, 1, 2]] * 9
+    assert (blocks.quarantine.num_bad_rows, blocks.quarantine.refusal) == (1, None)
+    assert [(row.row, row.reason) for row in blocks.quarantine.rows()] == [(9, block.bad[9])]
 
 
 def test_bad_rows_are_listed_in_their_order_up_to_a_limit_and_counted_beyond_it(

@@ -45,7 +45,7 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
     Text is encoded without the tokenizer's special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in
     [0, token_bound).
 
-    Raises ValueError: the tokenizer or the transform fails, or what it returns is not what the recipe reads.
+    Raises ValueError: the tokenizer fails on any text, or the transform, or what it returns is not what the recipe reads.
     """
     kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
     if recipe.filter:

@@ -150,7 +150,7 @@ def chats(
         answered.append([message["role"] for message in chat or []][-1:] == ["assistant"])
     ids, turns = [], []
     bos, eos = _special(recipe.bos_id), _special(recipe.eos_id)
-    for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, name)):
+    for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, name, reasons)):
         if not len(tokens):
             reasons.add(row, f"{name} has no tokens")
         # The template may write them itself.
@@ -191,7 +191,7 @@ def tokenized(
     assert recipe.tokenizer  # text has one, or the dataset was refused
     source = dict(recipe.fields)[role]
     opening, closing = _special(recipe.bos_id if opens else None), _special(recipe.eos_id if closes else None)
-    found = Lists(*recipe.tokenizer.encode(_texts(source, rows, reasons), source.text))
+    found = Lists(*recipe.tokenizer.encode(_texts(source, rows, reasons), source.text, reasons))
     for row in np.flatnonzero(found.lengths == 0).tolist():
         reasons.add(row, f"{source.text} has no tokens")
     return joined([_every(opening, rows.num_rows), found, _every(closing, rows.num_rows)])

@@ -17,6 +17,7 @@ from tokenizers import Encoding, Tokenizer
 
 from penstock_server.machine import num_cores
 from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.rows import Reasons
 from penstock_server.side_by_side import side_by_side
 
 _PORTION_CHARACTERS = 1 << 17  # tokenized at a time by a thread: an encoding takes some hundred bytes a token
@@ -38,35 +39,38 @@ class TokenizerFile:
     tokenizer: Tokenizer
     vocab_size: int
 
-    def encode(self, texts: list[str], name: str) -> tuple[Ids, Ids]:
+    def encode(self, texts: list[str], name: str, reasons: Reasons) -> tuple[Ids, Ids]:
         """The ids of a column's texts, end to end, and how many are each text's; without the tokenizer's special tokens.
 
-        Raises ValueError: the tokenizer fails.
+        A text that the tokenizer fails on has no ids, and its row is bad. Raises ValueError: it fails on any text.
         """
 
-        def ids_of(own: slice) -> tuple[Ids, list[int]]:
+        def ids_of(own: list[str], _: slice) -> tuple[Ids, list[int]]:
             # Not an array a text: that takes the lock from others who encode for twice as long.
-            ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts[own], add_special_tokens=False)]
+            ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(own, add_special_tokens=False)]
             lengths = list(map(len, ids))
             return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths
 
-        found = self._by_portion(ids_of, texts, name)
+        found = self._by_portion(ids_of, texts, name, reasons)
         lengths = chain.from_iterable(lengths for _, lengths in found)
         return np.concatenate([values for values, _ in found]), np.fromiter(lengths, np.int64, len(texts))
 
-    def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], name: str) -> list[tuple[Ids, Ids]]:
+    def encode_marked(
+        self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], name: str, reasons: Reasons
+    ) -> list[tuple[Ids, Ids]]:
         """Each text's ids, and the lengths of the runs of them that lie outside and inside its spans, in turn.
 
         Spans are half-open ranges of characters, sorted and disjoint. A token is inside if any of its characters is: behind
         "Assistant: " the first word of an answer has the blank before it in its token. Runs are an even number, at least two;
-        some may be of length 0. Raises ValueError: the tokenizer fails.
+        some may be of length 0. A text that the tokenizer fails on has no ids, and its row is bad.
+        Raises ValueError: it fails on any text.
         """
 
-        def marked(own: slice) -> list[tuple[Ids, Ids]]:
-            encodings = self.tokenizer.encode_batch(texts[own], add_special_tokens=False)
-            return [(np.array(e.ids, np.int64), _runs(e, inside)) for e, inside in zip(encodings, spans[own], strict=True)]
+        def marked(own: list[str], at: slice) -> list[tuple[Ids, Ids]]:
+            encodings = self.tokenizer.encode_batch(own, add_special_tokens=False)
+            return [(np.array(e.ids, np.int64), _runs(e, inside)) for e, inside in zip(encodings, spans[at], strict=True)]
 
-        return list(chain.from_iterable(self._by_portion(marked, texts, name)))
+        return list(chain.from_iterable(self._by_portion(marked, texts, name, reasons)))
 
     @property
     def splits_special_tokens(self) -> bool:
@@ -91,16 +95,35 @@ class TokenizerFile:
         """The text of token ids, special tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _by_portion(self, make: Callable[[slice], _Made], texts: list[str], name: str) -> list[_Made]:
-        """What is made of the texts, about a hundred thousand characters at a time, on all cores."""
+    def _by_portion(
+        self, make: Callable[[list[str], slice], _Made], texts: list[str], name: str, reasons: Reasons
+    ) -> list[_Made]:
+        """What is made of the texts, about a hundred thousand characters at a time, on all cores.
 
-        def made(own: slice) -> _Made:
+        Texts that the tokenizer fails on are taken for empty ones, and the rows of their numbers are bad.
+        """
+
+        def made(at: slice) -> _Made:
+            own = texts[at]
             try:
-                return make(own)
-            except Exception as error:  # the library raises it bare, as for a text that needs an unknown token it has not
+                return make(own, at)
+            except Exception:  # the library raises it bare, and does not say which text it was
+                own = [self._encodable(text, at.start + n, name, reasons) for n, text in enumerate(own)]
+            try:
+                return make(own, at)
+            except Exception as error:
                 raise ValueError(f"the tokenizer {self.path.name} fails on column {name!r}: {error}") from error
 
         return list(side_by_side(_threads(), num_cores(), made, _portions(texts)))
+
+    def _encodable(self, text: str, row: int, name: str, reasons: Reasons) -> str:
+        """The text, or "" where the tokenizer fails on it, as where it has no token for a character, nor an unknown one."""
+        try:
+            self.tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:
+            reasons.add(row, f"{name} is a text that the tokenizer fails on: {error}")
+            return ""
+        return text
 
 
 def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> TokenizerFile:
