@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 from penstock import __version__
 from penstock.commands import add_commands
-from penstock.wording import did_you_mean, print_anything
+from penstock.commands.stdout import print_anything
+from penstock.wording import did_you_mean
 
 _SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import os
 import re
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import Path
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -28,30 +23,6 @@ def rows_kept(num_rows: int, num_kept: int | None) -> str:
 def without_passwords(text: str) -> str:
     """A text in which addresses do not tell who asks, as in http://me:secret@host: it is for logs and terminals."""
     return re.sub(r"(\w://)[^/\s]*@", r"\1", text)
-
-
-def print_anything() -> None:
-    """From now on stdout and stderr take anything: a terminal without Chinese, or none at all, is no reason to fail."""
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # a stdout that is closed is None
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-@contextmanager
-def readers_may_leave() -> Iterator[None]:
-    """What reads stdout, such as head, may have seen enough: the block then ends, and that is no error."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        give_stdout_up()
-
-
-def give_stdout_up() -> None:
-    """From now on what is printed goes nowhere: Python would write the rest of it at its exit, and complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.commands import whole_number
+from penstock.commands.stdout import readers_may_leave
 from penstock.spec import LARGEST_SEQ_LEN
-from penstock.wording import readers_may_leave
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
 from penstock_server.settings import Settings, SettingsError, default_cache_dir

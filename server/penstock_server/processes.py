@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from penstock.wording import print_anything
+from penstock.commands.stdout import print_anything
 from penstock_server.accepting import Seat
 from penstock_server.logs import begin_log
 from penstock_server.problems import DatasetRefused

@@ -16,8 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
+from penstock.commands.stdout import give_stdout_up
 from penstock.urls import batches_path
-from penstock.wording import give_stdout_up
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog

@@ -9,8 +9,9 @@ from functools import partial
 from importlib import import_module
 
 from penstock.commands.arguments import add_spec_options
+from penstock.commands.stdout import readers_may_leave
 from penstock.errors import PenstockError
-from penstock.wording import readers_may_leave, without_passwords
+from penstock.wording import without_passwords
 
 _ADDRESS = "http://HOST:PORT/DATASET, or the URL of a batch"
 

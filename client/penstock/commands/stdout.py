@@ -1,0 +1,34 @@
+"""What a command prints to: a terminal that may not take every letter, or a reader that may leave."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def print_anything() -> None:
+    """From now on stdout and stderr take anything: a terminal without Chinese, or none at all, is no reason to fail."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # a stdout that is closed is None
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+@contextmanager
+def readers_may_leave() -> Iterator[None]:
+    """What reads stdout, such as head, may have seen enough: the block then ends, and that is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        give_stdout_up()
+
+
+def give_stdout_up() -> None:
+    """From now on what is printed goes nowhere: Python would write the rest of it at its exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
