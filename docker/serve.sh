@@ -1,7 +1,8 @@
 #!/bin/sh
-# Serves /data, or a generated sample if that is empty.
+# Serves /data, or a generated sample if that is empty; with PENSTOCK_SAMPLE=no, which Compose sets where the folder was named,
+# an empty one is taken for a disk that is away.
 set -eu
-if [ ! -r /data ]; then
+if ! { [ -r /data ] && [ -x /data ]; }; then
     echo "/data cannot be read by user $(id -u): mend its permissions" >&2
     exit 2
 fi
@@ -10,9 +11,18 @@ found=$(find -L /data -iname '*.parquet' -print -quit 2>/dev/null) || :
 if [ -n "$found" ]; then
     exec penstock serve /data
 fi
+hidden=$(find -L /data -type d ! \( -readable -executable \) -print -prune -quit 2>/dev/null) || :
+if [ -n "$hidden" ]; then
+    echo "$hidden cannot be read by user $(id -u): mend its permissions" >&2
+    exit 2
+fi
 other=$(find -L /data -type f ! -path '*/.*' -print -quit 2>/dev/null) || :
 if [ -n "$other" ]; then
     echo "no *.parquet below /data, but $other: make shards of such files by penstock import, or empty the folder for a sample" >&2
+    exit 2
+fi
+if [ "${PENSTOCK_SAMPLE:-}" = no ]; then
+    echo "/data is empty: is the disk with the data away, or is PENSTOCK_DATA misspelled? Without PENSTOCK_DATA a sample is served" >&2
     exit 2
 fi
 echo "/data is empty: serving a generated sample"

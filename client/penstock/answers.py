@@ -40,10 +40,14 @@ class Fault(Exception):
 
     after_seconds  how long the server asks to be left alone
     received       the body as far as it came
+    is_silence     no answer came at all
     """
 
-    def __init__(self, reason: str, *, after_seconds: float = 0.0, received: memoryview = _NOTHING) -> None:
+    def __init__(
+        self, reason: str, *, after_seconds: float = 0.0, received: memoryview = _NOTHING, is_silence: bool = False
+    ) -> None:
         super().__init__(reason)
+        self.is_silence = is_silence
         self.after_seconds = after_seconds
         self.received = received
 
@@ -78,17 +82,19 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -
         return Busy(detail, after_seconds=_seconds(retry_after))
     if status in (408, 425, 429) or status >= 500:
         return Fault(detail, after_seconds=_seconds(retry_after))
-    return Stranger(f"{url} answered {status}: {detail.rstrip('.')}. {_doubt(url, status, headers.get('location', ''))}")
+    return Stranger(f"{url} answered {status}: {detail.rstrip('.')}. {doubt(url, status, headers.get('location', ''))}")
 
 
-def _doubt(url: str, status: int, location: str) -> str:
+def doubt(url: str, status: int, location: str) -> str:
     """What to ask who gave the address that a URL begins with."""
     if location:
         root, api, _ = urljoin(url, location).partition(DATASETS)
         is_there = api and root != url.partition(DATASETS)[0] and "?" not in root
         return f"It leads to {root}: give that address." if is_there else f"It sends elsewhere, to {location}: to a login page?"
     if status == 401:
-        return "It asks for a name and a password: give them in the address, as in https://NAME:PASSWORD@HOST."
+        if "@" in url.partition("/v1/")[0]:
+            return "It asks for a name and a password, and does not take those in the address."
+        return "It asks for a name and a password: put NAME:PASSWORD@ before the host in the address."
     if status == 407:
         return "The proxy asks for a name and a password: give them in HTTP_PROXY or HTTPS_PROXY."
     scheme, _, rest = url.partition("/v1/")[0].partition("://")

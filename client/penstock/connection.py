@@ -83,7 +83,7 @@ class Connection:
             if plain := plain_address(server, reason):
                 raise Stranger(plain) from error
             received = receiving.received if receiving.status == 200 else memoryview(b"")
-            raise Fault(reason + by_proxy(server), received=received) from error
+            raise Fault(reason + by_proxy(server), received=received, is_silence=not receiving.status) from error
         finally:
             self._is_fetching, self._hung_up = False, None
         declared = headers.get("content-digest", "")

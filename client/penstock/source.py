@@ -121,8 +121,8 @@ class Source:
                 if not missing:
                     raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
                 if frames[0].address != (*own, missing[0]):
-                    why = "" if frames[0].address.spec == spec.digest else f", of other parameters. {_CACHE}"
-                    raise WireError(f"the batch of step {missing[0]} was asked for, but another came{why}")
+                    why = "" if frames[0].address.spec == spec.digest else ", of other parameters"
+                    raise WireError(f"the batch of step {missing[0]} was asked for, but another came{why}. {_CACHE}")
                 yield frames
                 missing = missing[len(frames) :]
             if missing:

@@ -208,11 +208,13 @@ class Transport:
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
         reasons = "; ".join(f"{server}: {failure}".removesuffix(".") for server, failure in failures.items())
+        is_silent = any(isinstance(failure, Fault) and failure.is_silence for failure in failures.values())
+        advice = "Start the server (penstock serve DATA_DIR) or correct the address; a" if is_silent else "A"
         return ServerUnavailable(
             without_passwords(
                 f"no answer within retry_seconds={self._retry_seconds:g} from {', '.join(self._servers.addresses)}; the last "
-                f"attempts failed with {reasons}. Start the server (penstock serve DATA_DIR) or correct the address; a run "
-                f"resumes from its last checkpoint."
+                f"attempts failed with {reasons.removesuffix('?')}{'?' if reasons.endswith('?') else '.'} {advice} run resumes "
+                f"from its last checkpoint."
             )
         )
 

@@ -26,6 +26,7 @@ _TELL_SECONDS = 0.25  # while nobody connects
 _HUNG_SECONDS = 1.0  # after which one that tells nothing is not waited for
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_ROOM_SECONDS = 1.0  # in which the others take what it cannot
+_SAY_AGAIN_SECONDS = 60.0  # that there is no room
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ async def accept_in_turn(
     """For ever: takes connections from a socket, a protocol each. `connections` are those that are open."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
-    num_looks = 0
+    num_looks, said_at = 0, -math.inf
     while True:
         opening = list[Coroutine[Any, Any, Any]]()
         pause = _LOOK_SECONDS
@@ -80,10 +81,12 @@ async def accept_in_turn(
             pause = 0.0  # nobody waits any more
         except OSError as error:  # of some who connect and go, or this process can hold no more
             if error.errno in _NO_ROOM:
-                log.warning(
-                    "no connection can be taken: %s. Those that wait are taken later, or by another process if there is one. "
-                    "If this lasts, raise the limit of open files (ulimit -Hn), or add a server.", error,
-                )  # fmt: skip
+                if time.monotonic() - said_at >= _SAY_AGAIN_SECONDS:
+                    said_at = time.monotonic()
+                    log.warning(
+                        "no connection can be taken: %s. Those that wait are taken later, or by another process if there is "
+                        "one. If this lasts, raise the limit of open files (ulimit -Hn), or add a server.", error,
+                    )  # fmt: skip
                 seat.leave()
                 pause = _NO_ROOM_SECONDS
         # Both at a time: of a busy process each turn of the loop takes long, and a crowd waits.

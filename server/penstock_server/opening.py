@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection
 
@@ -22,7 +23,8 @@ def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
         cache = CacheFolder(settings.cache_dir, settings.cache_bytes)
     except OSError as error:
         raise SettingsError(
-            f"the cache folder {settings.cache_dir} cannot be used: {error.strerror}. Name another with --cache-dir."
+            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Give it "
+            f"to that user, or name another with --cache-dir."
         ) from error
     store = BlockStore(cache, settings.num_decoders)
     return store, open_catalog(settings.data_dir, settings.tokenizer, store)

@@ -30,6 +30,7 @@ class Compose:
         self._environment = {
             "COMPOSE_PROJECT_NAME": f"penstock-test-{port}", "PENSTOCK_PORT": str(port), "PENSTOCK_DATA": str(data),
             "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_CACHE_BYTES": "300MB",
+            "PENSTOCK_SAMPLE": "" if tokenizer else "yes",
         }  # fmt: skip
         if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
             self._environment["DOCKER_BUILDKIT"] = "0"  # an older engine builds by itself

@@ -293,14 +293,26 @@ def test_the_image_serves_a_sample_where_the_data_folder_is_empty_and_there_alon
     command.chmod(0o755)
     script = (Path(__file__).parents[2] / "docker" / "serve.sh").read_text().replace("/data", str(data))
 
-    def start() -> subprocess.CompletedProcess[str]:
-        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        return subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=env, check=False)
+    def start(**variables: str) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables
+        # Root may enter any folder, but for without its capabilities.
+        rights = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"] if os.geteuid() == 0 else []
+        return subprocess.run([*rights, "sh", "-c", script], capture_output=True, text=True, env=env, check=False)
 
     (data / ".gitkeep").touch()
     (data / "back").symlink_to(data)
     (data / "itself").symlink_to(data / "itself")
     assert start().stdout.splitlines()[1:] == ["penstock sample /tmp/sample", "penstock serve /tmp/sample"]
+    away = start(PENSTOCK_SAMPLE="no")
+    assert (away.returncode, away.stdout) == (2, "")
+    assert f"{data} is empty: is the disk with the data away" in away.stderr
+    (data / "closed").mkdir(mode=0)
+    for folder, mode in ((data / "closed", 0), (data / "closed", 0o400), (data, 0o600)):
+        folder.chmod(mode)
+        hidden = start()
+        assert (hidden.returncode, hidden.stdout) == (2, "")
+        assert hidden.stderr == f"{folder} cannot be read by user {os.getuid()}: mend its permissions\n"
+        folder.chmod(0o755)
     (data / "deep").mkdir()
     (data / "deep" / "lines.jsonl").touch()
     refused = start()

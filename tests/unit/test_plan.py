@@ -102,5 +102,6 @@ def test_smaller_windows_are_advised_where_they_fit_and_still_mix(
     tmp_path: Path, rows_per_group: int, budget_mib: int, told: list[str]
 ) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[rows_per_group] * 100]})
-    plan.members[0].blocks.cache.budget_bytes = budget_mib << 20
+    cache = plan.members[0].blocks.cache
+    cache.budget_bytes = cache.configured_bytes = budget_mib << 20
     assert [sentence.partition("for nearly every batch. ")[2] for sentence in advice_on_run(plan)] == told

@@ -10,6 +10,7 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
+from penstock.answers import doubt
 from penstock.aside import ask_aside, by_proxy, plain_address
 from penstock.commands.address import Address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
@@ -35,6 +36,8 @@ def greet(server: str) -> dict[str, Any]:
         greeting = response.json()
     except ValueError:
         greeting = None
+    if response.status_code in (401, 407):
+        raise PenstockError(f"{server} answers {response.status_code}. {doubt(server, response.status_code, '')}")
     if response.status_code != 200 or not isinstance(greeting, dict) or greeting.get("status") != "ok":
         raise PenstockError(
             f"{server} answers, but not as a penstock server does: /healthz gave status {response.status_code}. Correct the "

@@ -83,16 +83,18 @@ def _of_guessed_eos(served: Served) -> str | None:
 
 def _of_large_windows(plan: Plan) -> str | None:
     """What follows from a cache that has no room for a window; None if it has."""
-    needed, budget = plan.window_bytes, plan.members[0].blocks.cache.budget_bytes
+    cache = plan.members[0].blocks.cache
+    needed, budget = plan.window_bytes, cache.budget_bytes
     if needed <= budget:
         return None
     # Room for a window and the next, which is loaded ahead; a window is whole blocks.
     fits = min(plan.spec.window, sum(plan.sizes)) * budget // needed // 2
     has_small_blocks = 8 * max(member.snapshot.largest_block_bytes for member in plan.members) <= budget
+    way_out = "Raise --cache-bytes" if budget == cache.configured_bytes else "Free disk space"
     or_less = f", or use smaller windows: window={fits}" if fits >= _SMALL_WINDOW and has_small_blocks else ""
     return (
         f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, but its "
-        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. Raise --cache-bytes{or_less}."
+        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. {way_out}{or_less}."
     )
 
 

@@ -209,6 +209,11 @@ class Dataset:
         before, snapshot = self._held.latest, reading.snapshot()
         if before and before.snapshot.shards == snapshot.shards and before.snapshot.recipe.is_like(snapshot.recipe):
             return before
+        if before and before.blocks.quarantine.num_unread_groups:
+            log.warning(
+                "%s: shards have changed or have new dates: what could not be read of them is no longer listed, but tried again "
+                "when it is next asked for", self.name,
+            )  # fmt: skip
         return self._serve(snapshot)
 
     def _refuse(self, reason: str, reading: Reading | None, sight: Sight) -> None:

@@ -223,6 +223,6 @@ class BlockStore:
         except Problem as problem:
             if any(number in wanted.futures for number in asked):
                 raise
-            log.warning("what was asked for is served, but not all of its row group can be: %s", problem)
+            log.warning("what was asked for is served; reading on in its row group failed: %s", problem)
         finally:
             batches.close()
