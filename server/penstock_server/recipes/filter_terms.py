@@ -239,7 +239,7 @@ def cast(term: Term, type_: pa.DataType) -> Term:
     if term.literal is None:
         return Term(value=term.value.cast(type_, safe=False), type=type_)
     if not is_text(term.type):
-        return literal(pa.scalar(term.literal.as_py(), type_))
+        return literal(pc.cast(term.literal, type_, safe=False))  # past 2^53 to the nearest float, as columns are
     try:
         return literal(pc.cast(term.literal, type_))
     except pa.ArrowInvalid as error:
