@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -248,6 +249,49 @@ def test_rows_and_shards_of_another_schema_are_refused(tmp_path: Path) -> None:
             parse_filter(condition, SCHEMA).keep(other.to_batches()[0])
         with pytest.raises(FilterError, match="other.parquet"):
             parse_filter(condition, SCHEMA).groups_that_may_match(path, pa.OSFile(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("condition", "first", "rows", "kept"),
+    [
+        ("x > 2", pa.int64(), one(pa.float64(), 3.0, math.nan, None), [True, False, False]),
+        ("x > 2", pa.int64(), one(pa.float64(), 2.5, 2.0, None), [True, False, False]),
+        ("not x > 2", pa.int64(), one(pa.float64(), 3.0, math.nan, 1.5), [False, False, True]),
+        ("x = 3 or x is null", pa.float64(), one(pa.int8(), 3, 2, None), [True, False, True]),
+        ("x > 2", pa.int64(), one(pa.uint64(), 2**64 - 1, 1, None), [True, False, False]),
+        ("x in (2, 3)", pa.int64(), one(pa.decimal128(9, 2), 3, 1, None), [True, False, False]),
+        ("x = 'b'", pa.string(), one(pa.string_view(), "b", "a", None), [True, False, False]),
+        ("x = 'b'", pa.string_view(), one(pa.dictionary(pa.int8(), pa.large_string()), "b", "a", None), [True, False, False]),
+        ("x > 2 or x is null", pa.int64(), one(pa.null(), None), [True]),
+        ("x % 2 = 1", pa.int64(), one(pa.float64(), 3.0, 2.0, None), [True, False, False]),
+    ],
+)
+def test_rows_of_other_types_than_in_the_first_shard_are_kept_by_their_own(
+    tmp_path: Path, condition: str, first: pa.DataType, rows: pa.RecordBatch, kept: list[bool]
+) -> None:
+    found = parse_filter(condition, pa.schema({"x": first}))
+    found.check(rows.schema)
+    assert found.keep(rows).tolist() == kept
+    pq.write_table(pa.table(rows), path := tmp_path / "rows.parquet", row_group_size=1)
+    groups = found.groups_that_may_match(path, pa.OSFile(str(path)))
+    assert set(np.flatnonzero(kept).tolist()) <= set(groups)
+
+
+def test_row_groups_are_ruled_out_by_statistics_of_another_type_than_in_the_first_shard(tmp_path: Path) -> None:
+    found = parse_filter("x > 2", pa.schema({"x": pa.int64()}))
+    for type_, values in ((pa.float64(), [1.5, 2.5, math.nan]), (pa.uint64(), [1, 2**64 - 1, None])):
+        pq.write_table(pa.table(one(type_, *values)), path := tmp_path / "rows.parquet", row_group_size=1)
+        groups = found.groups_that_may_match(path, pa.OSFile(str(path)))
+        assert 0 not in groups
+        assert 1 in groups
+
+
+def test_a_schema_that_the_filter_cannot_be_used_on_is_refused_with_the_types() -> None:
+    found = parse_filter("text = 'x' and ok", SCHEMA)
+    found.check(pa.schema({"ok": pa.bool_(), "text": pa.string_view()}))
+    told = "the filter \"text = 'x' and ok\" fails: .*; text is int8 here and string in the first shard\\."
+    with pytest.raises(FilterError, match=told):
+        found.check(pa.schema({"text": pa.int8(), "ok": pa.bool_()}))
 
 
 def test_filters_of_one_text_are_equal() -> None:

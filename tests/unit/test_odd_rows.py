@@ -180,6 +180,23 @@ def test_rows_whose_text_is_stored_as_views_are_filtered_and_split(data: Path, c
     assert sum(rows.sum() for rows in blocks.rows_of_shards()) == len(kept)
 
 
+@pytest.mark.parametrize("other", [[3.0, None, 2.5], pa.array([2**64 - 1, 2, 7], pa.uint64())])
+def test_a_filter_reads_each_shard_by_its_own_types(data: Path, other: Any) -> None:
+    ids = pa.array([[1], [2], [3]], IDS)
+    write(data, 'filter = "n > 2"', {"tokens": ids, "n": [1, 2, 3]}, {"tokens": ids, "n": other})
+    blocks = open_blocks(data)
+    assert [block.rows.tolist() for block in blocks.get([0, 1])] == [[2], [0, 2]]
+    assert [rows.sum() for rows in blocks.rows_of_shards()] == [1, 2]
+
+
+def test_a_shard_that_a_filter_cannot_be_used_on_is_refused_when_it_is_opened(data: Path) -> None:
+    ids = pa.array([[1], [2], [3]], IDS)
+    write(data, "filter = \"n > '2'\"", {"tokens": ids, "n": ["1", "2", "3"]}, {"tokens": ids, "n": [1, 2, 3]})
+    told = r"part-1\.parquet: the filter .* fails: .*; n is int64 here and string in the first shard\. Give all shards of"
+    with pytest.raises(DatasetRefused, match=told):
+        open_snapshot(data, None)
+
+
 def test_a_filter_moves_no_row_to_the_other_split(data: Path) -> None:
     splits = []
     for condition in ("", 'filter = "n > 4"\n'):

@@ -8,6 +8,7 @@ A row is kept where the condition is true; where it is false or null, the datase
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +19,31 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from penstock_server.recipes.filter_sql import FilterError, Meaning, parse
+from penstock_server.recipes.filter_terms import Term
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:
-    """A condition on rows, bound to the columns of one schema.
+    """A condition on rows, by the types that they have: a column of integers may be one of floats in another shard.
 
-    `columns` are the top-level columns that it reads. `expression` is true, false or null of each row. Every row of which
-    it is true is in `bounds`, which is made of columns and literals alone: what statistics can speak of.
+    `columns` are the top-level columns that it reads, `types` theirs in the first shard.
     """
 
     text: str
     columns: tuple[str, ...]
-    expression: pc.Expression = field(compare=False, repr=False)
-    bounds: pc.Expression = field(compare=False, repr=False)
+    types: tuple[pa.DataType, ...] = field(compare=False, repr=False)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Whether the filter can be used on a shard of this schema, which has its columns. Raises FilterError: it cannot."""
+        types = tuple(schema.field(name).type for name in self.columns)
+        if types == self.types:
+            return
+        try:
+            self.keep(_nulls(self.columns, types))
+        except FilterError as error:
+            others = [at for at in zip(self.columns, types, self.types, strict=True) if at[1] != at[2]]
+            told = ", ".join(f"{name} is {type_} here and {first} in the first shard" for name, type_, first in others)
+            raise FilterError(f"{str(error).rstrip('.')}; {told}.") from error
 
     def keep(self, rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:
         """Which rows are kept, shape [num_rows].
@@ -40,8 +52,8 @@ class Filter:
         whose case is changed is not valid UTF-8.
         """
         try:
-            table = pa.Table.from_batches([rows.select(list(self.columns))])
-            return _evaluate(table, self.expression)
+            rows = rows.select(list(self.columns))
+            return _evaluate(pa.Table.from_batches([rows]), self._condition(rows.schema).value)
         except (pa.ArrowException, KeyError) as error:
             raise FilterError(f"the filter {self.text!r} fails: {_reason(error)}.") from error
 
@@ -52,10 +64,15 @@ class Filter:
         """
         fragment = ds.ParquetFileFormat().make_fragment(file)
         try:
-            matching = fragment.subset(filter=self.bounds, schema=fragment.physical_schema)
-        except pa.ArrowException as error:
+            schema = fragment.physical_schema
+            matching = fragment.subset(filter=self._condition(schema).true_in, schema=schema)
+        except (pa.ArrowException, KeyError) as error:
             raise FilterError(f"the filter {self.text!r} fails on {path}: {_reason(error)}.") from error
         return [group.id for group in matching.row_groups]
+
+    def _condition(self, schema: pa.Schema) -> Term:
+        """What the filter means by the types of this schema. Raises KeyError: it lacks a column."""
+        return _bound(self.text, self.columns, tuple(schema.field(name).type for name in self.columns), self.types)
 
 
 def parse_filter(text: str, schema: pa.Schema) -> Filter:
@@ -64,13 +81,32 @@ def parse_filter(text: str, schema: pa.Schema) -> Filter:
     Raises FilterError: it is no condition, reads a column that is not there, or compares what cannot be compared.
     """
     meaning = Meaning(schema)
-    condition = meaning.condition(parse(text))
+    meaning.condition(parse(text))
     if not meaning.columns:
         raise FilterError(f"the filter {text!r} reads no column, so it keeps all rows or none.")
-    found = Filter(text=text, columns=tuple(meaning.columns), expression=condition.value, bounds=condition.true_in)
-    # One row of nulls, not none: what only the data would show, as times with and without a zone, is found as well.
-    found.keep(pa.record_batch({name: pa.nulls(1, schema.field(name).type) for name in found.columns}))
+    columns = tuple(meaning.columns)
+    found = Filter(text=text, columns=columns, types=tuple(schema.field(name).type for name in columns))
+    found.keep(_nulls(columns, found.types))
     return found
+
+
+@lru_cache(maxsize=256)
+def _bound(text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...], first: tuple[pa.DataType, ...]) -> Term:
+    """What a text means by the types of its columns, or, where that is nothing, by those that they have in the first shard.
+
+    So whole numbers that are stored as floats are still calculated with as in the first shard, and their remainder is taken.
+    """
+    try:
+        return Meaning(pa.schema(list(zip(columns, types, strict=True)))).condition(parse(text))
+    except FilterError:
+        if types == first:
+            raise
+        return _bound(text, columns, first, first)
+
+
+def _nulls(columns: tuple[str, ...], types: tuple[pa.DataType, ...]) -> pa.RecordBatch:
+    """One row of nulls, not none: what only the data would show, as times with and without a zone, is found as well."""
+    return pa.record_batch({name: pa.nulls(1, type_) for name, type_ in zip(columns, types, strict=True)})
 
 
 def _evaluate(table: pa.Table, expression: pc.Expression) -> npt.NDArray[np.bool_]:

@@ -167,9 +167,11 @@ class Recipe:
         return mine == theirs
 
     def check(self, schema: pa.Schema) -> None:
-        """Whether a shard of this schema has all that is read. Raises FieldError: it has not."""
+        """Whether a shard of this schema has all that is read. Raises FieldError, FilterError: it has not."""
         for name in self.selecting_columns:
             Field.parse(name, schema)
+        if self.filter:
+            self.filter.check(schema)
         if self.split_by and self.split_type:
             self._check_split(self.split_by, self.split_type, schema)
         if not self.transform:  # what it makes of the columns is seen when a block is made

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.fields import FieldError
+from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.recipe import Recipe
 
 _MAGIC = b"PAR1"
@@ -166,9 +167,10 @@ def _footer(path: Path, file: BinaryIO) -> tuple[pq.FileMetaData, pa.Schema]:
 def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
     try:
         recipe.check(schema)
-    except FieldError as error:
+    except (FieldError, FilterError) as error:
+        said = str(error).rstrip(".")
         raise DatasetRefused(
-            f"{path}: {error}. Give all shards of a dataset the same columns, mend penstock.toml, or move this one to a folder "
+            f"{path}: {said}. Give all shards of a dataset the same columns, mend penstock.toml, or move this one to a folder "
             f"of its own."
         ) from error
 
