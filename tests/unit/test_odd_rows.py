@@ -216,6 +216,41 @@ def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
     assert sum(rows.sum() for rows in blocks.rows_of_shards()) == 2
 
 
+@pytest.mark.parametrize("storage", [pa.string(), pa.large_string(), pa.string_view()])
+@pytest.mark.parametrize("text", ["text", "{text}"])
+def test_json_of_arrows_own_type_is_text(data: Path, storage: pa.DataType, text: str) -> None:
+    texts = pa.array(["fox", "the", None, "dog"], storage)
+    keys = f"text = '{text}'\nfilter = \"text <> 'the'\"\ncolumns = ['text']\nsplit_by = 'text'\nvalidation = 0.5"
+    found = []
+    for stored in (texts, pa.ExtensionArray.from_storage(pa.json_(storage), texts)):
+        write(data, keys, {"text": stored})
+        blocks = open_blocks(data)
+        [block] = blocks.get([0])
+        assert block.columns["text"].to_pylist() == ["fox", "dog"]
+        assert sum(rows.sum() for rows in blocks.rows_of_shards()) == 2
+        snapshot = open_snapshot(data, data / "../tokenizer.json")
+        assert [tensor.dtype for tensor in tensors_of([snapshot], Spec()) if tensor.name == "text"] == ["utf8"]
+        found.append((rows_of(block), block.splits.tolist()))
+    assert found[0] == found[1]
+
+
+def test_a_column_called_text_of_arrows_json_needs_no_recipe(data: Path) -> None:
+    write(data, "", {"text": pa.ExtensionArray.from_storage(pa.json_(), pa.array(["fox", ""]))})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "text is empty"}
+
+
+def test_a_chat_and_its_tools_may_be_arrows_json(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    texts = {"messages": json.dumps(ASKED), "tools": json.dumps([FIND])}
+    found = []
+    for stored in (pa.string(), pa.json_()):
+        write(data, "", {name: pa.array([text], pa.string()).cast(stored) for name, text in texts.items()})
+        [block] = open_blocks(data).get([0])
+        found.append(rows_of(block))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "type_",
     [pa.timestamp("ns"), pa.timestamp("ns", "UTC"), pa.timestamp("us"), pa.duration("ns"), pa.time64("ns"), pa.date32()],

@@ -10,7 +10,9 @@ import pyarrow as pa
 
 
 def is_text(type_: pa.DataType) -> bool:
-    """Whether a column of this type holds text."""
+    """Whether a column of this type holds text. JSON is text, also where Arrow has a type of its own for it."""
+    if isinstance(type_, pa.BaseExtensionType):
+        return is_text(type_.storage_type)
     if pa.types.is_dictionary(type_):
         return is_text(type_.value_type)
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))

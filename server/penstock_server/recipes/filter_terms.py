@@ -17,6 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock_server.recipes.column_types import is_text as is_text_column
+
 Comparison = Callable[[Any, Any], pc.Expression]
 
 _OPPOSITES: dict[Comparison, Comparison] = {
@@ -98,6 +100,8 @@ def number(value: float) -> Term:
 def column(path: Sequence[str], type_: pa.DataType) -> Term:
     """A column, or a field of a struct column."""
     value = pc.field(*path)
+    if isinstance(type_, pa.BaseExtensionType) and is_text_column(type_):  # whose statistics Arrow does not compare
+        return Term(value=value.cast(pa.large_string()), type=pa.large_string())
     if pa.types.is_dictionary(type_):
         type_ = type_.value_type
         value = value.cast(type_)
