@@ -230,6 +230,20 @@ def test_times_are_compared_with_times_of_their_kind_alone() -> None:
         parse_filter("at = '00:00:03'", pa.schema({"at": pa.time32("s")}))
 
 
+@pytest.mark.parametrize("zone", ["UTC", "+02:00"])
+@pytest.mark.parametrize(
+    ("said", "way_out"), [("2024-01-01", "2024-01-01T00:00:00Z"), ("2024-01-01 10:00:00.5", "2024-01-01 10:00:00.5Z")]
+)
+def test_a_time_without_the_zone_that_its_column_has_is_refused_with_one_that_works(zone: str, said: str, way_out: str) -> None:
+    schema = pa.schema({"there": pa.timestamp("us", zone)})
+    told = f"{pa.timestamp('us', zone)}, which it is not: its zone is missing. A time in UTC is written as '{way_out}'."
+    with pytest.raises(FilterError, match=re.escape(told)):
+        parse_filter(f"there >= '{said}'", schema)
+    parse_filter(f"there >= '{way_out}'", schema)
+    with pytest.raises(FilterError, match=r"which it is not\.$"):
+        parse_filter("there >= 'soon'", schema)
+
+
 def test_a_calculation_past_64_bits_is_an_error_and_not_another_number() -> None:
     with pytest.raises(FilterError, match="does not fit 64 bits"):
         parse_filter("big * 2 < 0", SCHEMA).keep(pa.RecordBatch.from_pylist([{"big": 2**62}], SCHEMA))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -247,7 +248,8 @@ def cast(term: Term, type_: pa.DataType) -> Term:
     try:
         return literal(pc.cast(term.literal, type_))
     except pa.ArrowInvalid as error:
-        raise Mismatch(f"takes {term.literal.as_py()!r} for a {type_}, which it is not") from error
+        text = term.literal.as_py()
+        raise Mismatch(f"takes {text!r} for a {type_}, which it is not{_zone_hint(text, type_)}") from error
     except pa.ArrowNotImplementedError as error:
         raise Mismatch(f"compares a {type_} with a text, and pyarrow reads no text as one") from error
 
@@ -264,6 +266,17 @@ def _can_become(term: Term, type_: pa.DataType) -> bool:
     if term.literal is None:
         return pa.types.is_null(term.type) and not pa.types.is_nested(type_)
     return is_text(term.type) and pa.types.is_temporal(type_)
+
+
+def _zone_hint(text: str, type_: pa.DataType) -> str:
+    """How to write a time that lacks nothing but the zone that its type has; "" for any other text."""
+    if not (pa.types.is_timestamp(type_) and type_.tz):
+        return ""
+    for zoned in (f"{text}Z", f"{text}T00:00:00Z"):
+        with suppress(pa.ArrowInvalid):
+            pc.cast(pa.scalar(zoned), type_)
+            return f": its zone is missing. A time in UTC is written as '{zoned}'"
+    return ""
 
 
 def _way_out(a: Term, b: Term) -> str:
