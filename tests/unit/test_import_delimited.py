@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from importing import imported, types_of
-from penstock_server.importing import delimited
+from penstock_server.importing import rows as rows_module
 from penstock_server.importing.source import ImportRefused
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(
@@ -56,7 +56,7 @@ def test_every_row_comes_back_with_empty_fields_null(
     header = ["text", "words", "whole", "decimal"]
     path = write(folder / ("x.tsv" if tabs else "x.csv"), header, rows, "\t" if tabs else ",")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delimited, "_FIRST_BLOCK_BYTES", block_bytes)
+        patch.setattr(rows_module, "_BLOCK_BYTES", block_bytes)
         table = imported(folder / "out", path, text=["words"])
     expected = [tuple(None if value == "" else value for value in row) for row in rows]
     assert [tuple(row.values()) for row in table.to_pylist()] == expected
@@ -94,6 +94,53 @@ def test_a_column_is_of_numbers_only_if_nothing_is_lost_by_it(tmp_path: Path, fi
     assert table.column("a").to_pylist() == read
 
 
+FIELDS = st.lists(st.sampled_from(['"', ",", "\t", "\r", "\n", "\r\n", "x", "é", "\ufeff"]), min_size=1).map("".join)
+
+
+@given(
+    rows=st.lists(st.tuples(FIELDS, FIELDS), min_size=1, max_size=5), block_bytes=st.integers(1, 9), line_break=st.booleans()
+)
+def test_line_breaks_and_quotes_come_back_wherever_a_block_ends(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], block_bytes: int, line_break: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    path = write(folder / "x.csv", ["a", "b"], rows)
+    path.write_bytes(path.read_bytes() if line_break else path.read_bytes().removesuffix(b"\r\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "_BLOCK_BYTES", block_bytes)
+        table = imported(folder / "out", path, text=["a", "b"])
+    assert [tuple(row.values()) for row in table.to_pylist()] == rows
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz"])
+def test_a_line_break_between_two_blocks_is_kept_within_quotes(tmp_path: Path, name: str) -> None:
+    begin = b'text,n\r\n"'
+    first = b"x" * (2**20 - 1 - len(begin))
+    data = begin + first + b'\r\nSECOND LINE",1\r\n"b\r\nc",2\r\n'
+    (tmp_path / name).write_bytes(gzip.compress(data, mtime=0) if name.endswith("gz") else data)
+    table = imported(tmp_path / "out", tmp_path / name)
+    assert table.column("text").to_pylist() == [f"{first.decode()}\r\nSECOND LINE", "b\r\nc"]
+
+
+@pytest.mark.parametrize(
+    ("end", "field"),
+    [
+        (b'"he said ""a"""', 'he said "a"'),
+        (b'""""', '"'),
+        (b'"a\nb"', "a\nb"),
+        (b'5" or 6"', '5" or 6"'),
+        (b'5 "', '5 "'),
+        (b'x""', 'x""'),
+        (b'""', None),
+    ],
+)
+@pytest.mark.parametrize("line_break", [b"", b"\n", b"\r\n", b"\n\n"])
+def test_a_file_may_end_in_quotes(tmp_path: Path, end: bytes, field: str | None, line_break: bytes) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b'n,a\n1,"Once"\n2,' + end + line_break)
+    assert imported(tmp_path / "out", path).column("a").to_pylist() == ["Once", field]
+
+
 def test_a_number_column_that_turns_to_text_late_is_text_from_its_first_row(tmp_path: Path) -> None:
     rows = [(number, "x" * 90) for number in range(30_000)] + [("none", "y")]
     table = imported(tmp_path / "out", write(tmp_path / "x.csv", ["id", "text"], rows))
@@ -122,14 +169,12 @@ def test_compressed_files_byte_order_marks_and_blank_lines_do_not_matter(tmp_pat
     assert table.column("a").to_pylist() == [1] + [2] * 200_000
 
 
-def test_rows_larger_than_the_first_blocks_are_read_and_larger_ones_refused(tmp_path: Path) -> None:
+def test_rows_larger_than_what_is_read_at_a_time_are_read_and_larger_ones_refused(tmp_path: Path) -> None:
     rows = [("a" * 100,)] * 20_000 + [("b" * 3_900_000,), ("c",)]
     table = imported(tmp_path / "out", write(tmp_path / "x.csv", ["text"], rows))
     assert table.column("text").to_pylist() == [text for (text,) in rows]
     path = write(tmp_path / "y.csv", ["text"], [*rows, ("d" * 9_000_000,), ("e",)])
-    with pytest.raises(
-        ImportRefused, match=r"y.csv, after row 20,003: a row is longer than 4 MiB.*quote in it is never closed"
-    ):
+    with pytest.raises(ImportRefused, match=r"y.csv, line 20,004: the row is longer than 4 MiB.*quote in it is never closed"):
         imported(tmp_path / "more", path)
 
 
@@ -146,6 +191,10 @@ def test_rows_larger_than_the_first_blocks_are_read_and_larger_ones_refused(tmp_
         (b'1,"x\n2,y\n3,z\n', "line {1}: a quote is opened and never closed.*'x.n2,y.n3,z.n'"),
         (b'1,"x\n2,y\n3,z', "line {1}: a quote is opened and never closed"),
         (b'1,"x,y', "line {1}: a quote is opened and never closed"),
+        (b'1,"There was a ki', "line {1}: a quote is opened and never closed.*'There was a ki'"),
+        (b'1,"There was, ""a""', "line {1}: a quote is opened and never closed"),
+        (b'1,"a\nb"\n2,"There was ""a""\n', "line {3}: a quote is opened and never closed"),
+        (b'1,"', "line {1}: a quote is opened and never closed"),
         (b"1,x\n2,y\xff\n", "line {2}: it is not UTF-8.*iconv"),
     ],
 )
@@ -173,6 +222,9 @@ def test_a_wrong_row_is_named_with_its_line(tmp_path: Path, content: bytes, mess
         ),
         ("x.csv", b"a\tb\n1\t2\n", r"--delimiter '\\t', or --delimiter ','"),
         ("x.tsv", b"a,b\n1,2\n", r"--delimiter ',', or --delimiter '\\t'"),
+        ("x.csv", b'"a,b\n1,2\n', "line 1: a quote is opened and never closed"),
+        ("x.csv", b'\n\n"a\n,b\n1,2\n', "line 3: a quote is opened and never closed"),
+        ("x.csv", b"\r\n\n\r", "there is no column to import"),
         ("x.csv", b"a,\xff\n1,2\n", "line 1: it is not UTF-8"),
         ("x.csv", "a,b\n1,2\n".encode("utf-16"), "is UTF-16.*iconv"),
         ("x.csv", "a,b\n1,2\n".encode("utf-16-le"), "is UTF-16.*iconv"),

@@ -10,12 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 
-from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
-from penstock_server.importing.stream import Stream, opened, portions
+from penstock_server.importing.rows import Quoting, row_portions
+from penstock_server.importing.source import Advance, ImportRefused, Survey
+from penstock_server.importing.stream import opened, portions
 
 _ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the server takes for text without being told
-# pyarrow reads 32 blocks ahead of us, and a row that is larger than a block stops it: so blocks are small until one does.
-_FIRST_BLOCK_BYTES, _LARGEST_BLOCK_BYTES = 1 << 20, 4 << 20
 _DELIMITERS = (";", "\t", "|", ",")  # that a header of one column may have been meant to have
 _RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 # Numbers that the type gives back, but for digits far after the point: 007, and a whole number of twenty digits, are text.
@@ -23,10 +22,6 @@ _NUMBERS = {
     pa.int64(): r"^(0|-?[1-9][0-9]{0,17})$",
     pa.float64(): r"^-?((0|[1-9][0-9]{0,14})|(0|[1-9][0-9]{0,15})\.[0-9]+)([eE][-+]?[0-2]?[0-9]{1,2})?$",
 }
-
-
-class _RowTooLarge(ImportRefused):
-    """A row is larger than the blocks that are read."""
 
 
 class Delimited:
@@ -43,28 +38,19 @@ class Delimited:
         self._delimiter = delimiter or usual
         self._is_told = delimiter is not None
         self._text = {*_ALWAYS_TEXT, *text}
-        self._block_bytes = _FIRST_BLOCK_BYTES
+        self._quoting = Quoting(self._delimiter)
 
     def survey(self, advance: Advance) -> Survey:
         """The columns: int64 or float64 where all fields are such numbers, null where all are empty, else string.
 
         Raises ImportRefused: a row has more or fewer fields than the header, is not UTF-8, or ends in an open quote.
         """
-        while True:
-            try:
-                return self._survey(advance)
-            except _RowTooLarge:
-                if self._block_bytes >= _LARGEST_BLOCK_BYTES:
-                    raise
-                self._block_bytes *= 2
-
-    def _survey(self, advance: Advance) -> Survey:
         header = self._header()
         chosen = [name for name in header if self._columns is None or name in self._columns]
         fitting = {name: [] if name in self._text else list(_NUMBERS) for name in chosen}
         filled = set(self._text)
-        # The last column is read in any case: it shows whether the file ends within a quote.
-        for table in self._read(dict.fromkeys([*chosen, *header[-1:]], pa.string()), advance, header[-1] if header else None):
+        # All columns are read: what is not UTF-8 is so in a column that is not imported, too.
+        for table in self._read(dict.fromkeys(header, pa.string()), advance):
             for name in chosen:
                 column = table.column(name)
                 if column.null_count < len(column):
@@ -80,12 +66,13 @@ class Delimited:
     def _header(self) -> list[str]:
         """The names in the first row, none if there is no row."""
         with opened(self.path) as stream:
-            try:
-                names: list[str] = self._reader(stream, {}).schema.names
-            except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-                if "Empty CSV file" in str(error):
-                    return []
-                raise self._refusal(error, 0) from error
+            header = next(row_portions(self.path, stream, self._quoting), None)
+        if header is None:
+            return []
+        try:
+            names: list[str] = self._parsed(header, {}, 0).column_names
+        except UnicodeDecodeError as error:
+            raise self._refusal(error, 0) from error
         for name in names:
             if names.count(name) > 1:
                 raise self._refused("header", f"{names.count(name)} columns are called {name!r}", "Rename all but one")
@@ -99,38 +86,33 @@ class Delimited:
             )
         return names
 
-    def _read(self, types: Mapping[str, pa.DataType], advance: Advance, last: str | None = None) -> Iterator[pa.Table]:
-        """The rows with columns of these types; if `last` is the last column, a quote left open at the end is refused."""
+    def _read(self, types: Mapping[str, pa.DataType], advance: Advance) -> Iterator[pa.Table]:
+        """The rows with columns of these types."""
         if not types:
             return
-        num_rows, field = 0, ""
+        num_rows = 0
         with opened(self.path) as stream:
-            try:
-                for batch in self._reader(stream, types):
-                    yield pa.Table.from_batches([batch])
-                    num_rows += batch.num_rows
-                    field = batch.column(last)[-1].as_py() or "" if last and batch.num_rows else field
-                    advance(stream.position)
-            except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-                raise self._refusal(error, num_rows) from error
-            if ("\n" in field or self._delimiter in field) and not self._ends_with_quote():
-                begin = b'"' + _first_line_of(field)
-                raise self._refused(
-                    self._first_line(lambda line: begin in line) or f"row {num_rows + 1:,}",
-                    f"a quote is opened and never closed, and takes all that follows into one field: {field[:80]!r}",
-                    "Close it, or write it twice where it is meant",
-                )
+            for portion in row_portions(self.path, stream, self._quoting):
+                table = self._parsed(portion, types, num_rows)
+                yield table
+                num_rows += table.num_rows
+                advance(stream.position)
 
-    def _reader(self, stream: Stream, types: Mapping[str, pa.DataType]) -> pcsv.CSVStreamingReader:
-        return pcsv.open_csv(
-            stream.bytes,
-            read_options=pcsv.ReadOptions(use_threads=False, block_size=self._block_bytes),  # with threads no row has a number
-            # No handler of wrong rows: a thread of pyarrow's that lets it go when Python ends would abort Python.
-            parse_options=pcsv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
-            convert_options=pcsv.ConvertOptions(
-                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
-            ),
-        )
+    def _parsed(self, portion: bytes, types: Mapping[str, pa.DataType], num_rows: int) -> pa.Table:
+        """The rows of a portion, which so many are before."""
+        try:
+            return pcsv.read_csv(
+                pa.BufferReader(portion),
+                # With threads no row has a number.
+                read_options=pcsv.ReadOptions(use_threads=False, block_size=len(portion)),
+                # No handler of wrong rows: a thread of pyarrow's that lets it go when Python ends would abort Python.
+                parse_options=pcsv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
+                convert_options=pcsv.ConvertOptions(
+                    column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
+                ),
+            )
+        except pa.ArrowInvalid as error:
+            raise self._refusal(error, num_rows) from error
 
     def _refusal(self, error: Exception, num_rows: int) -> ImportRefused:
         if ragged := _RAGGED.search(str(error)):
@@ -138,14 +120,10 @@ class Delimited:
             begin, cut = _first_line_of(text.removesuffix(" ...")), text.endswith(" ...")
             begin = begin[:80] if cut else begin  # further on it may be cut within a character
             return self._refused(
-                self._first_line(lambda line: line.startswith(begin) if cut else line.rstrip(b"\r") == begin) or f"row {row}",
+                self._first_line(lambda line: line.startswith(begin) if cut else line.rstrip(b"\r") == begin)
+                or f"row {num_rows + int(row):,}",
                 f"the header has {expected} fields and this row {found}: {text[:80]!r}",
                 "Put quotes around a field with a delimiter or a line break in it, and close every quote; or remove the row",
-            )
-        if "straddling" in str(error):
-            return _RowTooLarge(
-                f"{self.path}, after row {num_rows + 1:,}: a row is longer than {self._block_bytes >> 20} MiB, the most that "
-                f"is read at a time. Nothing was written. Often a quote in it is never closed: close it, or split the row."
             )
         not_utf8 = self._first_line(_is_no_utf8)
         if not_utf8:
@@ -158,13 +136,6 @@ class Delimited:
 
     def _refused(self, place: str, what: str, advice: str) -> ImportRefused:
         return ImportRefused(f"{self.path}, {place}: {what}. Nothing was written. {advice}.")
-
-    def _ends_with_quote(self) -> bool:
-        last = b""
-        with opened(self.path) as stream:
-            while block := stream.bytes.read(TABLE_BYTES):
-                last = block.rstrip()[-1:] or last
-        return last == b'"'
 
     def _first_line(self, is_it: Callable[[bytes], bool]) -> str | None:
         """The place of the first line for which this holds."""
