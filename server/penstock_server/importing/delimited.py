@@ -18,9 +18,18 @@ _ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the 
 _DELIMITERS = (";", "\t", "|", ",")  # that a header of one column may have been meant to have
 _RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 # Numbers that the type gives back, but for digits far after the point: 007, and a whole number of twenty digits, are text.
+# float64 holds 15 digits of any number between 1e-307 and 1e308, whole numbers below 9.007e15, and their halves below 4.5e15.
+_FLOATS = (
+    r"0(\.0+)?([eE][-+]?[0-9]{1,3})?",
+    r"0\.0{0,99}[1-9][0-9]*([eE][-+]?0?[0-9]{1,2})?",
+    r"[1-9][0-9]{0,14}(\.[0-9]+)?([eE][-+]?0?[0-9]{1,2})?",
+    r"[1-9](\.[0-9]+)?[eE][-+]?[12][0-9]{2}",
+    r"[1-3][0-9]{15}\.[0-9]+",
+    r"[4-8][0-9]{15}\.0+",
+)
 _NUMBERS = {
     pa.int64(): r"^(0|-?[1-9][0-9]{0,17})$",
-    pa.float64(): r"^-?((0|[1-9][0-9]{0,14})|(0|[1-9][0-9]{0,15})\.[0-9]+)([eE][-+]?[0-2]?[0-9]{1,2})?$",
+    pa.float64(): rf"^-?({'|'.join(_FLOATS)})$",
 }
 
 
