@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from penstock_server.importing.columns import ColumnsDiffer, merge, normal_schema, wide_columns
-from penstock_server.importing.members import BYTE_ORDER_MARK, rewrite
+from penstock_server.importing.members import rewrite
 from penstock_server.importing.rounding import find_inexact, float_columns
 from penstock_server.importing.source import Advance, ImportRefused, Survey
-from penstock_server.importing.stream import Portion, opened, portions
+from penstock_server.importing.stream import BYTE_ORDER_MARK, Portion, opened, portions
 
 T = TypeVar("T")
 _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)

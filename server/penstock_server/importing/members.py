@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Collection, Iterator
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what Windows writes before UTF-8
+from penstock_server.importing.stream import BYTE_ORDER_MARK
+
 _DECODER = json.JSONDecoder()
 _MARK = re.compile(r"[ \t\r]*([{}:,])[ \t\r]*")
 

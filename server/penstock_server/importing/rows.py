@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock_server.importing.source import ImportRefused
-from penstock_server.importing.stream import Stream
+from penstock_server.importing.stream import BYTE_ORDER_MARK, Stream
 
 _BLOCK_BYTES = 1 << 20
 _LARGEST_ROW_BYTES = 4 << 20  # a longer one is refused: memory must be bounded
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Quoting:
@@ -40,7 +39,7 @@ def row_portions(path: Path, stream: Stream, quoting: Quoting) -> Iterator[bytes
     """
     # The byte before a row is a line break, also before the first; so many of them, so many lines have begun.
     header, num_lines, at_end = b"", 0, False
-    rest = b"\n" + stream.bytes.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
+    rest = b"\n" + stream.bytes.read(len(BYTE_ORDER_MARK)).removeprefix(BYTE_ORDER_MARK)
     while not at_end:
         block = stream.bytes.read(_BLOCK_BYTES)
         at_end = not block

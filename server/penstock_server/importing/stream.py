@@ -15,6 +15,7 @@ from penstock_server.importing.source import TABLE_BYTES, ImportRefused
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # which such a file begins with
 _UNREAD = {"bzip2": b"BZh", "xz": b"\xfd7zX", "zip": b"PK\x03\x04"}  # other ways to compress
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what Windows writes before UTF-8
 _LARGEST_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
 _FIRST_PORTION_BYTES = 64 << 10
 
