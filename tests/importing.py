@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock_server.importing.rows import Kind
 from penstock_server.importing.run import Import
 from penstock_server.importing.shards import Shape
 
@@ -32,13 +33,21 @@ def imported(
     columns: Sequence[str] | None = None,
     text: Sequence[str] = (),
     delimiter: str | None = None,
+    quoting: Kind = "doubled",
     shape: Shape | None = None,
     overwrite: bool = False,
 ) -> pa.Table:
     """What an import of the files wrote."""
     shape = shape or Shape()
     Import(
-        files=files, out_dir=out_dir, columns=columns, text=text, delimiter=delimiter, shape=shape, overwrite=overwrite
+        files=files,
+        out_dir=out_dir,
+        columns=columns,
+        text=text,
+        delimiter=delimiter,
+        quoting=quoting,
+        shape=shape,
+        overwrite=overwrite,
     ).run()
     return read_back(out_dir)
 

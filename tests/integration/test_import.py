@@ -160,6 +160,16 @@ def test_progress_is_shown_on_a_terminal_in_bytes(tmp_path: Path) -> None:
     assert re.search(r"2/2 shards: 100%", shown)
 
 
+def test_how_csv_is_quoted_is_told_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_text('text\tn\n"Hello," he said.\t1\n')
+    refused = run(path, tmp_path / "out")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith(f"penstock import: {path}, line 2: text follows the quote that closes a field")
+    assert run(path, tmp_path / "out", "--quoting", "none").returncode == 0
+    assert read_back(tmp_path / "out").to_pylist() == [{"text": '"Hello," he said.', "n": 1}]
+
+
 def test_whole_numbers_that_lose_digits_are_warned_of_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"id": 18446744073709551615, "n": 9223372036854775807}\n{"id": 1, "n": 2}\n')

@@ -262,10 +262,85 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path, name: str, content: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'"Hello," he said.\t1\n', 'line {1}: text follows the quote that closes a field: \'"Hello," he said.'),
+        (b'"Hello," he said.\t1', "line {1}: text follows the quote that closes a field"),
+        (b'x\t1\n"a\nb""c" \t2\n"a \\" b"\t3\n', "line {4}: text follows the quote that closes a field"),
+        (b'x\t"1\ny\t"2"\n' + b"z\t3\n" * 2_000_000, "line {2}: text follows the quote that closes a field"),
+    ],
+)
+def test_text_behind_a_closing_quote_is_refused_with_the_ways_out(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "x.tsv"
+    path.write_bytes(b"text\tn\n" + b'"a"  \t"b"\n' * 200_000 + content)
+    place, what = message.split(": ", 1)
+    line = int(place.removeprefix("line {").removesuffix("}")) + 200_001
+    with pytest.raises(ImportRefused, match=f"{path}, line {line:,}: {what}.*--quoting none.*--quoting backslash"):
+        imported(tmp_path / "out", path)
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        (b'"A\t1\nB"\t2\nC\t3', [('"A', 1), ('B"', 2), ("C", 3)]),
+        (b'"Hello," he said.\t1\n"\t2\n""\t3\r\n\\"\t4\n', [('"Hello," he said.', 1), ('"', 2), ('""', 3), ('\\"', 4)]),
+    ],
+)
+def test_without_quoting_a_quote_is_a_character(tmp_path: Path, content: bytes, rows: list[tuple[str, int]]) -> None:
+    (tmp_path / "x.tsv").write_bytes(b"text\tn\n" + content)
+    table = imported(tmp_path / "out", tmp_path / "x.tsv", quoting="none")
+    assert [tuple(row.values()) for row in table.to_pylist()] == rows
+
+
+@given(
+    rows=st.lists(st.tuples(st.lists(st.sampled_from([*'",\t\r\n\\x'])).map("".join), st.just("y")), min_size=1),
+    style=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONE]),
+    block_bytes=st.integers(1, 9),
+)
+def test_behind_backslashes_all_comes_back_wherever_a_block_ends(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], style: int, block_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    if style == csv.QUOTE_NONE:  # a line break behind a backslash is kept, a CRLF is not one there
+        rows = [(text.replace("\r", ""), other) for text, other in rows]
+    with (folder / "x.csv").open("w", newline="") as file:
+        writer = csv.writer(file, doublequote=False, escapechar="\\", quoting=style)  # type: ignore[arg-type]
+        writer.writerows([("a", "b"), *rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "_BLOCK_BYTES", block_bytes)
+        table = imported(folder / "out", folder / "x.csv", text=["a"], quoting="backslash")
+    assert [tuple(row.values()) for row in table.to_pylist()] == [(text or None, other) for text, other in rows]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'"C:\\new",1\n', r"line 2: a backslash stands before something else.*'\"C:..new\",1"),
+        (b'"x",1\nC:\\new,1\n', r"line 3: a backslash stands before something else"),
+        (b"x,\\N\n", r"line 2: a backslash stands before something else"),
+        (b'"a\\" b" c,1\n', "line 2: text follows the quote that closes a field"),
+        (b'1,"a\\"\n', "line 2: a quote is opened and never closed"),
+        (b"1,a\n2,b\\", "line 3: the file ends in a backslash"),
+    ],
+)
+def test_a_backslash_that_marks_nothing_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.csv").write_bytes(b"text,n\n" + content)
+    with pytest.raises(ImportRefused, match=message):
+        imported(tmp_path / "out", tmp_path / "x.csv", quoting="backslash")
+
+
 def test_a_delimiter_that_is_told_is_believed(tmp_path: Path) -> None:
     path = write(tmp_path / "x.csv", ["a", "b"], [[1, "x;y"], [2, "z"]], delimiter=";")
     assert imported(tmp_path / "two", path, delimiter=";").to_pydict() == {"a": [1, 2], "b": ["x;y", "z"]}
     assert imported(tmp_path / "one", path, delimiter=",").to_pydict() == {"a;b": ['1;"x;y"', "2;z"]}
+
+
+def test_a_blank_may_be_the_delimiter(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b'"a" b c\n"x y" "" "z"\n"w"  "v"\n')
+    rows = imported(tmp_path / "out", path, delimiter=" ").to_pylist()
+    assert [tuple(row.values()) for row in rows] == [("x y", None, "z"), ("w", None, "v")]
 
 
 def test_of_several_columns_the_first_may_have_another_delimiter_in_its_name(tmp_path: Path) -> None:

@@ -41,6 +41,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--delimiter", metavar="C", type=_delimiter, help="separator of CSV columns (default: a comma, in .tsv a tab)"
     )
+    parser.add_argument(
+        "--quoting",
+        choices=["doubled", "backslash", "none"],
+        default="doubled",
+        help="how CSV has a quote within quotes: doubled (default), or behind a backslash; none: quotes are but characters",
+    )
     parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="size of a shard, uncompressed (default: 256MB)")
     parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all is written")
     parser.set_defaults(run=_import)
@@ -74,6 +80,7 @@ def _import(arguments: argparse.Namespace) -> int:
         columns=arguments.columns,
         text=arguments.text,
         delimiter=arguments.delimiter,
+        quoting=arguments.quoting,
         shape=Shape(shard_bytes=shard_bytes),
         overwrite=arguments.overwrite,
     )

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pcsv
 
-from penstock_server.importing.rows import Quoting, row_portions
+from penstock_server.importing.rows import Kind, Quoting, row_portions
 from penstock_server.importing.source import Advance, ImportRefused, Survey
 from penstock_server.importing.stream import opened, portions
 
@@ -36,23 +36,29 @@ _NUMBERS = {
 class Delimited:
     """A file of values under a header, with a delimiter between them: `delimiter`, or else that of the file's ending.
 
-    An empty field is null; columns in `text` are never numbers.
+    An empty field is null; columns in `text` are never numbers. `quoting` is as in `rows`.
     """
 
     def __init__(
-        self, path: Path, columns: Sequence[str] | None, usual: str, delimiter: str | None, text: Sequence[str]
+        self,
+        path: Path,
+        columns: Sequence[str] | None,
+        usual: str,
+        delimiter: str | None,
+        text: Sequence[str],
+        quoting: Kind,
     ) -> None:
         self.path = path
         self._columns = columns
         self._delimiter = delimiter or usual
         self._is_told = delimiter is not None
         self._text = {*_ALWAYS_TEXT, *text}
-        self._quoting = Quoting(self._delimiter)
+        self._quoting = Quoting(quoting, self._delimiter)
 
     def survey(self, advance: Advance) -> Survey:
         """The columns: int64 or float64 where all fields are such numbers, null where all are empty, else string.
 
-        Raises ImportRefused: a row has more or fewer fields than the header, is not UTF-8, or ends in an open quote.
+        Raises ImportRefused: a row has more or fewer fields than the header, is not UTF-8, or is not quoted as said.
         """
         header = self._header()
         chosen = [name for name in header if self._columns is None or name in self._columns]
@@ -115,7 +121,12 @@ class Delimited:
                 # With threads no row has a number.
                 read_options=pcsv.ReadOptions(use_threads=False, block_size=len(portion)),
                 # No handler of wrong rows: a thread of pyarrow's that lets it go when Python ends would abort Python.
-                parse_options=pcsv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
+                parse_options=pcsv.ParseOptions(
+                    delimiter=self._delimiter,
+                    quote_char=self._quoting.kind != "none" and '"',
+                    escape_char=self._quoting.kind == "backslash" and "\\",
+                    newlines_in_values=True,
+                ),
                 convert_options=pcsv.ConvertOptions(
                     column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
                 ),

@@ -17,6 +17,7 @@ from penstock_server.importing.columnar import ArrowFile, ParquetFile
 from penstock_server.importing.columns import check_names, conform, one_schema
 from penstock_server.importing.delimited import Delimited
 from penstock_server.importing.jsonl import JsonLines
+from penstock_server.importing.rows import Kind
 from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
 from penstock_server.importing.source import Advance, ImportRefused, Source, Survey
 from penstock_server.importing.stream import CODECS
@@ -32,7 +33,7 @@ class Import:
     """What to import. `columns` are all if None.
 
     Those in `text` are text, in CSV whatever they look like, of JSON lines the JSON that is written there. The delimiter of CSV
-    is that of the file's ending if None.
+    is that of the file's ending if None; its quoting is as in `rows`.
     """
 
     files: Sequence[Path]
@@ -40,6 +41,7 @@ class Import:
     columns: Sequence[str] | None = None
     text: Sequence[str] = ()
     delimiter: str | None = None
+    quoting: Kind = "doubled"
     shape: Shape = field(default_factory=Shape)
     overwrite: bool = False
 
@@ -88,7 +90,7 @@ class Import:
         if ending in _JSON:
             return JsonLines(path, self.columns, self.text)
         if ending in _DELIMITERS:
-            return Delimited(path, self.columns, _DELIMITERS[ending], self.delimiter, self.text)
+            return Delimited(path, self.columns, _DELIMITERS[ending], self.delimiter, self.text, self.quoting)
         if ending in _ARROW and not compressed:
             return ArrowFile(path, self.columns)
         if ending in _PARQUET and not compressed:
