@@ -177,7 +177,7 @@ def test_whole_numbers_that_lose_digits_are_warned_of_in_a_line(tmp_path: Path) 
     assert done.returncode == 0
     assert done.stdout.splitlines()[1:] == ["  id: double", "  n: int64"]
     assert done.stderr.startswith(f"penstock import: {path}: column 'id' has whole numbers beyond 64 bits")
-    assert "18446744073709551615 is now 18446744073709551616. To keep every digit, write them as text" in done.stderr
+    assert "18446744073709551615 is now 18446744073709551616. To keep every digit, import its column as text" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

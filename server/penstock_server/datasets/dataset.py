@@ -211,8 +211,8 @@ class Dataset:
             return before
         if before and before.blocks.quarantine.num_unread_groups:
             log.warning(
-                "%s: shards have changed or have new dates: what could not be read of them is listed no longer, and tried again "
-                "when it is asked for", self.name,
+                "%s: shards have changed or have new dates: what could not be read of them is listed no longer, and is tried "
+                "again when it is asked for", self.name,
             )  # fmt: skip
         return self._serve(snapshot)
 
