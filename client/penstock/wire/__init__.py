@@ -14,6 +14,9 @@ is bytes [offsets[i], offsets[i + 1]). `substituted` sequences stand in for rows
 `digest` is the xxh3-64 of the payload, `header_digest` that of the header's fields before it, packed as a map; both as 16
 hex digits. `pad` is filler that puts the payload on its boundary. All numbers in tensors are little-endian.
 
+`document_starts` has a bit a token, set where a document or the padding begins: that of token i of a sequence is bit i % 8 of
+its byte i // 8, the lowest bit first. A sequence's first token begins a document even where its bit is not set.
+
 layout   where the tensors lie in a payload
 head     the header and the payload's length, written or compared
 frame    what a body holds, read and checked

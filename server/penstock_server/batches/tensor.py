@@ -24,7 +24,8 @@ class Tensor:
     tokens   the tokens themselves, shape [batch_size, width]; a line has at most `longest`
     mask     1 where a token is learned, shape [batch_size, width]
     count    the number of tokens, shape [batch_size]
-    starts   a bit a token, set where a document or the padding begins, shape [batch_size, width / 8 rounded up]
+    starts   a bit a token, the lowest of a byte first, set where a document or the padding begins, shape
+             [batch_size, width / 8 rounded up]
     column   a column that travels, shape [batch_size, *item]; texts and bytes see penstock.wire
 
     `turn` takes of the tokens only those that are no response, or only those that are; None takes all.
