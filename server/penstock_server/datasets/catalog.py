@@ -166,6 +166,8 @@ class Catalog:
             if self._looking.acquire(timeout=_CATCH_UP_SECONDS):
                 try:
                     dataset.catch_up()
+                    if fingerprint:
+                        dataset.recall(fingerprint)
                 finally:
                     self._looking.release()
             elif fingerprint and dataset.is_behind(fingerprint):

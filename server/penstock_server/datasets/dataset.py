@@ -6,6 +6,7 @@ event      when                                               what is held from 
 poll       two looks, some seconds apart, see the same        the folder as it is, or what was held, and why not the new
 refresh    somebody says that the folder is whole             the same; why not is the answer
 catch_up   a request for the latest, or one unknown here      what another server took in last, if its shards are here
+recall     a request for one unknown here, after catch_up     the same, and that one, if the age of the shards leads to it
 fail       the folder cannot be looked at                     what was held, and why
 remove     the folder is gone, and others are still there     nothing, and why
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from penstock.wording import counted
 from penstock_server.counts.index import Index
 from penstock_server.datasets.held import Held, Served
-from penstock_server.datasets.history import History
+from penstock_server.datasets.history import History, newest_first
 from penstock_server.problems import DatasetRefused
 from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, list_folder, look
 from penstock_server.snapshots.footers import Footers
@@ -138,29 +139,39 @@ class Dataset:
         return self._take_in(look(self.folder, shards, self._tokenizer), settled=False)
 
     def is_behind(self, fingerprint: str | None) -> bool:
-        """Whether another server may have a snapshot that is unknown here: one of this name, or, for None, a later one."""
+        """Whether there may be a snapshot that is unknown here: one of this name, or, for None, another server's later one."""
         held = self._held
-        return held.latest is not None and (fingerprint is None or fingerprint not in held.records)
+        return held.latest is not None if fingerprint is None else held.recipe is not None and fingerprint not in held.records
 
     def catch_up(self) -> None:
         """Takes in the snapshot that a server with the same cache folder took in last, if the folder still has its shards.
 
         Of what else is in the folder nothing is looked at: it may be half written.
         """
-        held, records = self._held, self._history.records()
-        if held.latest is None or not records or records[0].fingerprint == held.latest.snapshot.fingerprint:
+        held, last = self._held, self._history.latest()
+        if held.latest is None or last is None or last.fingerprint == held.latest.snapshot.fingerprint:
             return
         try:
             there = list_folder(self.folder).shards
-            dates = {name: there[name] for name, _, _ in records[0].shards}
+            dates = {name: there[name] for name, _, _ in last.shards}
             sight = look(self.folder, dates, self._tokenizer)
             reading = self._read_folder(sight, settled=False)
             latest = self._latest_of(reading)
         except (OSError, KeyError, DatasetRefused):  # the folder has changed since, which the next look at it will tell
             return
-        if latest.snapshot.fingerprint == records[0].fingerprint:
+        if latest.snapshot.fingerprint == last.fingerprint:
             kept = {name: shard for name, shard in held.shards.items() if name in there}
             self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
+
+    def recall(self, fingerprint: str) -> None:
+        """Notes an older snapshot of which nothing is noted, if the age of the shards leads to it: from then on it is known.
+
+        Otherwise each request for it would take another look, and the next change in the folder would forget it.
+        """
+        held = self._held
+        if fingerprint not in held.records and (snapshot := held.earlier(fingerprint)):
+            known = newest_first([*held.records.values(), self._history.recall(snapshot)])
+            self._held = replace(held, records={record.fingerprint: record for record in known})
 
     def fail(self, reason: str) -> None:
         """The folder cannot be looked at; what was served is served on."""

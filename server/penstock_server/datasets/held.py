@@ -1,7 +1,7 @@
 """The snapshots of a dataset that are held at one time: the latest, and older ones whose shards are all still there.
 
 A folder has grown from one snapshot to the next, so an older one is a part of its shards, and needs no files of its own. Which
-part is noted; where the notes are lost, it is found again by the age of the shards.
+part is noted; where the notes are lost, it is found again by the age of the shards, and noted.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Held:
     gone: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, Served] = field(default_factory=dict)
     _again: dict[str, Served] = field(default_factory=dict)  # older ones that were asked for since
-    _earlier: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # see _older; empty until one is asked for
+    _earlier: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # see earlier; empty until one is asked for
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -92,16 +92,25 @@ class Held:
             f"shards or the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
         )
 
-    def _older(self, fingerprint: str, serve: Callable[[Snapshot], Served]) -> Served | None:
-        """An older snapshot, by its note or by the age of the shards; None: there is none of that name. Raises SnapshotGone."""
-        if record := self.records.get(fingerprint):
-            return self._make(record, serve)
+    def earlier(self, fingerprint: str) -> Snapshot | None:
+        """An older snapshot of which nothing is noted, by the age of the shards; None: there is none of that name."""
+        with self._making:
+            return self._by_age(fingerprint)
+
+    def _by_age(self, fingerprint: str) -> Snapshot | None:
         if not self.recipe:
             return None
         if not self._earlier:
             self._earlier.update(earlier_snapshots(self.shards.values(), self.recipe))
         shards = self._earlier.get(fingerprint)
-        return serve(Snapshot(shards[0].path.parent, shards, self.recipe)) if shards else None
+        return Snapshot(shards[0].path.parent, shards, self.recipe) if shards else None
+
+    def _older(self, fingerprint: str, serve: Callable[[Snapshot], Served]) -> Served | None:
+        """An older snapshot, by its note or by the age of the shards; None: there is none of that name. Raises SnapshotGone."""
+        if record := self.records.get(fingerprint):
+            return self._make(record, serve)
+        found = self._by_age(fingerprint)
+        return serve(found) if found else None
 
     def _make(self, record: Record, serve: Callable[[Snapshot], Served]) -> Served:
         """An older snapshot, made in the first of three ways that leads to it.

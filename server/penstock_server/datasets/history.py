@@ -28,7 +28,11 @@ ShardName = tuple[str, int, str]  # its file's name, its size in bytes, its dige
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is remembered of a snapshot. `made_at_ns` is when it last became the latest, in nanoseconds since the epoch."""
+    """What is remembered of a snapshot.
+
+    `made_at_ns` is when it last became the latest, in nanoseconds since the epoch. Of what was found by the age of its shards
+    that is not known, and it is 0: older than all others, and for no server the latest.
+    """
 
     fingerprint: str
     made_at_ns: int
@@ -60,24 +64,33 @@ class History:
         for fingerprint, inode in there.items():
             if self._inodes.get(fingerprint) != inode and (record := self._load(self._path(fingerprint))):
                 self._records[fingerprint], self._inodes[fingerprint] = record, inode
-        return sorted(self._records.values(), key=lambda record: record.made_at_ns, reverse=True)
+        return newest_first(self._records.values())
+
+    def latest(self) -> Record | None:
+        """What became the latest snapshot last, here or on another server with the same cache folder; None: it is not known."""
+        return next((record for record in self.records() if record.made_at_ns), None)
 
     def add(self, snapshot: Snapshot) -> None:
         """Records what has become the latest snapshot."""
-        records = self.records()
-        if records and records[0].fingerprint == snapshot.fingerprint:
+        latest = self.latest()
+        if latest and latest.fingerprint == snapshot.fingerprint:
             return
         was_asked_for = self._asked_for(snapshot.fingerprint)
-        made_at_ns = max(time.time_ns(), records[0].made_at_ns + 1 if records else 0)
-        shards = _interned((shard.path.name, shard.date.size_bytes, shard.digest) for shard in snapshot.shards)
-        record = Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe_key(snapshot.recipe), shards)
-        self._records[record.fingerprint] = record
-        path = self._path(record.fingerprint)
-        _write(path, record)
+        made_at_ns = max(time.time_ns(), latest.made_at_ns + 1 if latest else 0)
+        self._keep(_record(snapshot, made_at_ns))
         with suppress(OSError):
-            os.utime(path, ns=(made_at_ns, made_at_ns + was_asked_for))
-            self._inodes[record.fingerprint] = path.stat().st_ino
-        self._drop_oldest(record.fingerprint)
+            os.utime(self._path(snapshot.fingerprint), ns=(made_at_ns, made_at_ns + was_asked_for))
+        self._drop_oldest(snapshot.fingerprint)
+
+    def recall(self, snapshot: Snapshot) -> Record:
+        """Records an older snapshot that a job asks for and that was found by the age of its shards."""
+        latest = self.latest()
+        if known := self._records.get(snapshot.fingerprint):  # another server was asked first
+            return known
+        record = _record(snapshot, 0)
+        self._keep(record)  # the date of its note is now, and so it is kept as what was asked for last
+        self._drop_oldest(latest.fingerprint if latest else record.fingerprint)
+        return record
 
     def touch(self, fingerprint: str) -> None:
         """A job has asked for this snapshot now."""
@@ -92,6 +105,13 @@ class History:
             with suppress(OSError):
                 os.utime(path)
                 os.utime(self._folder)  # else a server that runs for months would lose it; see drop_old_notes
+
+    def _keep(self, record: Record) -> None:
+        self._records[record.fingerprint] = record
+        path = self._path(record.fingerprint)
+        _write(path, record)
+        if inode := _inode(path):
+            self._inodes[record.fingerprint] = inode
 
     def _drop_oldest(self, latest: str) -> None:
         older = sorted((f for f in self._records if f != latest), key=lambda f: (self._asked_for(f), self._used_at_ns(f)))
@@ -124,6 +144,16 @@ class History:
 
     def _path(self, fingerprint: str) -> Path:
         return self._folder / f"{fingerprint}{_SUFFIX}"
+
+
+def newest_first(records: Iterable[Record]) -> list[Record]:
+    """Records by when they were made; of those of which that is not known, the one with more shards is taken for newer."""
+    return sorted(records, key=lambda record: (record.made_at_ns, len(record.shards)), reverse=True)
+
+
+def _record(snapshot: Snapshot, made_at_ns: int) -> Record:
+    shards = _interned((shard.path.name, shard.date.size_bytes, shard.digest) for shard in snapshot.shards)
+    return Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe_key(snapshot.recipe), shards)
 
 
 def _inode(path: Path) -> int | None:
