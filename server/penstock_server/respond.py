@@ -25,7 +25,7 @@ from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
-from penstock_server.threads import InThread, in_one_of_many
+from penstock_server.threads import InThread, in_one_of_many, in_two_for_people
 
 BatchFormat = Literal["msgpack", "json"]
 
@@ -65,9 +65,9 @@ class Run:
 
 
 async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run], in_thread: InThread) -> Response:
-    """The response to a request for what `find` gives; that, and all that is made of it, is called `in_thread`.
+    """The response to a request for what `find` gives; that, and all that is made of it but text, is called `in_thread`.
 
-    Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets.
+    Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets. Raises ClientDisconnect.
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
@@ -95,6 +95,7 @@ class _Making:
     """A run that is made chunk by chunk, in threads. It holds its bytes until `hold` is released.
 
     `nbytes` is the length of the response; None where it depends on the rows, and until its only chunk is made.
+    Once `is_left`, its client has left, and no more text is made of it.
     Raises Busy: there is no room for it now.
     """
 
@@ -105,6 +106,7 @@ class _Making:
         self.hold = in_flight.hold(_held_chunks(run, self.nbytes), chunk_bytes)
         self._parts = chunks(run.plan, run.epoch, run.rank, run.steps)
         self._body: memoryview | None = None
+        self.is_left = False
         try:
             self.go_on()
         except BaseException:
@@ -122,25 +124,31 @@ class _Making:
         return self._body is not None
 
     def go_on(self) -> None:
-        """Turns to the next chunk, and makes it if all of its blocks are mapped, as they mostly are.
+        """Turns to the next chunk, and makes it if all of its blocks are mapped, as they mostly are, and it is no text.
 
         All in one turn of a thread: to wait for another takes longer than most of what there is to do.
         """
         self.chunk = next(self._parts)
+        if self.run.format == "json":
+            return
         blocks = self.chunk.mapped()
         if blocks is not None and not _may_wait(blocks):
             self.chunk.read_ahead()
             self.make(blocks)
 
     def make(self, blocks: list[Block]) -> None:
-        """Makes the body of this chunk. As JSON, one batch is an object, and several are an array of them."""
+        """Makes the body of this chunk. As JSON, one batch is an object, and several are an array of them.
+
+        Raises ClientDisconnect: it is text, and nobody waits for it any more.
+        """
+        self._check_client()
         self.hold.take()
         if self.run.format == "msgpack":
             self._body = frames(self.chunk, blocks)
         else:
             before, after = ("", "\n") if len(self.run.steps) == 1 else ("[\n", "\n]\n")
             before = before if self.chunk.steps[0] == self.run.steps[0] else ",\n"
-            text = before + ",\n".join(as_json(self.chunk, blocks)) + (after if self.is_last else "")
+            text = before + ",\n".join(as_json(self.chunk, blocks, self._check_client)) + (after if self.is_last else "")
             self._body = memoryview(text.encode())
         self.hold.measured(len(self._body))
         if self.run.is_one_chunk:
@@ -151,6 +159,16 @@ class _Making:
         assert self._body is not None
         body, self._body = self._body, None
         return body
+
+    async def watch(self, receive: Receive) -> None:
+        """Waits until the client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.is_left = True
+
+    def _check_client(self) -> None:
+        if self.is_left:
+            raise ClientDisconnect
 
 
 class _HeldResponse(StreamingResponse):
@@ -171,6 +189,10 @@ class _HeldResponse(StreamingResponse):
                     await super().__call__(scope, receive, send)
         finally:
             self._making.hold.release()
+
+    async def listen_for_disconnect(self, receive: Receive) -> None:
+        """Waits until the reader leaves; the thread that makes text for it is told, too."""
+        await self._making.watch(receive)
 
 
 def _begin(request: Request, in_flight: InFlight, find: Callable[[], Run]) -> tuple[dict[str, str], _Making | None]:
@@ -219,9 +241,25 @@ async def _load(making: _Making, in_thread: InThread, request: Request | None = 
             if future.done() and (error := future.exception()):
                 raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
         blocks = [found if isinstance(found, Block) else found.result() for found in asked]
-        await (in_one_of_many if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
+        if making.run.format == "json":
+            await _make_text(making, blocks, request)
+        else:
+            await (in_one_of_many if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
     finally:
         chunk.forget(futures)
+
+
+async def _make_text(making: _Making, blocks: list[Block], request: Request | None) -> None:
+    """Makes a chunk as text, for seconds: once the client of `request` leaves, others need no longer wait for that.
+
+    Raises ClientDisconnect: see _load.
+    """
+    watching = asyncio.create_task(making.watch(request.receive)) if request else None
+    try:
+        await in_two_for_people(partial(making.make, blocks))
+    finally:
+        if watching:
+            watching.cancel()
 
 
 def _when_all_are_there(futures: Sequence[Future[Block]]) -> asyncio.Event:

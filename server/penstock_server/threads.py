@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,8 +31,8 @@ async def in_two_threads(make: Callable[[], _T], threads: ThreadPoolExecutor = _
         return await asyncio.wrap_future(made)
     except asyncio.CancelledError:
         if not made.cancelled():
-            with CancelScope(shield=True):
-                await asyncio.wait([asyncio.wrap_future(made)])
+            with CancelScope(shield=True), suppress(Exception):  # nobody asks any more what it raises
+                await asyncio.wrap_future(made)
         raise
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +152,39 @@ def test_blocks_of_a_client_that_left_are_not_made(serve: Callable[..., Server],
     assert stored < 250  # of some 275 that the first batch needs
     assert len(server.frames("/v1/datasets/long/epochs/0/ranks/0/batches/0", batch_size=2, seq_len=8, shuffle="global")) == 1
     assert "Traceback" not in server.stop()
+
+
+@contextmanager
+def who_want_much_text(server: Server) -> Iterator[None]:
+    """Six clients, whose pages take seconds each, of which two are made at a time."""
+    url = "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?format=json&packing=concat&seq_len=64&tail=wrap&batch_size=16384"
+    with ExitStack() as stack:
+        for seed in range(6):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)))
+            client.sendall(f"GET {url}&seed={seed} HTTP/1.1\r\nHost: penstock\r\n\r\n".encode())
+        time.sleep(0.5)
+        yield
+
+
+def test_text_for_clients_that_left_holds_nobody_up(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "numbers", 3000)
+    server = serve(tmp_path)
+    server.json_when_ready("/v1/datasets/numbers/spec", packing="concat", seq_len=64)
+    with who_want_much_text(server):
+        pass
+    began_at = time.monotonic()
+    server.json("/v1/datasets/numbers/epochs/0/ranks/0/batches/0", batch_size=1, seq_len=8, format="json")
+    assert time.monotonic() - began_at < 3  # one page takes longer
+    assert not server.stop()
+
+
+def test_a_server_that_is_to_stop_makes_no_more_text_and_says_nothing_of_it(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    write_numbered(tmp_path / "numbers", 3000)
+    server = serve(tmp_path)
+    server.json_when_ready("/v1/datasets/numbers/spec", packing="concat", seq_len=64)
+    with who_want_much_text(server):
+        began_at = time.monotonic()
+        assert not server.stop(signal.SIGINT)
+        assert time.monotonic() - began_at < 6

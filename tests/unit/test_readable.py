@@ -110,3 +110,18 @@ def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch
     monkeypatch.setattr(penstock_server.batches.readable, "_MOST_TOKENS", 39)
     with pytest.raises(BadParameter, match="a batch of 40 tokens is too large to be shown: .* lower batch_size"):
         as_json(chunk, load(chunk))
+
+
+def test_what_is_raised_before_a_sequence_ends_a_page(catalog: Catalog) -> None:
+    plan = plan_of(catalog, "text", batch_size=4, seq_len=10)
+    [chunk] = chunks(plan, 0, 0, range(2))
+    left = iter([True] * 5)
+
+    def check() -> None:
+        if not next(left, False):
+            raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        as_json(chunk, load(chunk), check)
+    left = iter([True] * 8)
+    assert len(as_json(chunk, load(chunk), check)) == 2

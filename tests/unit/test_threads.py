@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from functools import partial
 
@@ -63,6 +64,28 @@ def test_who_is_cancelled_again_and_again_as_anyio_does_it_stays_too() -> None:
         await asked
 
     asyncio.run(run())
+
+
+def test_what_fails_when_nobody_asks_for_it_any_more_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    may_end, begun = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        assert may_end.wait(30)
+        raise ValueError("given up")
+
+    async def run() -> None:
+        asked = asyncio.create_task(in_two_threads(fail))
+        assert await asyncio.to_thread(begun.wait, 30)
+        asked.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(run())
+    gc.collect()
+    assert not caplog.records
 
 
 def test_what_fails_in_a_thread_fails_for_who_asked() -> None:

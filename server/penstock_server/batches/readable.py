@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite, isnan
 from typing import Any
 
@@ -23,8 +23,10 @@ from penstock_server.storage.block import Block, Turn
 _MOST_TOKENS = 1 << 21  # of a batch
 
 
-def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
+def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], None] = lambda: None) -> list[str]:
     """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sequence decodes to.
+
+    `before_each` is called before each sequence; what it raises ends the rest.
 
     Raises BadParameter: a batch has more tokens than anybody reads.
     """
@@ -36,7 +38,7 @@ def as_json(chunk: Chunk, blocks: Sequence[Block]) -> list[str]:
             f"text it takes 10 times as much. At most {_MOST_TOKENS:,} are shown: lower batch_size, or leave format=json out."
         )
     return [
-        _batch(chunk.plan, frame, sequences, range(number * size, (number + 1) * size))
+        _batch(chunk.plan, frame, sequences, range(number * size, (number + 1) * size), before_each)
         for number, frame in enumerate(wire.decode(frames(chunk, blocks)))
     ]
 
@@ -54,7 +56,7 @@ def _shown(value: Any) -> Any:
     return f"{len(value):,} bytes" if isinstance(value, bytes) else value
 
 
-def _batch(plan: Plan, frame: wire.Frame, sequences: Sequences, batch: range) -> str:
+def _batch(plan: Plan, frame: wire.Frame, sequences: Sequences, batch: range, before_each: Callable[[], None]) -> str:
     address = frame.address
     facts = {
         "dataset": address.dataset,
@@ -67,9 +69,12 @@ def _batch(plan: Plan, frame: wire.Frame, sequences: Sequences, batch: range) ->
         "substituted": frame.substituted,
         "tensors": [[name, str(array.dtype), list(array.shape)] for name, array in frame.tensors.items()],
     }
-    lines = ({"index": index} | _sequence(plan, sequences, number) for index, number in enumerate(batch))
     head = "".join(f"  {json.dumps(name)}: {_dump(value)},\n" for name, value in facts.items())
-    body = ",\n".join(map(_indented, lines))
+    lines = list[str]()
+    for index, number in enumerate(batch):
+        before_each()
+        lines.append(_indented({"index": index} | _sequence(plan, sequences, number)))
+    body = ",\n".join(lines)
     return f'{{\n{head}  "sequences": [\n{body}\n  ]\n}}'
 
 
