@@ -201,6 +201,12 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
         ("numbers/epochs/0/ranks/0/batches?stride=0", 422, "bad-parameter", "stride='0'"),
         ("numbers/epochs/0/ranks/0/batches?start=1&stop=4&start=3", 422, "bad-parameter", "start is given twice"),
         ("numbers/epochs/0/ranks/0/batches/0?format=json&format=msgpack", 422, "bad-parameter", "format is given twice"),
+        (
+            "numbers/epochs/0/ranks/0/batches/0?format=json&batch_size=16385&tail=wrap",
+            422,
+            "bad-parameter",
+            "16,385 sequences in 1 batch",
+        ),
         ("numbers/spec?snapshot=0123", 409, "snapshot-gone", "snapshot 0123 of numbers is not on this server"),
         ("broken/spec", 500, "dataset-refused", "half.parquet is truncated"),
         ("holes/epochs/0/ranks/0/batches/0?batch_size=3", 500, "bad-row", "row 1 of row group 0 in part-000.parquet: is empty"),

@@ -125,3 +125,13 @@ def test_what_is_raised_before_a_sequence_ends_a_page(catalog: Catalog) -> None:
         as_json(chunk, load(chunk), check)
     left = iter([True] * 8)
     assert len(as_json(chunk, load(chunk), check)) == 2
+
+
+def test_sequences_that_are_too_many_to_be_read_are_not_shown(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(catalog, "text", batch_size=4, seq_len=10)
+    [chunk] = chunks(plan, 0, 0, range(2))
+    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SEQUENCES", 8)
+    assert len(as_json(chunk, load(chunk))) == 2
+    monkeypatch.setattr(penstock_server.batches.readable, "_MOST_SEQUENCES", 7)
+    with pytest.raises(BadParameter, match="8 sequences in 2 batches are too many .* lower batch_size, ask for fewer"):
+        as_json(chunk, load(chunk))

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock import wire
 from penstock.batch import IGNORED
+from penstock.wording import counted
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import Chunk, gather
 from penstock_server.batches.plan import Plan
@@ -21,6 +22,7 @@ from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.storage.block import Block, Turn
 
 _MOST_TOKENS = 1 << 21  # of a batch
+_MOST_SEQUENCES = 1 << 14  # of all batches that are made at a time
 
 
 def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], None] = lambda: None) -> list[str]:
@@ -28,8 +30,15 @@ def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], Non
 
     `before_each` is called before each sequence; what it raises ends the rest.
 
-    Raises BadParameter: a batch has more tokens than anybody reads.
+    Raises BadParameter: there are more sequences, or tokens in a batch, than anybody reads.
     """
+    num_sequences = len(chunk.steps) * chunk.plan.spec.batch_size
+    if num_sequences > _MOST_SEQUENCES:
+        raise BadParameter(
+            f"{num_sequences:,} sequences in {counted(len(chunk.steps), 'batch', 'batches')} are too many to be shown: "
+            f"format=json is for people, and each sequence takes as long to write as thousands of tokens. At most "
+            f"{_MOST_SEQUENCES:,} are shown at a time: lower batch_size, ask for fewer steps, or leave format=json out."
+        )
     sequences, size = gather(chunk, blocks), chunk.plan.spec.batch_size
     num_tokens = sum(int(sequences.runs(tensor).lengths.sum()) for tensor in chunk.plan.tensors if tensor.kind == "tokens")
     if num_tokens > _MOST_TOKENS * len(chunk.steps):
