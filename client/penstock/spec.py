@@ -154,8 +154,10 @@ class Spec:
         return parse_mix(self.mix) if self.mix else None
 
     @classmethod
-    def from_query(cls, pairs: Iterable[tuple[str, str]]) -> Spec:
+    def from_query(cls, pairs: Iterable[tuple[str, str]], others: Iterable[str] = ()) -> Spec:
         """The spec that a URL's query spells out; parameters that it leaves out have their defaults.
+
+        `others` are parameters that the URL takes besides, and that are not among these: one may be meant by a wrong name.
 
         Raises SpecError: a parameter is unknown, given twice, or has a wrong value.
         """
@@ -163,7 +165,7 @@ class Spec:
         values: dict[str, int | str] = {}
         for name, text in pairs:
             if name not in known:
-                raise SpecError(_unknown(name, known), (name,))
+                raise SpecError(_unknown(name, [*known, *others]), (name,))
             if name in values:
                 raise SpecError(f"{name} is given twice; give it once", (name,))
             # A mixture's snapshot is several, joined by "+", which in a query stands for a blank if it is written as it is.

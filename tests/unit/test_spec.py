@@ -45,6 +45,13 @@ def test_a_wrong_parameter_is_named_with_its_bound(query: list[tuple[str, str]],
     assert caught.value.parameters == (query[0][0],)
 
 
+def test_a_wrong_name_may_mean_another_parameter_of_the_url() -> None:
+    with pytest.raises(SpecError, match="'strat' is not .* Did you mean 'start'\\? Known: .*, start, stop, tail"):
+        Spec.from_query([("strat", "1")], others=("start", "stop"))
+    with pytest.raises(SpecError, match="'start' is not a parameter of a batch"):
+        Spec.from_query([("start", "1")])
+
+
 def test_all_wrong_parameters_are_listed_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         Spec(batch_size=0, seq_len=0, tail="cut")

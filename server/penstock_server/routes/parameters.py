@@ -59,4 +59,5 @@ def spec_of(request: Request, *own: str) -> Spec:
 @lru_cache(maxsize=_REMEMBERED_QUERIES)  # every batch of a job is asked for with the same one
 def _spec_of(query: str, own: tuple[str, ...]) -> Spec:
     # A parameter of the route is still among them where its name is spelled with escapes.
-    return Spec.from_query((name, value) for name, value in parse_qsl(query, keep_blank_values=True) if name not in own)
+    pairs = [(name, value) for name, value in parse_qsl(query, keep_blank_values=True) if name not in own]
+    return Spec.from_query(pairs, others=own)
