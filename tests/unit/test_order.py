@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.length_order import LengthOrder
+from penstock_server.geometry.mixture import ENDLESS
 from penstock_server.geometry.order import EpochOrder, key, permute, permute_together, unpermute
 from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
@@ -230,3 +231,5 @@ def test_an_address_that_does_not_exist_is_refused_with_the_bound() -> None:
         schedule.positions([0], 2)
     with pytest.raises(StepOutOfRange, match="this epoch has 0 steps. What follows"):
         replace(schedule, offset=100).positions([0], 0)
+    with pytest.raises(StepOutOfRange, match=r"this epoch has 225,179,981,368,524 steps, 0 to 225179981368523\.$"):
+        replace(schedule, num_positions=ENDLESS).check(2**50, 0)  # and no other epoch follows

@@ -12,6 +12,7 @@ import numpy as np
 from penstock.skip import Ranges, before, kept
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray, find, starts_of
+from penstock_server.geometry.mixture import ENDLESS
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 
@@ -55,8 +56,8 @@ class Schedule:
         if not 0 <= step < self.num_steps:
             range_of_steps = f", 0 to {self.num_steps - 1}" if self.num_steps else ""
             raise StepOutOfRange(
-                f"step {step} does not exist: this epoch has {counted(self.num_steps, 'step')}{range_of_steps}. "
-                f"What follows is step 0 of the next epoch."
+                f"step {step} does not exist: this epoch has {counted(self.num_steps, 'step')}{range_of_steps}."
+                f"{'' if self.num_positions == ENDLESS else ' What follows is step 0 of the next epoch.'}"
             )
 
     def positions(self, steps: Sequence[int], rank: int) -> IntArray:
