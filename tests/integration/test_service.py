@@ -210,6 +210,8 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> 
             "bad-parameter",
             "16,385 sequences in 1 batch",
         ),
+        ("numbers/epochs/0/ranks/0/batches?%73tart=1&start=2&stop=4", 422, "bad-parameter", "start is given twice"),
+        ("numbers/quarantine?start=1&start=2", 422, "bad-parameter", "start is given twice; give it once."),
         ("numbers/spec?snapshot=0123", 409, "snapshot-gone", "snapshot 0123 of numbers is not on this server"),
         ("broken/spec", 500, "dataset-refused", "half.parquet is truncated"),
         ("holes/epochs/0/ranks/0/batches/0?batch_size=3", 500, "bad-row", "row 1 of row group 0 in part-000.parquet: is empty"),

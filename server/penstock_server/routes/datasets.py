@@ -19,7 +19,7 @@ from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
-from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Name, Row, spec_of
+from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Name, Row, check_once, spec_of
 from penstock_server.shuffling.picture import draw_png
 from penstock_server.shuffling.report import report
 
@@ -35,6 +35,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         if unknown := [name for name in request.query_params if name not in known]:
             takes = f"takes only {' and '.join(known)}" if known else "takes no parameter"
             raise BadParameter(f"{', '.join(unknown)}: this URL {takes}. Remove {'it' if len(unknown) == 1 else 'them'}.")
+        check_once([name for name, _ in request.query_params.multi_items()], known)
 
     def no_parameters(request: Request) -> None:
         check_parameters(request)

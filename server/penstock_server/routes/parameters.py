@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote
 
 from fastapi import Path, Request
 
@@ -50,10 +51,15 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 def spec_of(request: Request, *own: str) -> Spec:
     """The spec that a request's query spells out, beside the route's own parameters. Raises SpecError."""
     query = query_of(request.scope)
-    names = [name for name, _ in query if name in own]
-    if len(names) > 1 and (twice := [name for name in own if names.count(name) > 1]):
-        raise SpecError(f"{twice[0]} is given twice; give it once", (twice[0],))
+    check_once([unquote(name) for name, _ in query], own)
     return _spec_of("&".join("=".join(pair) for pair in query if pair[0] not in own), own)
+
+
+def check_once(names: Sequence[str], own: tuple[str, ...]) -> None:
+    """Raises SpecError: one of the route's own parameters is more than once among a query's names."""
+    given = [name for name in names if name in own]
+    if len(given) > 1 and (twice := [name for name in own if given.count(name) > 1]):
+        raise SpecError(f"{twice[0]} is given twice; give it once", (twice[0],))
 
 
 @lru_cache(maxsize=_REMEMBERED_QUERIES)  # every batch of a job is asked for with the same one
