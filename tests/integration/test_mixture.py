@@ -214,6 +214,8 @@ def test_a_mixture_is_bound_to_the_snapshots_of_all_its_datasets(server: Server)
     assert data.snapshot == "+".join(fingerprints)
     with pytest.raises(SnapshotGone):
         dataset(server, snapshot="+".join(reversed(fingerprints)))
+    with pytest.raises(SpecError, match="is of 1 dataset and not of 3. Name one of each, joined by"):
+        dataset(server, snapshot=fingerprints[0])  # nothing changed, so it is no SnapshotGone
     with pytest.raises(SpecError, match="leaves out"):
         dataset(server, name="other")
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from penstock.skip import spell_skip
 from penstock.spec import Spec
+from penstock.wording import counted
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.dataset import Change, Dataset
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.known import Known
-from penstock_server.problems import BadParameter, Busy, DatasetRefused, SnapshotGone
+from penstock_server.problems import BadParameter, Busy, DatasetRefused
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
@@ -62,8 +63,8 @@ class Catalog:
     def plan(self, name: str, spec: Spec) -> Plan:
         """The spec resolved against a dataset, or against all that its mix names, this one among them.
 
-        Raises BadParameter: the mix leaves it out. Raises Busy: the snapshot may be among new data that is being looked at.
-        Raises SnapshotGone, and what make_plan raises.
+        Raises BadParameter: the mix leaves it out, or the snapshot is not one of each. Raises Busy: the snapshot may be among
+        new data that is being looked at. Raises SnapshotGone, and what make_plan raises.
         """
         is_mixture = name in self._known.mixtures
         spec, names, fingerprints = self._members(name, spec)
@@ -72,9 +73,9 @@ class Catalog:
                 f"mix={spec.mix} leaves out {name}, the dataset that is asked for. Ask for one of {', '.join(names)}."
             )
         if len(fingerprints) != len(names):
-            raise SnapshotGone(
-                f"snapshot {spec.snapshot} is of {len(fingerprints)} and not of {len(names)} datasets. Name one of each, "
-                f"joined by +, in the order of {', '.join(names)}: those of before, and what one that was added is on now."
+            raise BadParameter(
+                f"snapshot {spec.snapshot} is of {counted(len(fingerprints), 'dataset')} and not of {len(names)}. Name one of "
+                f"each, joined by +, in the order of {', '.join(names)}: those of before, and what one that was added is on now."
             )
         found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
         if spec.mix_stop and not spec.mix:
