@@ -21,6 +21,9 @@ from tokenizers import Tokenizer, processors
 from commands import SERVER_PACKAGES, penstock, penstock_without
 from corpora import EOS, write_numbered, write_text, write_tokenizer
 from penstock import RemoteDataset
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 from serving import Server
 
@@ -126,18 +129,19 @@ def test_the_greeting_names_each_dataset_with_rows_shards_recipe_snapshot_and_a_
 def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
     for name, num_rows in (("numbers", 9), ("more", 1000), ("some", 600)):
         write_numbered(tmp_path / "data" / name, num_rows, row_group_size=500)
-    snapshots = [open_snapshot(folder, None) for folder in (tmp_path / "data").iterdir()]
-    largest, together = max(s.largest_block_bytes for s in snapshots), sum(s.nbytes for s in snapshots)
+    store = BlockStore(CacheFolder(tmp_path / "unused", 0))
+    expected = [Blocks(open_snapshot(folder, None), store).expected_bytes for folder in (tmp_path / "data").iterdir()]
+    largest, together = max(sizes.max() for sizes in expected), sum(sizes.sum() for sizes in expected)
     warning = re.compile(
-        "the budget of the block cache, 1,000 bytes, is too small for even one of the larger blocks of more, some, of up to "
+        "the budget of the block cache, 2,000 bytes, is too small for even one of the larger blocks of more, some, of up to "
         rf"about {largest:,} bytes\. Such blocks are not kept, but decoded .*Raise --cache-bytes \(all blocks together take "
         rf"about {together:,} bytes\)"
     )
-    prepared = penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1KB")
+    prepared = penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "2KB")
     assert prepared.returncode == 0
     assert warning.search(prepared.stderr)
     assert "more: 0 of 3 blocks are in the cache" in prepared.stdout
-    with serve(tmp_path / "data", "--cache-bytes", "1KB") as server:
+    with serve(tmp_path / "data", "--cache-bytes", "2KB") as server:
         assert warning.search(server.stop())
     assert penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1MB").stderr == ""
 

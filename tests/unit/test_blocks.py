@@ -726,8 +726,9 @@ def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path:
     varied = [[(n * k) % 50_000 for k in range(500)] for n in range(200)]
     folder = write_shards(tmp_path / "mixed", "tokens", [rows, varied, varied], type_=pa.list_(pa.int32()), row_group_size=100)
     blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(tmp_path / "cache")))
-    actual = sum(block.nbytes for block in blocks.get(range(6)))
-    assert actual / 2 < blocks.estimated_bytes < 2 * actual
+    blocks.get(range(6))
+    blocks.look()
+    assert blocks.cache.used_bytes / 2 < blocks.expected_bytes.sum() < 2 * blocks.cache.used_bytes
 
 
 def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> None:
@@ -738,7 +739,6 @@ def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> Non
     snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe)
     assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
     assert snapshot.bytes_per_block.tolist() == [8 << 20] * 5 + [0, found.shards[1].bytes_per_group[0]]
-    assert snapshot.largest_block_bytes == 8 << 20
 
 
 def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(

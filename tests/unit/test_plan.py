@@ -79,7 +79,10 @@ def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -
 
 def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_full_disk_leaves(catalog: Catalog) -> None:
     plan = catalog.plan("a", Spec(batch_size=10, shuffle="global", mix="a:1,b:1"))
-    cache, needed = plan.members[0].blocks.cache, sum(member.blocks.estimated_bytes for member in plan.members)
+    cache = plan.members[0].blocks.cache
+    for member in plan.members:
+        member.index.lengths.make(lambda _: None)
+    needed = sum(int(member.index.bytes_per_block().sum()) for member in plan.members)
     cache.budget_bytes, cache.configured_bytes = 0, needed
     check_room(plan)
     cache.configured_bytes = needed - 1
@@ -91,11 +94,11 @@ def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_f
 @pytest.mark.parametrize(
     ("rows_per_group", "budget_mib", "told"),
     [
-        (20_000, 14, []),
-        (20_000, 8, ["Raise --cache-bytes, or use smaller windows: window=74898."]),
-        (20_000, 7, ["Raise --cache-bytes."]),  # too few blocks for windows of whole ones
-        (100, 20, ["Raise --cache-bytes, or use smaller windows: window=1000."]),
-        (100, 19, ["Raise --cache-bytes."]),
+        (20_000, 19, []),
+        (20_000, 11, ["Raise --cache-bytes, or use smaller windows: window=78847."]),
+        (20_000, 10, ["Raise --cache-bytes."]),  # too few blocks for windows of whole ones
+        (100, 21, ["Raise --cache-bytes, or use smaller windows: window=1047."]),
+        (100, 20, ["Raise --cache-bytes."]),
     ],
 )
 def test_smaller_windows_are_advised_where_they_fit_and_still_mix(

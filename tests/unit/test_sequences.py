@@ -35,7 +35,7 @@ def block_of(rows: list[Row], *, has_turns: bool) -> Block:
 
     tokens = column([[token for turn in row for token in turn] for row in rows], pa.uint16())
     turns = column([[len(turn) for turn in row] for row in rows], pa.int32()) if has_turns else None
-    return Block({"tokens": Feature(tokens, turns)}, {}, {}, np.arange(len(rows)), np.zeros(len(rows), np.uint32))
+    return Block({"tokens": Feature(tokens, turns)}, {}, {}, np.arange(len(rows)), np.zeros(len(rows), np.uint32), 0)
 
 
 def marked(row: Row, *, has_turns: bool) -> list[tuple[int, bool]]:

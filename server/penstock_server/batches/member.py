@@ -71,7 +71,7 @@ class Member:
     @property
     def window_bytes(self) -> int:
         """About what the blocks of a window take in the cache: those of the first."""
-        return self.blocks.expected_bytes(int(self.snapshot.bytes_per_block[self._blocks_of_window(0, 0)].sum()))
+        return int(self.index.bytes_per_block()[self._blocks_of_window(0, 0)].sum())
 
     def read_ahead(self, epoch: int, position: int) -> None:
         """Has the blocks of the window after a position's loaded in the background, if the cache has room for both."""

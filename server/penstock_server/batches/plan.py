@@ -131,11 +131,6 @@ class Plan:
         """The address that the frames of an epoch and rank carry, each with its own step in place of 0."""
         return Address(self.dataset, self.snapshot, self.spec.digest, epoch, rank, step=0)
 
-    @cached_property
-    def window_bytes(self) -> int:
-        """About what the blocks of a window of each member take in the cache; 0 without windows."""
-        return sum(member.window_bytes for member in self.members) if self.spec.shuffle == "window" else 0
-
     def check(self, epoch: int, step: int, rank: int) -> None:
         """Whether there is such a batch. Raises StepOutOfRange, RankOutOfRange, BadParameter: there is none."""
         self.schedule.check(step, rank)

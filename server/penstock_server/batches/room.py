@@ -1,20 +1,46 @@
-"""Room in the block cache for all that a shuffle draws from at a time."""
+"""Room in the block cache for all that a shuffle draws from at a time: whether it has it, and what follows if not."""
 
 from __future__ import annotations
 
 from penstock_server.batches.plan import Plan
 from penstock_server.problems import BadParameter
 
+_SMALL_WINDOW = 1000  # sequences; fewer mix too little to be recommended
+_ROUGHLY = 1.1  # what is not counted is known to about a tenth: what may just fit is not refused
+
 
 def check_room(plan: Plan) -> None:
-    """Whether the cache has room for what the shuffle needs. Raises BadParameter: it has not; both numbers are told."""
+    """Whether the cache has room for all blocks, where they are shuffled together.
+
+    Raises BadParameter: it has not; both numbers are told.  Raises what Index.bytes_per_block raises.
+    """
     if plan.spec.shuffle != "global":
         return
-    needed = sum(member.blocks.estimated_bytes for member in plan.members)
+    needed = sum(int(member.index.bytes_per_block(look=True).sum()) for member in plan.members)
     budget = plan.members[0].blocks.cache.configured_bytes
-    if needed > budget:
+    are_counted = all(member.index.lengths.is_ready for member in plan.members)
+    if needed > (1 if are_counted else _ROUGHLY) * budget:
         raise BadParameter(
             f"shuffle=global needs every block in the cache at once: {plan.dataset} takes about {needed:,} bytes there, "
             f"and the budget is {budget:,}. Each batch would decode most of its rows anew. Raise --cache-bytes, or use "
             f"shuffle=window: with the largest window that fits it mixes nearly as well."
         )
+
+
+def advice_on_room(plan: Plan) -> str | None:
+    """What follows from a cache that has no room for a window; None if it has."""
+    if plan.spec.shuffle != "window":
+        return None
+    cache = plan.members[0].blocks.cache
+    needed, budget = sum(member.window_bytes for member in plan.members), cache.budget_bytes
+    if needed <= budget:
+        return None
+    # Room for a window and the next, which is loaded ahead; a window is whole blocks.
+    fits = min(plan.spec.window, sum(plan.sizes)) * budget // needed // 2
+    largest = max(int(member.index.bytes_per_block().max()) for member in plan.members)
+    way_out = "Raise --cache-bytes" if budget == cache.configured_bytes else "Free disk space"
+    or_less = f", or use smaller windows: window={fits}" if fits >= _SMALL_WINDOW and 8 * largest <= budget else ""
+    return (
+        f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, but its "
+        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. {way_out}{or_less}."
+    )

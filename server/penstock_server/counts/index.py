@@ -1,7 +1,8 @@
 """The index: what a packing must know of all blocks before its first batch. Counted once, in the background, and kept.
 
 rows per block        from the footers; where a filter or a split leaves rows out, from the columns that these read
-row lengths           from the tokens of every block; for concat, best_fit, split rows and batches of similar length
+row lengths           from the tokens of every block; for concat, best_fit, split rows and batches of similar length; with what
+                      each block takes in the cache
 bins                  from the row lengths; for best_fit
 """
 
@@ -71,6 +72,19 @@ class Index:
             if not (self.lengths.is_ready or self.rows.is_ready):
                 return None
         return int(self.rows_per_block("all").sum())
+
+    def bytes_per_block(self, *, look: bool = False) -> IntArray:
+        """What each block takes in the cache, shape [num_blocks]: as it was counted, and until then about that.
+
+        With `look` a few blocks are read where nothing is counted, and correct what the footers tell. Raises what
+        Blocks.get raises, with `look`.
+        """
+        self.lengths.read()
+        if self.lengths.is_ready:
+            return self.lengths.get().bytes_per_block
+        if look:
+            self._blocks.look()
+        return self._blocks.expected_bytes
 
     def tokens_per_block(self, split: str) -> IntArray:
         """Tokens of each block's rows, shape [num_blocks]. Raises BadRow: see row_lengths."""

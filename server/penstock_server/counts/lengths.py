@@ -1,7 +1,8 @@
 """Row lengths: how many tokens each row of a snapshot has, in a sealed file a shard beside the cached blocks.
 
-A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; a word a row, uint32 [num_rows]. A word is
-the row's tokens, 0 for a bad row; its highest bit is set for rows of the validation split.
+A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; what each block takes in the cache, int64
+[num_blocks]; a word a row, uint32 [num_rows]. A word is the row's tokens, 0 for a bad row; its highest bit is set for rows of
+the validation split.
 Files of shards that stay are used again when others come, and what was counted before an interruption is not counted again.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 
 SUFFIX = ".lengths"
+_FORMAT = 2  # of the files: a change here counts anew
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _VALIDATION = np.uint32(1 << 31)
 _GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest of each few
@@ -40,9 +42,10 @@ _SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ShardLengths:
-    """The words of one shard's rows, and where those of each of its blocks start."""
+    """The words of one shard's rows, where those of each of its blocks start, and what each block takes in the cache."""
 
     starts: IntArray
+    block_bytes: IntArray
     words: npt.NDArray[np.uint32]
 
 
@@ -65,6 +68,11 @@ class RowLengths:
         found, number = self._shards[shard], block - int(self._first_block[shard])
         lengths, inside = _split(found.words[found.starts[number] : found.starts[number + 1]], split)
         return lengths[inside]
+
+    @cached_property
+    def bytes_per_block(self) -> IntArray:
+        """What each block takes in the cache, shape [num_blocks]."""
+        return np.concatenate([shard.block_bytes for shard in self._shards])
 
     def _per_block(self, split: str) -> IntArray:
         """Rows, tokens and bad rows of each block, shape [3, num_blocks]; the last few splits asked for are remembered."""
@@ -112,7 +120,7 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
                 shard = known[number] or _count_shard(snapshot, number, path, islice(loaded, len(indices)), advance)
                 if (blocks.cache, path) not in _read:
                     if shard.words.nbytes <= min(_SMALL_BYTES, spare_bytes):
-                        shard = _ShardLengths(shard.starts, shard.words.copy())
+                        shard = replace(shard, words=shard.words.copy())
                         spare_bytes -= shard.words.nbytes
                     _read[blocks.cache, path] = shard
                 shards.append(shard)
@@ -123,7 +131,7 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
 def lengths_files(snapshot: Snapshot, blocks: Blocks) -> Iterator[Path]:
     """Where the lengths of each shard's rows are, or will be."""
     for shard in range(len(snapshot.shards)):
-        yield blocks.cache.folder / f"{blocks.identity_of_shard(shard)}{SUFFIX}"
+        yield blocks.cache.folder / f"{blocks.identity_of_shard(shard)}-{_FORMAT}{SUFFIX}"
 
 
 def _counted_together(snapshot: Snapshot) -> Iterator[range]:
@@ -145,13 +153,14 @@ def _count_shard(
     snapshot: Snapshot, shard: int, path: Path, blocks: Iterable[Block], advance: Callable[[int], None]
 ) -> _ShardLengths:
     """The lengths of a shard's rows, which its blocks tell, stored, and mapped if they could be."""
-    num_rows, words = [], [np.zeros(0, np.uint32)]
+    num_rows, block_bytes, words = [], [], [np.zeros(0, np.uint32)]
     for done, block in enumerate(blocks, start=snapshot.blocks_of_shard(shard).start + 1):
         num_rows.append(block.num_rows)
+        block_bytes.append(block.nbytes)
         words.append(_words(block, snapshot.recipe.validation))
         advance(done)
-    counted = _ShardLengths(starts_of(np.array(num_rows, np.int64)), np.concatenate(words))
-    pieces = np.array(num_rows, "<i8").tobytes(), counted.words.astype("<u4").tobytes()
+    counted = _ShardLengths(starts_of(np.array(num_rows, np.int64)), np.array(block_bytes, np.int64), np.concatenate(words))
+    pieces = np.array([num_rows, block_bytes], "<i8").tobytes(), counted.words.astype("<u4").tobytes()
     write_sealed(path, pieces, "it is counted again after a restart")
     return _stored(snapshot, shard, path) or counted
 
@@ -163,9 +172,10 @@ def _words(block: Block, validation: float) -> npt.NDArray[np.uint32]:
 
 
 def _parse(num_blocks: int, body: memoryview) -> _ShardLengths | None:
-    head = 8 * num_blocks
+    head = 16 * num_blocks
     if len(body) < head:
         return None
-    starts = starts_of(np.frombuffer(body[:head], "<i8").astype(np.int64))
+    num_rows, block_bytes = np.frombuffer(body[:head], "<i8").astype(np.int64).reshape(2, -1)
+    starts = starts_of(num_rows)
     fits = len(body) == head + 4 * int(starts[-1])
-    return _ShardLengths(starts, np.frombuffer(body[head:], "<u4")) if fits else None
+    return _ShardLengths(starts, block_bytes, np.frombuffer(body[head:], "<u4")) if fits else None

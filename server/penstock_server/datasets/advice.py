@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterator
 
 from penstock.spec import Spec
 from penstock_server.batches.plan import Plan
+from penstock_server.batches.room import advice_on_room
 from penstock_server.datasets.held import Served
 from penstock_server.recipes.declaration import FILE_NAME
-
-_SMALL_WINDOW = 1000  # sequences; fewer mix too little to be recommended
 
 
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
@@ -22,16 +21,16 @@ def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[
 
 def advice_on_run(plan: Plan) -> Iterator[str]:
     """What to know of a run: a cache too small for its windows, rows that are sorted by their length for nothing."""
-    yield from filter(None, (_of_large_windows(plan), _of_needless_sorting(plan.spec)))
+    yield from filter(None, (advice_on_room(plan), _of_needless_sorting(plan.spec)))
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
     """What follows from a cache that has no room for even one block of some datasets; None if it has."""
-    tight = [served for served in datasets if served.snapshot.largest_block_bytes > budget_bytes]
+    tight = [served for served in datasets if served.blocks.expected_bytes.max() > budget_bytes]
     if not tight:
         return None
-    largest = max(served.snapshot.largest_block_bytes for served in tight)
-    together = sum(served.snapshot.nbytes for served in datasets)
+    largest = max(int(served.blocks.expected_bytes.max()) for served in tight)
+    together = sum(int(served.index.bytes_per_block().sum()) for served in datasets)
     return (
         f"the budget of the block cache, {budget_bytes:,} bytes, is too small for even one of the larger blocks of "
         f"{', '.join(served.name for served in tight)}, of up to about {largest:,} bytes. Such blocks are not kept, but "
@@ -78,23 +77,6 @@ def _of_guessed_eos(served: Served) -> str | None:
         f"{served.name}: its rows end with {first}, but {recipe.tokenizer.path} has {', '.join(others)}, too, and nothing says "
         f"which of them ends a text. Put the model's tokenizer_config.json beside it, or set "
         f'eos = "{first}" or another in {served.snapshot.folder / FILE_NAME}.'
-    )
-
-
-def _of_large_windows(plan: Plan) -> str | None:
-    """What follows from a cache that has no room for a window; None if it has."""
-    cache = plan.members[0].blocks.cache
-    needed, budget = plan.window_bytes, cache.budget_bytes
-    if needed <= budget:
-        return None
-    # Room for a window and the next, which is loaded ahead; a window is whole blocks.
-    fits = min(plan.spec.window, sum(plan.sizes)) * budget // needed // 2
-    has_small_blocks = 8 * max(member.snapshot.largest_block_bytes for member in plan.members) <= budget
-    way_out = "Raise --cache-bytes" if budget == cache.configured_bytes else "Free disk space"
-    or_less = f", or use smaller windows: window={fits}" if fits >= _SMALL_WINDOW and has_small_blocks else ""
-    return (
-        f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, but its "
-        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. {way_out}{or_less}."
     )
 
 

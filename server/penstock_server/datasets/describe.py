@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from penstock.wording import counted, rows_kept
 from penstock_server.batches.plan import Plan
 from penstock_server.counts.lengths import RowLengths
@@ -32,14 +30,13 @@ def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
 def describe_dataset(served: Served) -> dict[str, Any]:
     """A snapshot that is served. `tokens`, `splits` and, with a filter, `rows_served` are null until they are counted.
 
-    The cache is that of all datasets; `blocks_bytes` is about what the blocks of this one take there.
+    The cache is that of all datasets; `blocks_bytes` is what the blocks of this one take there, about that until it is counted.
     """
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     lengths = index.lengths.get() if index.lengths.is_ready else None
     splits = _splits(lengths) if lengths else None
     tokens = sum(split["tokens"] for split in splits.values()) if splits else None
-    token_bytes = np.dtype(snapshot.token_dtype).itemsize
     return {
         "name": served.name,
         "rows": snapshot.num_rows,
@@ -49,7 +46,7 @@ def describe_dataset(served: Served) -> dict[str, Any]:
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
         "size_bytes": sum(shard.date.size_bytes for shard in snapshot.shards),
-        "blocks_bytes": served.blocks.expected_bytes(snapshot.nbytes) if tokens is None else tokens * token_bytes,
+        "blocks_bytes": int(index.bytes_per_block().sum()),
         "index": {"blocks_done": index.num_counted, "blocks": snapshot.num_blocks},
         "bad_rows": {
             "known": quarantine.num_bad_rows,

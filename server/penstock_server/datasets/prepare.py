@@ -72,11 +72,8 @@ def _missing(served: Served) -> list[int]:
 
 
 def _num_fitting(served: Served, missing: list[int]) -> int:
-    """How many of these blocks surely find room in the cache: beyond its budget they would put each other out.
-
-    They mostly take less than is known of them, so that there may be room for more once they are there.
-    """
-    needed = 2 * np.cumsum(served.snapshot.bytes_per_block[missing])
+    """How many of these blocks find room in the cache: beyond its budget they would put each other out."""
+    needed = np.cumsum(served.index.bytes_per_block()[missing])
     cache = served.blocks.cache
     return int(np.searchsorted(needed, cache.budget_bytes - cache.used_bytes, side="right"))
 

@@ -72,6 +72,15 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
     return pa.record_batch(arrays)
 
 
+def bytes_beside(recipe: Recipe) -> int:
+    """What a row of `encode` takes beside its tokens and what travels: where its lists and its reason end, and the rest.
+
+    Of a row with turns it is told as if it had two.
+    """
+    a_feature = 8 + recipe.has_turns * (8 + 2 * 4)
+    return len(recipe.features) * a_feature + 4 + 4 + 4 * (recipe.filter is not None)
+
+
 def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     """A uniform hash of each row, shape [num_rows]: of its place, or of the value of the field that the recipe names.
 

@@ -105,11 +105,6 @@ class Snapshot:
         return found
 
     @cached_property
-    def largest_block_bytes(self) -> int:
-        """About the bytes of the largest block's columns, uncompressed; see bytes_per_block."""
-        return int((self._bytes_per_group // self.blocks_per_group).max())
-
-    @cached_property
     def largest_group_bytes(self) -> int:
         """The bytes of the largest row group's columns, uncompressed."""
         return int(self._bytes_per_group.max(initial=0))

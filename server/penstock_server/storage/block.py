@@ -14,7 +14,10 @@ import pyarrow as pa
 from penstock_server.geometry.arrays import IntArray, distinct, find, in_order, numbered, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
+from penstock_server.sealed import SEAL_BYTES
 from penstock_server.storage.lists import ListColumn, ListColumns
+
+_END_BYTES = 8  # of an Arrow stream
 
 Turn = tuple[list[int], bool]  # tokens, and whether they are learned
 
@@ -114,6 +117,7 @@ class Block:
     bad       the rows that cannot be used, with the reasons; they have no tokens
     numbered  of each row its number in the block as it is stored in the shard, shape [num_rows]; None: they are all there
     splits    of each row the hash that decides of which split it is, shape [num_rows]
+    nbytes    what the whole block takes in the cache
     """
 
     features: dict[str, Feature]
@@ -121,6 +125,7 @@ class Block:
     bad: dict[int, str]
     numbered: npt.NDArray[np.integer[Any]] | None
     splits: npt.NDArray[np.uint32]
+    nbytes: int
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Block:
@@ -138,14 +143,8 @@ class Block:
             bad={int(row): reasons[int(row)].as_py() for row in bad_rows},
             numbered=_view(batch.column(ROW)) if ROW in names else None,
             splits=_view(batch.column(SPLIT)),
+            nbytes=pa.ipc.get_record_batch_size(batch) + batch.schema.serialize().size + _END_BYTES + SEAL_BYTES,
         )
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes in the cache, but for a few."""
-        lists = [column for feature in self.features.values() for column in (feature.tokens, feature.turns) if column]
-        listed = sum(column.memory.size + 8 * column.num_lists for column in lists)
-        return int(listed + sum(column.nbytes for column in self.columns.values()) + self.splits.nbytes)
 
     @property
     def num_rows(self) -> int:

@@ -42,6 +42,7 @@ EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 _LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
+_HEAD_BYTES = 1000  # about what a stored block takes beside its rows
 _FORMAT = 6  # of the stored blocks: a change here rebuilds them
 
 
@@ -53,6 +54,7 @@ class Blocks:
         self._store = store
         self.quarantine = Quarantine(snapshot)
         self._key = lru_cache(_KNOWN_KEYS)(self._find_key)
+        self._correction: float | None = None  # of what the footers tell; None: no block was looked at
         self._identity = json.dumps(
             [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
         )
@@ -129,19 +131,32 @@ class Blocks:
         """The rows of a block that are of one split."""
         return self._store.splits.of(block, split, self._snapshot.recipe.validation)
 
-    @cached_property
-    def estimated_bytes(self) -> int:
-        """About the bytes of all blocks in the cache, by what a few of them take there. Raises what `get` raises."""
-        nbytes = self._snapshot.bytes_per_block
-        # From all over the dataset: its shards may be of several sources.
-        looked_at: list[int] = np.unique(np.linspace(0, len(nbytes) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
-        taken = sum(block.nbytes for block in self.get(looked_at))
-        return int(nbytes.sum()) * taken // max(int(nbytes[looked_at].sum()), 1)
+    @property
+    def expected_bytes(self) -> IntArray:
+        """About what each block takes in the cache, shape [num_blocks], by the footers: some four bytes of text are a token.
 
-    def expected_bytes(self, nbytes: int) -> int:
-        """About what so many bytes of shards take in the cache, without a look at them: some four bytes of text are a token."""
-        token_bytes = np.dtype(self._snapshot.token_dtype).itemsize
-        return nbytes * token_bytes // 4 if self._snapshot.recipe.tokenizer else nbytes
+        What is counted is told by Index.bytes_per_block.
+        """
+        corrected: IntArray = (self._bytes_by_footers * (self._correction or 1.0)).astype(np.int64)
+        return corrected
+
+    @property
+    def _bytes_by_footers(self) -> IntArray:
+        snapshot = self._snapshot
+        token_bytes = np.dtype(snapshot.token_dtype).itemsize
+        nbytes = snapshot.bytes_per_block * token_bytes // 4 if snapshot.recipe.tokenizer else snapshot.bytes_per_block
+        found: IntArray = nbytes + snapshot.rows_per_block * encode.bytes_beside(snapshot.recipe) + _HEAD_BYTES
+        return found
+
+    def look(self) -> None:
+        """Corrects `expected_bytes` by what a few blocks take. Raises what `get` raises."""
+        if self._correction is not None:
+            return
+        expected = self._bytes_by_footers
+        # From all over the dataset: its shards may be of several sources.
+        looked_at: list[int] = np.unique(np.linspace(0, len(expected) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
+        taken = sum(block.nbytes for block in self.get(looked_at))
+        self._correction = taken / int(expected[looked_at].sum())
 
     @property
     def cache(self) -> CacheFolder:
