@@ -75,7 +75,7 @@ class Catalog:
         if len(fingerprints) != len(names):
             raise BadParameter(
                 f"snapshot {spec.snapshot} is of {counted(len(fingerprints), 'dataset')} and not of {len(names)}. Name one of "
-                f"each, joined by +, in the order of {', '.join(names)}: those of before, and what one that was added is on now."
+                f"each, joined by +, in the order of {', '.join(names)}: those of before, and of one that was added its own."
             )
         found = [self._served(own, fingerprint) for own, fingerprint in zip(names, fingerprints, strict=True)]
         if spec.mix_stop and not spec.mix:
