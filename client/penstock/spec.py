@@ -16,7 +16,7 @@ from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
 from penstock.whole import plain
-from penstock.wording import did_you_mean
+from penstock.wording import cut, did_you_mean
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
@@ -231,8 +231,7 @@ def _parse(parameter: Field[Any], text: str) -> int | str:
     # Python's int() also takes "1_000", " 7" and a megabyte of digits.
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
         low, high = parameter.metadata["low"], parameter.metadata["high"]
-        shown = text if len(text) <= 40 else text[:40] + "..."
-        message = f"{parameter.name} must be a whole number from {low:,} to {high:,}, not {shown!r}"
+        message = f"{parameter.name} must be a whole number from {low:,} to {high:,}, not {cut(text)!r}"
         raise SpecError(message, (parameter.name,))
     return int(text)
 

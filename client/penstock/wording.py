@@ -20,6 +20,11 @@ def rows_kept(num_rows: int, num_kept: int | None) -> str:
     return rows if num_kept == num_rows else f"{num_kept:,} of {rows}"
 
 
+def cut(text: str) -> str:
+    """A text to quote in a sentence: of one that is long its beginning."""
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
 def without_passwords(text: str) -> str:
     """A text in which addresses do not tell who asks, as in http://me:secret@host: it is for logs and terminals."""
     return re.sub(r"(\w://)[^/\s]*@", r"\1", text)

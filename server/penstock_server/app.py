@@ -16,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from penstock import __version__, wire
 from penstock.errors import SpecError
+from penstock.wording import cut
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter, IndexNotReady, Problem
@@ -89,7 +90,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def wrong_parameter(request: Request, error: RequestValidationError) -> JSONResponse:
-        wrong = [f"{fault['loc'][-1]}={fault.get('input')!r}: {fault['msg']}" for fault in error.errors()]
+        wrong = [f"{fault['loc'][-1]}={cut(str(fault['input']))!r}: {fault['msg']}" for fault in error.errors()]
         return await problem(request, BadParameter(f"{'; '.join(wrong)}."))
 
     @app.exception_handler(ClientDisconnect)

@@ -229,6 +229,13 @@ def test_a_refusal_is_a_problem_that_names_what_is_wrong(
     assert problem["detail"].endswith((".", "?"))
 
 
+def test_a_wrong_value_is_quoted_by_its_beginning(server: Server) -> None:
+    for path, quoted in ((f"{BATCHES}/{'9' * 5000}", "step='"), (f"{BATCHES}?stop={'9' * 5000}", "stop='")):
+        detail = server.get(path).json()["detail"]
+        assert detail.startswith(f"{quoted}{'9' * 40}...': ")
+        assert len(detail) < 200
+
+
 def test_a_url_that_is_none_points_to_the_documentation(server: Server) -> None:
     response = server.get("/v2/anything")
     assert (response.status_code, response.headers["Content-Type"]) == (404, "application/problem+json")
