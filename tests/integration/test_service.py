@@ -299,6 +299,9 @@ def test_probes_and_documentation_need_nothing_from_outside(server: Server) -> N
     responses = paths["/v1/datasets/{dataset}/spec"]["get"]["responses"]
     assert all("application/problem+json" in responses[code]["content"] for code in ("404", "409", "422", "500", "503"))
     assert {"dataset", "epoch", "rank", "step", "format", "batch_size", "snapshot"} <= {p["name"] for p in parameters}
+    assert {p["name"] for p in parameters if p["schema"].get("minLength")} == {"skip", "mix", "snapshot", "pad"}
+    for name in ("skip", "mix", "snapshot", "pad"):
+        assert server.get("/v1/datasets/numbers/spec", **{name: ""}).status_code == 422
 
 
 def test_the_documentation_page_tries_a_run_of_one_batch_and_no_whole_epoch(server: Server) -> None:

@@ -29,7 +29,7 @@ SPEC_PARAMETERS = {
             "description": p["doc"],
             "schema": {"type": p["kind"], "default": p["default"]}
             | ({"minimum": p["low"], "maximum": p["high"]} if "low" in p else {})
-            | ({"enum": p["options"]} if "options" in p else {}),
+            | ({"enum": p["options"]} if "options" in p else {"minLength": 1} if p["kind"] == "string" else {}),
         }
         for p in describe()
     ]
