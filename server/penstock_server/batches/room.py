@@ -38,9 +38,8 @@ def advice_on_room(plan: Plan) -> str | None:
     # Room for a window and the next, which is loaded ahead; a window is whole blocks.
     fits = min(plan.spec.window, sum(plan.sizes)) * budget // needed // 2
     largest = max(int(member.index.bytes_per_block().max()) for member in plan.members)
-    way_out = "Raise --cache-bytes" if budget == cache.configured_bytes else "Free disk space"
     or_less = f", or use smaller windows: window={fits}" if fits >= _SMALL_WINDOW and 8 * largest <= budget else ""
     return (
         f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, but its "
-        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. {way_out}{or_less}."
+        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. {cache.way_out}{or_less}."
     )

@@ -83,8 +83,7 @@ def _reason(served: Served, missing: list[int]) -> str:
     cache = served.blocks.cache
     if _num_fitting(served, missing):
         return "some could not be stored there, as a line above says. Mend that"
-    way_out = "Raise --cache-bytes" if cache.budget_bytes == cache.configured_bytes else "Free disk space"
-    return f"its budget, {cache.budget_bytes:,} bytes, is full. {way_out}"
+    return f"its budget, {cache.budget_bytes:,} bytes, is full. {cache.way_out}"
 
 
 @contextmanager

@@ -56,6 +56,11 @@ class CacheFolder:
                 self._evict(used, self.budget_bytes)
 
     @property
+    def way_out(self) -> str:
+        """What to do where it has no room: its budget may be small, or lowered by a full disk."""
+        return "Raise --cache-bytes" if self.budget_bytes == self.configured_bytes else "Free disk space"
+
+    @property
     def used_bytes(self) -> int:
         """The bytes of all files in the folder, as counted by all processes."""
         return self._count.bytes
