@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import count
 from typing import Literal
 
 from fastapi import Request, Response
@@ -26,6 +25,7 @@ from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
 from penstock_server.threads import InThread, in_one_of_many, in_two_for_people
+from penstock_server.waiting import when_all_are_there
 
 BatchFormat = Literal["msgpack", "json"]
 
@@ -230,7 +230,7 @@ async def _load(making: _Making, in_thread: InThread, request: Request | None = 
     futures = [found for found in asked if isinstance(found, Future)]
     try:
         # Only waited for, never cancelled: a client that leaves must not take a block from others.
-        is_over = _when_all_are_there(futures)
+        is_over = when_all_are_there(futures)
         while not is_over.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
@@ -260,27 +260,6 @@ async def _make_text(making: _Making, blocks: list[Block], request: Request | No
     finally:
         if watching:
             watching.cancel()
-
-
-def _when_all_are_there(futures: Sequence[Future[Block]]) -> asyncio.Event:
-    """Is set once all are answered, or one has failed.
-
-    A crowd that begins waits for dozens of blocks each, for all of which asyncio would have objects of its own: tens of
-    kilobytes a request.
-    """
-    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-    left = count(len(futures) - 1, -1)  # to be counted down by several threads: the next of it is nobody else's
-
-    def answered(future: Future[Block]) -> None:
-        is_last = next(left) == 0
-        if (is_last or future.cancelled() or future.exception()) and not loop.is_closed():
-            loop.call_soon_threadsafe(is_over.set)
-
-    for future in futures:
-        future.add_done_callback(answered)
-    if not futures:
-        is_over.set()
-    return is_over
 
 
 def _may_wait(blocks: list[Block]) -> bool:

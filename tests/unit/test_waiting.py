@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock_server.respond import _when_all_are_there
+from penstock_server.waiting import when_all_are_there
 
 
 def answers(num_futures: int) -> list[Future[Any]]:
@@ -15,7 +15,7 @@ def test_it_is_over_when_the_last_block_is_there() -> None:
     async def main() -> None:
         futures = answers(3)
         futures[1].set_result("block")
-        is_over = _when_all_are_there(futures)
+        is_over = when_all_are_there(futures)
         with ThreadPoolExecutor(1) as threads:
             threads.submit(futures[0].set_result, "block").result()
             await asyncio.sleep(0.01)
@@ -32,7 +32,7 @@ def test_it_is_over_when_one_has_failed_while_others_are_still_loaded(num_there:
         futures = answers(3)
         for future in futures[:num_there]:
             future.set_result("block")
-        is_over = _when_all_are_there(futures)
+        is_over = when_all_are_there(futures)
         futures[2].set_exception(OSError("broken"))
         await asyncio.wait_for(is_over.wait(), 10)
 
@@ -45,7 +45,7 @@ def test_it_is_over_where_nothing_is_waited_for_or_all_is_there() -> None:
         for future in futures:
             future.set_result("block")
         for some in ([], futures):
-            await asyncio.wait_for(_when_all_are_there(some).wait(), 10)
+            await asyncio.wait_for(when_all_are_there(some).wait(), 10)
 
     asyncio.run(main())
 
@@ -54,7 +54,7 @@ def test_a_block_that_comes_when_nobody_serves_any_more_disturbs_nobody(caplog: 
     [future] = answers(1)
 
     async def main() -> None:
-        _when_all_are_there([future])
+        when_all_are_there([future])
 
     asyncio.run(main())
     future.set_result("block")
