@@ -93,7 +93,7 @@ def _training_step(model: Model, device: torch.device) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(batch: Batch) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):  # processors without it emulate it, slowly
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):  # processors may have to emulate it
             loss = model(batch["input_ids"], batch["labels"])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
