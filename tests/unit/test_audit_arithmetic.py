@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.audit.intervals import clip, covered, intervals, join, runs_of, size, without
+from penstock.audit.positions import positions_of
 from penstock.audit.reading import IntArray
-from penstock.audit.slicing import Slicing
 from penstock.skip import parse_skip
+from penstock.slicing import Slicing
 from penstock_server.geometry.schedule import Schedule
 
 pairs = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
@@ -59,10 +60,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 @given(schedules(), st.data())
 def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: Schedule, data: st.DataObject) -> None:
-    slicing = Slicing(
-        schedule.batch_size, schedule.world_size, schedule.offset, schedule.skipped, schedule.num_positions, schedule.tail
-    )
-    assert slicing.num_steps == schedule.num_steps
     steps = {
         rank: sorted(data.draw(st.sets(st.integers(0, max(0, schedule.num_steps - 1)), max_size=schedule.num_steps)))
         for rank in range(schedule.world_size)
@@ -77,32 +74,32 @@ def test_steps_of_ranks_are_the_samples_that_a_server_gives_for_them(schedule: S
             assert shown[: len(behind[begin:])] == behind[begin : begin + schedule.batch_size]
             expected += behind[begin : begin + schedule.batch_size]  # the rest fills the last step
             for position in behind[begin : begin + schedule.batch_size]:
-                assert slicing.step_of(position) == (step, rank)
-    found = slicing.positions({rank: runs_of(np.array(own, np.int64)) for rank, own in steps.items()})
+                assert schedule.step_of(position) == (step, rank)
+    found = positions_of(schedule, {rank: runs_of(np.array(own, np.int64)) for rank, own in steps.items()})
     assert sorted(numbers(found)) == sorted(expected)
     assert all(start < stop for start, stop in found.tolist())
     for position in range(schedule.num_positions):
-        begun = {slicing.step_of(before)[0] for before in behind if before < position}
-        assert slicing.num_steps_before(position) == len(begun)
-        assert slicing.num_steps_within(position) == sum(p < position for p in behind) // slicing.per_step
+        begun = {schedule.step_of(before)[0] for before in behind if before < position}
+        assert schedule.num_steps_before(position) == len(begun)
+        assert schedule.num_steps_within(position) == sum(p < position for p in behind) // schedule.samples_per_step
     for step in range(schedule.num_steps):
-        assert slicing.num_steps_before(slicing.position(step)) == step
-        first = step * slicing.per_step
-        assert [p for p in behind if p < slicing.position(step)] == behind[:first]
+        assert schedule.num_steps_before(schedule.position(step)) == step
+        first = step * schedule.samples_per_step
+        assert [p for p in behind if p < schedule.position(step)] == behind[:first]
 
 
 def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing() -> None:
-    slicing = Slicing(4, 512, 0, (), 4 * 512 * 1_000_000, "drop")
+    slicing = Slicing(batch_size=4, world_size=512, offset=0, num_positions=4 * 512 * 1_000_000, tail="drop")
     whole = intervals([(0, 1_000_000)])
-    assert slicing.positions(dict.fromkeys(range(512), whole)).tolist() == [[0, slicing.num_sequences]]
-    found = slicing.positions({rank: whole for rank in range(512) if rank != 7})
-    assert size(found) == slicing.num_sequences - 4_000_000
+    assert positions_of(slicing, dict.fromkeys(range(512), whole)).tolist() == [[0, slicing.num_positions]]
+    found = positions_of(slicing, {rank: whole for rank in range(512) if rank != 7})
+    assert size(found) == slicing.num_positions - 4_000_000
     assert len(found) == 2_000_000
 
 
 def test_each_of_very_many_runs_of_steps_is_an_interval() -> None:
-    slicing = Slicing(4, 2, 0, (), 8 * 200_000, "drop")
+    slicing = Slicing(batch_size=4, world_size=2, offset=0, num_positions=8 * 200_000, tail="drop")
     steps = np.arange(200_000)  # the ranks take turns
     firsts = 8 * steps + 4 * (steps % 2)
-    found = slicing.positions({rank: runs_of(steps[rank::2]) for rank in range(2)})
+    found = positions_of(slicing, {rank: runs_of(steps[rank::2]) for rank in range(2)})
     assert found.tolist() == np.stack([firsts, firsts + 4], axis=1).tolist()

@@ -4,7 +4,7 @@ reading              files: iterations with their steps and digests, and what is
 orders               which iterations are of one order of samples
 history, rank        of one rank, its starts and iterations, and what became of them
 course               which of these led to where the run is, and which a later start threw away
-slicing, intervals   steps of ranks: samples of an epoch
+positions, intervals steps of ranks: samples of an epoch
 account              all ranks: which samples were trained on once, never, or more than once
 report, facts, text  the answer, as data, as JSON and in words
 compare              what a server says of the same batches

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.audit.intervals import clip, covered, intervals, join, size, without
+from penstock.audit.positions import positions_of
 from penstock.audit.rank import Leg, RankHistory
 from penstock.audit.reading import IntArray
-from penstock.audit.slicing import Slicing
+from penstock.slicing import Slicing
 
 _IN_FLIGHT_STEPS = 16  # by which ranks of a run that is killed may differ; a GPU is a few steps behind its loop
 
@@ -26,7 +27,7 @@ class Gap:
     def positions(self) -> IntArray:
         """The samples that they are."""
         run = intervals([self.steps])
-        return covered(self.leg.slicing.positions(dict.fromkeys(self.ranks, run)))
+        return covered(positions_of(self.leg.slicing, dict.fromkeys(self.ranks, run)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +99,17 @@ def _account(
     end = last.slicing.position(done)
     skipped = covered(join([clip(intervals(leg.slicing.skipped), leg.start, min(leg.stop, end)) for leg in legs]))
     due = without(intervals([(0, end)]), skipped)
-    rest = intervals([(end, last.slicing.num_sequences)] if is_finished else [])
+    rest = intervals([(end, last.slicing.num_positions)] if is_finished else [])
     dropped = without(rest, intervals(last.slicing.skipped))
     given = join([_given(slicing, runs[slicing], legs) for slicing in runs])
     missing, twice = without(due, given), covered(given, 2)
     return Epoch(
         epoch=epoch,
-        num_sequences=last.slicing.num_sequences,
+        num_sequences=last.slicing.num_positions,
         num_skipped=size(skipped) + size(rest) - size(dropped),
         num_dropped=size(dropped),
         num_repeated=sum(leg.slicing.num_repeated for leg in legs if leg.stop >= end) if is_finished else 0,
-        num_ahead=0 if is_finished or len(twice) else size(clip(given, end, last.slicing.num_sequences)),
+        num_ahead=0 if is_finished or len(twice) else size(clip(given, end, last.slicing.num_positions)),
         is_finished=is_finished,
         steps_done=done,
         due=due,
@@ -163,7 +164,7 @@ def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> 
     """The positions that were given under one slicing, where it was what counts; those given again are there again."""
     layers, times = [], 1
     while layer := {rank: found for rank, run in runs.items() if len(found := covered(run, times))}:
-        layers.append(slicing.positions(layer))
+        layers.append(positions_of(slicing, layer))
         times += 1
     given = join(layers)
     counts = covered(intervals((leg.start, leg.stop) for leg in legs if leg.slicing == slicing))

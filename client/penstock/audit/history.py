@@ -7,8 +7,8 @@ from datetime import datetime
 
 from penstock.audit.intervals import NONE, clip, join
 from penstock.audit.reading import IntArray
-from penstock.audit.slicing import Slicing
 from penstock.ledger import Begin
+from penstock.slicing import Slicing
 
 Place = tuple[int, int]  # epoch and position
 StartKey = tuple[Slicing, int, int, int, bool]

@@ -9,9 +9,9 @@ from math import inf
 from typing import Any
 
 from penstock.audit.history import Place
-from penstock.audit.slicing import Slicing
 from penstock.ledger import Begin
 from penstock.mix import first_other, parse_mix
+from penstock.slicing import Slicing
 from penstock.state import goes_on, order_of
 
 _OF_MIXTURES = ("mix", "snapshot", "num_sequences")  # what may become another in one run
@@ -57,7 +57,7 @@ class Orders:
     def add(self, begin: Begin) -> None:
         """An iteration."""
         key = _key_of(begin)
-        first = (begin.epoch, Slicing.of(begin).position(begin.step))
+        first = (begin.epoch, Slicing.of(begin.spec, begin.num_sequences).position(begin.step))
         order = self._orders.setdefault(key, _Order(dict(key), first, {}))
         order.first = min(order.first, first)
         since, until = order.began.get(begin.rank, (begin.time, begin.time))

@@ -11,8 +11,8 @@ from penstock.audit.course import Course
 from penstock.audit.history import Iteration, Kept, Start
 from penstock.audit.intervals import clip, covered, runs_of, without
 from penstock.audit.reading import IntArray, Part
-from penstock.audit.slicing import Slicing
 from penstock.ledger import Begin
+from penstock.slicing import Slicing
 
 _OPEN = 1 << 62
 
@@ -106,7 +106,7 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
         begins = sorted((part.begin for part in joined), key=lambda begin: begin.step)
         begin, last_step = begins[0], begins[-1].step
         resumes = trust_starts or begin.num_loads > 0
-        start = Start(len(starts), begin, last_step, Slicing.of(begin), resumes)
+        start = Start(len(starts), begin, last_step, Slicing.of(begin.spec, begin.num_sequences), resumes)
         iterations.append(_join(starts.setdefault((begin.launch, begin.num_loads), start), begin, joined))
     return RankRecord(rank, iterations, list(_changed(rank, parts)))
 
@@ -118,9 +118,9 @@ def history_of(record: RankRecord, course: Course) -> RankHistory:
 
 
 def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:
-    slicing, stop = Slicing.of(begin), min(part.stop for part in parts)
+    slicing, stop = Slicing.of(begin.spec, begin.num_sequences), min(part.stop for part in parts)
     runs = runs_of(np.sort(np.concatenate([part.steps for part in parts])))
-    is_own = stop >= slicing.num_sequences
+    is_own = stop >= slicing.num_positions
     return Iteration(
         start=start,
         begin=begin,

@@ -10,10 +10,11 @@ import numpy as np
 from penstock.audit.account import Epoch, Gap
 from penstock.audit.history import Start
 from penstock.audit.intervals import NONE, covered, join, runs_of, size, without
+from penstock.audit.positions import positions_of
 from penstock.audit.rank import Changed, Leg, Thrown
 from penstock.audit.reading import Damage, IntArray
 from penstock.audit.report import Apart, Order, Report
-from penstock.audit.slicing import Slicing
+from penstock.slicing import Slicing
 from penstock.spec import Spec
 from penstock.wording import counted
 
@@ -189,7 +190,7 @@ def _steps(legs: Iterable[Leg], found: IntArray) -> Iterator[str]:
         key = (leg.started.number, leg.slicing)
         runs[key] = join([runs.get(key, NONE), leg.runs])
     for (number, slicing), steps in runs.items():
-        given = slicing.positions(dict.fromkeys(range(slicing.world_size), covered(steps)))
+        given = positions_of(slicing, dict.fromkeys(range(slicing.world_size), covered(steps)))
         inside = covered(join([found, given]), 2)
         if len(inside):
             (first, _), (last, _) = (slicing.step_of(position) for position in (inside[0, 0], inside[-1, 1] - 1))

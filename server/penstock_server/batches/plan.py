@@ -15,7 +15,6 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from penstock.skip import kept
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.wire import VERSION, Address, Layout
 from penstock.wording import counted
@@ -206,7 +205,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         )
     _check_tokenizers(members)
     tensors_of([member.snapshot for member in members], spec)  # what makes no batch is refused before anything is counted
-    mix, skipped = spec.mixed(), spec.skipped()
+    mix = spec.mixed()
     mixture = mixture_of(mix) if mix else None
     sizes = tuple(member.num_sequences for member in members)
     if empty := [member for member, size in zip(members, sizes, strict=True) if not size]:
@@ -219,15 +218,8 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         )
     if spec.offset > num_positions:
         raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sequence')}.")
-    schedule = Schedule(
-        num_positions=num_positions,
-        batch_size=spec.batch_size,
-        world_size=spec.world_size,
-        offset=spec.offset,
-        tail=spec.tail,
-        skipped=skipped,
-    )
-    if skipped and not kept(skipped, num_positions):
+    schedule = Schedule.of(spec, num_positions)
+    if not schedule.num_samples:
         raise BadParameter(f"skip leaves out the whole epoch: all of its {counted(num_positions, 'sequence')}. Skip fewer.")
     if spec.offset == 0 and schedule.num_steps == 0:
         may_split = spec.cuts_rows and spec.task == "causal"
@@ -235,7 +227,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         raise BadParameter(
             f"no step fits: {dataset}{'' if spec.split == 'all' else f', split={spec.split},'} has "
             f"{counted(num_positions, 'sequence')}"
-            f"{', of which too many are skipped' if skipped else ''}, and one step takes batch_size x world_size = "
+            f"{', of which too many are skipped' if spec.skip else ''}, and one step takes batch_size x world_size = "
             f"{spec.samples_per_step:,}. Lower one of these, {more}or use tail=wrap, which "
             f"fills the step from the epoch's start."
         )

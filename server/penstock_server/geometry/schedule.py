@@ -1,46 +1,23 @@
-"""The schedule: (step, rank, index) -> epoch position, and back. How ranks slice an epoch. Pure."""
+"""The schedule: (step, rank, index) -> epoch position, and back. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from penstock.skip import Ranges, before, kept
+from penstock.skip import before, kept
+from penstock.slicing import Slicing
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray, find, starts_of
 from penstock_server.geometry.mixture import ENDLESS
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How ranks slice an epoch: sample n = (step * world_size + rank) * batch_size + index of those after `offset`.
-
-    The order is of samples; another world size or batch size slices the same order differently. Every rank has the same
-    number of steps: unequal ranks would hang the trainer's collectives. `skipped` positions, half-open ranges, are no samples.
-    """
-
-    num_positions: int
-    batch_size: int
-    world_size: int
-    offset: int
-    tail: str
-    skipped: Ranges = ()
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of one step, over all ranks."""
-        return self.batch_size * self.world_size
-
-    @cached_property
-    def num_steps(self) -> int:
-        """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
-        left = self._num_kept - self._num_left_out
-        return left // self.samples_per_step if self.tail == "drop" else -(-left // self.samples_per_step)
+class Schedule(Slicing):
+    """The slicing of an epoch, for those who ask for batches and for samples of it."""
 
     def check(self, step: int, rank: int) -> None:
         """Whether the epoch has such a batch.
@@ -67,8 +44,8 @@ class Schedule:
         """
         for step in steps:
             self.check(step, rank)
-        starts = self._num_left_out + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
-        samples = (starts[:, None] + np.arange(self.batch_size)) % self._num_kept
+        starts = self.num_left_out + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
+        samples = (starts[:, None] + np.arange(self.batch_size)) % self.num_samples
         if not self.skipped:
             return samples
         starts, firsts = self._runs
@@ -94,21 +71,12 @@ class Schedule:
         """The samples that show a position."""
         if any(start <= position < stop for start, stop in self.skipped):
             return range(0)
-        begin, number = self._num_left_out, before(self.skipped, position)
-        first = number - begin + (self._num_kept if number < begin else 0)
-        return range(first, self.num_steps * self.samples_per_step, self._num_kept)
+        begin, number = self.num_left_out, before(self.skipped, position)
+        first = number - begin + (self.num_samples if number < begin else 0)
+        return range(first, self.num_steps * self.samples_per_step, self.num_samples)
 
     @cached_property
     def _runs(self) -> tuple[IntArray, IntArray]:
         """Between what is skipped: where each run of positions starts, and the samples before it, and at last all of them."""
         starts, stops = np.array(kept(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
         return starts, starts_of(stops - starts)
-
-    @cached_property
-    def _num_left_out(self) -> int:
-        """Samples before `offset`."""
-        return before(self.skipped, self.offset)
-
-    @cached_property
-    def _num_kept(self) -> int:
-        return before(self.skipped, self.num_positions)

@@ -1,0 +1,91 @@
+"""How the ranks of a run slice an epoch into steps. Plain arithmetic, the same for the server and for an audit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+from penstock.skip import Ranges, before, behind
+from penstock.spec import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slicing:
+    """Sample n = (step * world_size + rank) * batch_size + index of those after `offset`.
+
+    Samples are what the order gives; another world size or batch size slices the same order differently. Every rank has the
+    same number of steps: unequal ranks would hang the trainer's collectives. Of the `num_positions` of an epoch those in
+    `skipped`, half-open ranges, are no samples. `tail` decides what the last step is and no more: slicings that differ in it
+    are equal.
+    """
+
+    num_positions: int
+    batch_size: int
+    world_size: int
+    offset: int
+    tail: str = field(compare=False)
+    skipped: Ranges = ()
+
+    @classmethod
+    def of(cls, spec: Spec, num_positions: int) -> Self:
+        """That of an epoch in which a spec has so many positions."""
+        return cls(
+            num_positions=num_positions,
+            batch_size=spec.batch_size,
+            world_size=spec.world_size,
+            offset=spec.offset,
+            tail=spec.tail,
+            skipped=spec.skipped(),
+        )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one step, over all ranks."""
+        return self.batch_size * self.world_size
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples of the whole epoch."""
+        return before(self.skipped, self.num_positions)
+
+    @cached_property
+    def num_left_out(self) -> int:
+        """Samples before `offset`."""
+        return before(self.skipped, min(self.offset, self.num_positions))
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps of the epoch; `drop` leaves the incomplete last one out, `wrap` fills it from the epoch's start."""
+        left = self.num_samples - self.num_left_out
+        return left // self.samples_per_step if self.tail == "drop" else -(-left // self.samples_per_step)
+
+    @property
+    def num_repeated(self) -> int:
+        """Samples from the epoch's start with which tail=wrap fills the last step."""
+        return max(0, self.num_left_out + self.num_steps * self.samples_per_step - self.num_samples)
+
+    def counts_like(self, other: Slicing) -> bool:
+        """Whether each step begins at the same sample in both."""
+        return (self.offset, self.samples_per_step, self.skipped) == (other.offset, other.samples_per_step, other.skipped)
+
+    def position(self, step: int) -> int:
+        """Where a step begins, or the epoch's end."""
+        return min(behind(self.skipped, self.offset, step * self.samples_per_step), self.num_positions)
+
+    def num_steps_before(self, position: int) -> int:
+        """How many steps begin before a position."""
+        return max(0, -(-self._number(position) // self.samples_per_step))
+
+    def num_steps_within(self, position: int) -> int:
+        """How many steps have all of their samples before a position."""
+        return max(0, self._number(position) // self.samples_per_step)
+
+    def step_of(self, position: int) -> tuple[int, int]:
+        """The (step, rank) that shows a position; it must lie after `offset`, and not be skipped."""
+        step, within = divmod(self._number(position), self.samples_per_step)
+        return step, within // self.batch_size
+
+    def _number(self, position: int) -> int:
+        """That of the sample at a position; those before `offset` have negative ones."""
+        return before(self.skipped, position) - self.num_left_out
