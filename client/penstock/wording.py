@@ -12,6 +12,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def size(num_bytes: float) -> str:
+    """Bytes as people say them."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:,.1f} {unit}"
+    return f"{num_bytes / 1e3:,.1f} kB"
+
+
 def rows_kept(num_rows: int, num_kept: int | None) -> str:
     """The rows of a dataset and how many of them its filter keeps; None where that is not known yet."""
     rows = counted(num_rows, "row")

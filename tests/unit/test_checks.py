@@ -14,11 +14,12 @@ import pytest
 from answering import pages
 from penstock import __version__, wire
 from penstock.commands import data_checks, machine_checks
-from penstock.commands.check import Check, size
+from penstock.commands.check import Check
 from penstock.commands.data_checks import check_cache, check_datasets
 from penstock.commands.doctor import checks
 from penstock.commands.machine_checks import check_machine
 from penstock.transport import Transport
+from penstock.wording import size
 
 
 def greeter(

@@ -19,11 +19,3 @@ class Check:
     name: str
     text: str
     fix: str = ""
-
-
-def size(num_bytes: float) -> str:
-    """Bytes as people say them."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:,.1f} {unit}"
-    return f"{num_bytes / 1e3:,.1f} kB"

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.commands.check import Check, size
+from penstock.commands.check import Check
 from penstock.commands.remote import RETRY_SECONDS, describe_dataset
 from penstock.errors import PenstockError
 from penstock.runs import RUN_BYTES
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.transport import Transport
-from penstock.wording import counted, rows_kept
+from penstock.wording import counted, rows_kept, size
 
 _FULL = 0.97
 _PULLED_BYTES, _PULLED_SECONDS = 4 * RUN_BYTES, 3.0

@@ -12,8 +12,9 @@ import httpx
 
 from penstock import __version__, wire
 from penstock.aside import client_aside, proxy_of
-from penstock.commands.check import Check, size
+from penstock.commands.check import Check
 from penstock.runs import RUN_BYTES
+from penstock.wording import size
 
 _PROBES = 15
 _SLOW_SECONDS = 0.05

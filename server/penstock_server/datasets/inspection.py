@@ -7,11 +7,10 @@ from typing import Any
 
 from penstock.batch import SIDES
 from penstock.commands.batch_view import Run
-from penstock.commands.check import size
 from penstock.commands.table import run_lines
 from penstock.commands.terminal import BOLD, RED, YELLOW, Terminal
 from penstock.printable import printable
-from penstock.wording import counted
+from penstock.wording import counted, size
 from penstock_server.datasets.describe import describe_dataset, summary
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_row
