@@ -10,6 +10,7 @@ Needs transformers and accelerate.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from math import ceil
@@ -35,6 +36,10 @@ _ONE_FOR_BOTH = (
     "eval_dataset must be a RemoteDataset of its own, such as one of split='validation': evaluating on train_dataset would "
     "move its place, and no checkpoint could be resumed"
 )
+_APART = (
+    "A callback ended an epoch early, or something else drew batches of train_dataset, such as a callback that looks into "
+    "train_dataloader (let it look into a RemoteDataset of its own)."
+)
 _LOADED = (
     "a state was loaded into train_dataset, but Trainer begins with the first step of epoch 0: batches that were trained on "
     "would come again. Resume with train(resume_from_checkpoint=...), which loads the state by itself; to begin anew, call "
@@ -52,19 +57,22 @@ class RemoteTrainer(Trainer):
     data, and resuming costs the same at any step.
 
     Raises SpecError: train_dataset is no RemoteDataset, its batches do not match args, a data_collator would take no part, or
-    the model cannot keep the rows of a sequence apart.
+    the model cannot keep the rows of a sequence apart; from train(), if train_dataset was replaced.
     Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or training begins without a
     checkpoint though a state was loaded into the data.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._place = _Place()
+        self.add_callback(self._place)
         if self.train_dataset is not None:
             self._check_train_dataset()
-            self.add_callback(_Place(self.train_dataset))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches of this rank. Trainer's own loader would join several into one, and shard each rank's share again."""
+        self._check_train_dataset()  # it may be another than at first
+        self._place.data = self.train_dataset
         return _Loader(self.train_dataset, self._for_the_model)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
@@ -72,12 +80,12 @@ class RemoteTrainer(Trainer):
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
-        if chosen is self.train_dataset:
-            raise SpecError(_ONE_FOR_BOTH)
-        if isinstance(chosen, RemoteDataset):
-            chosen.set_epoch(chosen.epoch)  # on the same batches each time, and that is meant
-            return _Loader(chosen, self._for_the_model)
-        loader: DataLoader[Any] = super().get_eval_dataloader(eval_dataset)
+        loader: DataLoader[Any] = self._held_out(chosen) or super().get_eval_dataloader(eval_dataset)
+        return loader
+
+    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The batches of this rank, if the dataset is a RemoteDataset."""
+        loader: DataLoader[Any] = self._held_out(test_dataset) or super().get_test_dataloader(test_dataset)
         return loader
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
@@ -86,6 +94,14 @@ class RemoteTrainer(Trainer):
             return len(dataloader) * dataloader.data.spec.samples_per_step
         return int(super().num_examples(dataloader))
 
+    def _held_out(self, data: Dataset[Any] | None) -> DataLoader[Any] | None:
+        if data is not None and data is self.train_dataset:
+            raise SpecError(_ONE_FOR_BOTH)
+        if not isinstance(data, RemoteDataset):
+            return None
+        data.set_epoch(data.epoch)  # on the same batches each time, and that is meant
+        return _Loader(data, self._for_the_model)
+
     def _check_train_dataset(self) -> None:
         data, args = self.train_dataset, self.args
         if not isinstance(data, RemoteDataset):
@@ -93,6 +109,13 @@ class RemoteTrainer(Trainer):
         if args.ignore_data_skip:
             raise SpecError(
                 "leave ignore_data_skip out: resuming fetches nothing again, and with it Trainer miscounts a resumed epoch"
+            )
+        if args.auto_find_batch_size:
+            raise SpecError("leave auto_find_batch_size out: a dataset has one batch_size, and Trainer cannot make it smaller")
+        if getattr(args, "train_sampling_strategy", "random") != "random" or getattr(args, "group_by_length", False):
+            raise SpecError(
+                "leave train_sampling_strategy out: no sampler takes part, so it would do nothing. The dataset chooses the "
+                "order: group_by_length=N puts rows of one length together, and shuffle='none' takes them as they are stored."
             )
         evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
         if any(other is data for other in evaluated):
@@ -136,16 +159,31 @@ class RemoteTrainer(Trainer):
 
 
 class _Place(TrainerCallback):
-    """Keeps the state of the data in trainer_state.json, and puts the data where a resumed run goes on."""
+    """Keeps the state of the data in trainer_state.json, and puts the data where a resumed run goes on.
 
-    def __init__(self, data: RemoteDataset) -> None:
-        self._data = data
+    `data` is that of the loader that was made last.
+    """
 
-    def on_step_end(self, _args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
-        state.stateful_callbacks[_KEY] = {"args": {}, "attributes": self._data.state_dict()}
+    def __init__(self) -> None:
+        self.data: RemoteDataset | None = None
+        self._has_warned = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
+        assert self.data
+        place = self.data.state_dict()
+        state.stateful_callbacks[_KEY] = {"args": {}, "attributes": place}
+        counted, trained = _counted(state, args, self.data), place["epoch"] * self.data.steps_per_epoch + place["step"]
+        if counted != trained and not place["offset"] and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Trainer counts {counted:,} batches, but train_dataset is at its batch {trained:,}. {_APART} Training goes "
+                "on, but no checkpoint from here on can be resumed.",
+                stacklevel=1,
+            )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
-        data = self._data
+        assert self.data
+        data, self._has_warned = self.data, False
         if not state.global_step:
             if data.has_loaded:
                 raise StateMismatch(_LOADED)
@@ -155,14 +193,19 @@ class _Place(TrainerCallback):
         if saved is None:
             raise StateMismatch("this checkpoint holds no state of the data: it was not written by a RemoteTrainer.")
         data.load_state_dict(saved["attributes"])
-        num_epochs, num_updates = divmod(state.global_step, ceil(data.steps_per_epoch / args.gradient_accumulation_steps))
-        counted = num_epochs * data.steps_per_epoch + num_updates * args.gradient_accumulation_steps
-        trained = (data.epoch + 1) * data.steps_per_epoch - len(data)
+        counted, trained = _counted(state, args, data), (data.epoch + 1) * data.steps_per_epoch - len(data)
         if trained != counted:
             raise StateMismatch(
                 f"Trainer counts {counted:,} batches before this checkpoint, but the state of the data counts {trained:,}. "
-                "Resume with the ranks, the batch size and the gradient_accumulation_steps that it was saved with."
+                "Resume with the ranks, the batch size and the gradient_accumulation_steps that it was saved with. If you do: "
+                f"{_APART[0].lower()}{_APART[1:]} Resume from a checkpoint that was written before."
             )
+
+
+def _counted(state: TrainerState, args: TrainingArguments, data: RemoteDataset) -> int:
+    """The batches before this update, as Trainer will count them when it resumes."""
+    num_epochs, num_updates = divmod(state.global_step, ceil(data.steps_per_epoch / args.gradient_accumulation_steps))
+    return int(num_epochs * data.steps_per_epoch + num_updates * args.gradient_accumulation_steps)
 
 
 class _Loader(DataLoader[Any]):

@@ -85,6 +85,16 @@ def test_it_evaluates_on_a_dataset_of_this_kind(url: str, tmp_path: Path) -> Non
     assert one.num_examples(one.get_eval_dataloader()) == 320
 
 
+def test_it_predicts_as_it_evaluates(url: str, tmp_path: Path) -> None:
+    held_out = RemoteDataset(url, "numbers", **SPEC)
+    one = trainer(url, tmp_path, held_out=held_out)
+    told = one.predict(held_out)
+    assert told.predictions.shape == (320, SPEC["seq_len"], 320)
+    assert told.metrics["test_loss"] == one.evaluate()["eval_loss"]
+    with pytest.raises(SpecError, match="eval_dataset must be a RemoteDataset of its own"):
+        one.predict(one.train_dataset)
+
+
 def test_what_the_model_does_not_take_stays_behind(url: str, tmp_path: Path) -> None:
     data = RemoteDataset(url, "numbers", **SPEC, packing="concat", boundaries="documents", tail="wrap")
     [batch, *_] = data
@@ -131,8 +141,9 @@ def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path
         SpecError, match=r"gives each of 1 rank\(s\) 16 sequences a step, but by its arguments Trainer counts 8"
     ):
         trainer(url, tmp_path, per_device_train_batch_size=8)
-    with pytest.raises(SpecError, match="leave ignore_data_skip out"):
-        trainer(url, tmp_path, ignore_data_skip=True)
+    for options in ({"ignore_data_skip": True}, {"auto_find_batch_size": True}, {"train_sampling_strategy": "group_by_length"}):
+        with pytest.raises(SpecError, match=f"leave {next(iter(options))} out"):
+            trainer(url, tmp_path, **options)
     data = RemoteDataset(url, "numbers", **SPEC)
     with pytest.raises(SpecError, match="eval_dataset must be a RemoteDataset of its own"):
         trainer(url, tmp_path, data=data, held_out={"same": data})
@@ -159,6 +170,43 @@ def test_a_checkpoint_that_counts_other_batches_is_refused(url: str, tmp_path: P
     other = RemoteDataset(url, "numbers", **SPEC | {"seed": 8})
     with pytest.raises(StateMismatch, match="another order of samples"):
         trainer(url, tmp_path, data=other).train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_dataset_that_is_put_in_place_of_the_first_is_the_one_that_counts(
+    url: str, tmp_path: Path, given: list[Given]
+) -> None:
+    one = trainer(url, tmp_path / "first", save_steps=13)
+    one.train_dataset = RemoteDataset(url, "numbers", **SPEC)
+    one.train()
+    assert given == whole_run(url, 40)
+
+    given.clear()
+    one.train_dataset = RemoteDataset(url, "numbers", **SPEC)
+    one.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-26"))
+    assert given == whole_run(url, 40)[26:]
+
+    one.train_dataset = RemoteDataset(url, "numbers", **SPEC | {"batch_size": 4})
+    with pytest.raises(SpecError, match=r"gives each of 1 rank\(s\) 4 sequences a step"):
+        one.train()
+
+
+def test_whoever_draws_batches_beside_trainer_is_told_what_follows(url: str, tmp_path: Path, given: list[Given]) -> None:
+    from transformers import TrainerCallback
+
+    class Looks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _args: Any, state: Any, _control: Any, train_dataloader: Any = None, **_: Any) -> None:
+            if state.global_step == 3:
+                next(iter(train_dataloader))
+
+    one = trainer(url, tmp_path, max_steps=6, save_steps=5)
+    one.add_callback(Looks())
+    with pytest.warns(UserWarning, match="Trainer counts|a loop goes on") as warned:
+        one.train()
+    assert sum("Trainer counts 4 batches, but train_dataset is at its batch 1." in str(one.message) for one in warned) == 1
+    del given[3]  # what the callback saw
+    assert given == whole_run(url, 6)
+    with pytest.raises(StateMismatch, match=r"counts 5 .* counts 1\. .* something else drew batches"):
+        trainer(url, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
 def test_a_state_that_was_loaded_is_not_thrown_away(url: str, tmp_path: Path, given: list[Given]) -> None:
