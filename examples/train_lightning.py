@@ -52,15 +52,17 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def on_train_start(self) -> None:
-        data = self.trainer.train_dataloader
-        counted, trained = self.trainer.fit_loop.epoch_loop.batch_idx + 1, data.steps_per_epoch - data.num_left
+        data, loop = self.trainer.train_dataloader, self.trainer.fit_loop
+        if not loop.restarting:  # an epoch begins, maybe after a checkpoint of the end of the one before
+            return
+        counted, trained = loop.epoch_loop.batch_idx + 1, data.steps_per_epoch - data.num_left
         if counted != trained:  # Lightning ends the epoch by its own count, and would leave its last batches out
             raise StateMismatch(
                 f"Lightning counts {counted} batches of epoch {data.epoch} before this checkpoint, but the data has "
                 f"given {trained}. Resume with the devices and the batch size that it was saved with."
             )
-        if not data.num_left:  # resumed after the last batch of an epoch: Lightning does not say that the next one starts
-            data.set_epoch(data.epoch + 1)
+        if not data.num_left and not loop.restarted_on_epoch_end:
+            data.set_epoch(data.epoch + 1)  # only after a checkpoint of an epoch's end does Lightning say that the next begins
 
     def on_train_epoch_start(self) -> None:
         self.trainer.train_dataloader.set_epoch(self.current_epoch)  # without it every pass has the same order

@@ -15,6 +15,7 @@ LIBRARY = "lightning"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),  # that save: a test resumes without
 ]
 
 
@@ -33,6 +34,32 @@ def test_a_resumed_run_has_the_same_losses(url: str, tmp_path: Path, given: list
 
     assert given[:24] == given[24:] == whole_run(url, 24)
     assert all(torch.equal(weight, parts["state_dict"][name]) for name, weight in whole["state_dict"].items())
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 40}], ids=str)
+@pytest.mark.parametrize("when", [{}, {"save_on_train_epoch_end": True}, {"every_n_train_steps": 7}], ids=str)
+def test_a_run_goes_on_from_each_of_its_checkpoints(
+    url: str, tmp_path: Path, given: list[Given], when: dict[str, Any], limit: dict[str, int]
+) -> None:
+    """Also from those of an epoch's end, as Lightning writes them unless it is told otherwise."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from train_lightning import Data, Model
+
+    def train(callbacks: list[Any], resumed: Path | None) -> None:
+        trainer = lightning.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=bool(callbacks), **limit)
+        trainer.fit(Model(), datamodule=Data(url, "numbers"), ckpt_path=resumed)
+
+    train([ModelCheckpoint(tmp_path, save_top_k=-1, **when)], None)
+    assert given == whole_run(url, 40)
+    checkpoints = list(tmp_path.glob("*.ckpt"))
+    assert len(checkpoints) == (5 if "every_n_train_steps" in when else 2)
+    for checkpoint in checkpoints:
+        given.clear()
+        train([], checkpoint)
+        num_steps = int(checkpoint.stem.partition("step=")[2])
+        assert given == whole_run(url, 40)[num_steps:]
 
 
 @pytest.mark.parametrize("steps", [4, 20], ids=["in the middle of an epoch", "at its end"])
