@@ -24,7 +24,7 @@ from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
-from penstock_server.threads import InThread, in_one_of_many, in_two_for_people
+from penstock_server.threads import InThread, in_one_of_many, in_two_for_people, in_two_threads
 from penstock_server.waiting import when_all_are_there
 
 BatchFormat = Literal["msgpack", "json"]
@@ -65,13 +65,16 @@ class Run:
 
 
 async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run], in_thread: InThread) -> Response:
-    """The response to a request for what `find` gives; that, and all that is made of it but text, is called `in_thread`.
+    """The response to a request for what `find` gives; that is called `in_thread`.
+
+    Batches are made in the same turn, unless that is in one of many threads: each would hold what a chunk takes on the way.
 
     Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets. Raises ClientDisconnect.
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
-    headers, making = await in_thread(partial(_begin, request, in_flight, find))
+    at_once = in_thread is not in_one_of_many
+    headers, making = await in_thread(partial(_begin, request, in_flight, find, at_once=at_once))
     if making is None:
         return Response(status_code=304, headers=headers)
     try:
@@ -99,8 +102,9 @@ class _Making:
     Raises Busy: there is no room for it now.
     """
 
-    def __init__(self, run: Run, in_flight: InFlight) -> None:
+    def __init__(self, run: Run, in_flight: InFlight, *, at_once: bool) -> None:
         self.run = run
+        self._at_once = at_once
         self.nbytes = None if run.is_one_chunk else run.nbytes()
         chunk_bytes = min(len(run.steps), steps_per_chunk(run.plan)) * run.plan.step_nbytes
         self.hold = in_flight.hold(_held_chunks(run, self.nbytes), chunk_bytes)
@@ -124,12 +128,12 @@ class _Making:
         return self._body is not None
 
     def go_on(self) -> None:
-        """Turns to the next chunk, and makes it if all of its blocks are mapped, as they mostly are, and it is no text.
+        """Turns to the next chunk, and makes it, if it may, and all of its blocks are mapped, as they mostly are.
 
         All in one turn of a thread: to wait for another takes longer than most of what there is to do.
         """
         self.chunk = next(self._parts)
-        if self.run.format == "json":
+        if self.run.format == "json" or not self._at_once:
             return
         blocks = self.chunk.mapped()
         if blocks is not None and not _may_wait(blocks):
@@ -195,12 +199,14 @@ class _HeldResponse(StreamingResponse):
         await self._making.watch(receive)
 
 
-def _begin(request: Request, in_flight: InFlight, find: Callable[[], Run]) -> tuple[dict[str, str], _Making | None]:
+def _begin(
+    request: Request, in_flight: InFlight, find: Callable[[], Run], *, at_once: bool
+) -> tuple[dict[str, str], _Making | None]:
     """The headers, and what is made of the run; nothing where the client's copy is current."""
     run = find()
     run.plan.check(run.epoch, run.steps[0], run.rank)  # an address that does not exist has no ETag either
     headers = {"ETag": run.etag, "Cache-Control": run.cache_control}
-    return headers, None if _matches(request, headers["ETag"]) else _Making(run, in_flight)
+    return headers, None if _matches(request, headers["ETag"]) else _Making(run, in_flight, at_once=at_once)
 
 
 def _held_chunks(run: Run, nbytes: int | None) -> int:
@@ -244,7 +250,7 @@ async def _load(making: _Making, in_thread: InThread, request: Request | None = 
         if making.run.format == "json":
             await _make_text(making, blocks, request)
         else:
-            await (in_one_of_many if _may_wait(blocks) else in_thread)(partial(making.make, blocks))
+            await (in_one_of_many if _may_wait(blocks) else in_two_threads)(partial(making.make, blocks))
     finally:
         chunk.forget(futures)
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from penstock import wire
 from penstock_server.batches import batch as batch_module
+from penstock_server.batches import gather as gather_module
 from penstock_server.batches import member as member_module
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, gather, load
@@ -262,6 +263,28 @@ def test_long_texts_that_travel_make_short_chunks_and_too_long_ones_are_refused(
     monkeypatch.setattr(batch_module, "MAX_BATCH_BYTES", 900_000)
     with pytest.raises(BadParameter, match="Lower batch_size, or let fewer columns travel"):
         frames(made[0], load(made[0]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "spans_a_step"),
+    [({"seq_len": 2}, 500), ({"packing": "concat", "seq_len": 8}, 2500), ({"packing": "best_fit", "seq_len": 8}, 2500)],
+    ids=str,
+)
+def test_rows_of_few_tokens_make_short_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], spans_a_step: int
+) -> None:
+    """A chunk takes far more memory for each of them than they have bytes."""
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    ids = pa.array([[1, 2]] * 20_000, pa.list_(pa.int32()))
+    pq.write_table(pa.table({"tokens": ids}), tmp_path / "data" / "a" / "part-0.parquet")
+    plan = plan_of(open_server(tmp_path / "data", tmp_path / "cache", 1 << 30), "a", batch_size=500, **spec)
+    assert plan.step_spans == spans_a_step
+    num_steps = plan.schedule.num_steps
+    assert [len(chunk.steps) for chunk in chunks(plan, 0, 0, range(num_steps))] == [num_steps]
+    monkeypatch.setattr(gather_module, "_CHUNK_SPANS", 2 * spans_a_step + 1)
+    made = list(chunks(plan, 0, 0, range(num_steps)))
+    assert max(len(chunk.steps) for chunk in made) == 2
+    assert [step for chunk in made for step in chunk.steps] == list(range(num_steps))
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])

@@ -1,4 +1,6 @@
+import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -7,6 +9,7 @@ from starlette.testclient import TestClient
 from corpora import write_numbered
 from penstock_server import respond
 from penstock_server.app import create_app
+from penstock_server.batches.batch import frames
 from penstock_server.datasets.catalog import open_catalog
 from penstock_server.inflight import InFlight
 from penstock_server.machine import memory_bytes
@@ -82,6 +85,26 @@ def test_a_request_that_fails_or_wants_no_body_gives_back_what_it_took(tmp_path:
             assert held_behind("GET", 500) == (0, 0)
         assert held_behind("HEAD", 200) == (0, 0)
         assert held_behind("GET", 200) == (0, 0)
+
+
+@pytest.mark.parametrize("query", ["", "&group_by_length=4"])
+def test_of_requests_that_may_wait_two_at_a_time_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str) -> None:
+    """They wait in as many threads as there are, and each would take memory beyond the budget."""
+    write_numbered(tmp_path / "data" / "numbers", 40)
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    client, makers = TestClient(create_app(catalog, InFlight(1 << 30))), list[str]()
+
+    def make(*chunk: Any) -> memoryview:
+        makers.append(threading.current_thread().name)
+        return frames(*chunk)
+
+    monkeypatch.setattr(respond, "frames", make)
+    for _ in range(2):  # the first time its blocks are waited for, and then they are there
+        url = f"/v1/datasets/numbers/epochs/0/ranks/0/batches?batch_size=2&seq_len=4{query}"
+        while (status := client.get(url).status_code) == 503:  # its rows are being counted
+            pass
+        assert status == 200
+    assert [name.rpartition("_")[0] for name in makers] == ["penstock-batches"] * 2
 
 
 def test_the_budget_is_what_was_set_or_a_quarter_of_the_memory() -> None:

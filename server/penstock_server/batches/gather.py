@@ -18,6 +18,7 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
+_CHUNK_SPANS = 1 << 17  # likewise: each takes some 300 bytes meanwhile, however short it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Chunk:
 
 def steps_per_chunk(plan: Plan) -> int:
     """How many batches are made at a time: one at least."""
-    return max(1, _CHUNK_BYTES // plan.step_nbytes)
+    return max(1, min(_CHUNK_BYTES // plan.step_nbytes, int(_CHUNK_SPANS // plan.step_spans)))
 
 
 def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:

@@ -69,6 +69,13 @@ class Member:
         return self.planned.get((self.order, epoch), partial(_plan, self, epoch))
 
     @property
+    def spans_per_sequence(self) -> float:
+        """About how many rows, or parts of rows, make a sequence. Raises what Index raises."""
+        if self.order.packing == "rows":
+            return 1.0
+        return 1.0 + float(self.index.rows_per_block(self.order.split).sum() / self.num_sequences)
+
+    @property
     def window_bytes(self) -> int:
         """About what the blocks of a window take in the cache: those of the first."""
         return int(self.index.bytes_per_block()[self._blocks_of_window(0, 0)].sum())

@@ -90,6 +90,11 @@ class Plan:
         return self.largest_layout.nbytes + self.spec.batch_size * per_row
 
     @cached_property
+    def step_spans(self) -> float:
+        """About the spans of a batch: the rows, and parts of rows, that it is made of."""
+        return self.spec.batch_size * max(member.spans_per_sequence for member in self.members)
+
+    @cached_property
     def largest_layout(self) -> Layout:
         """The payload of a batch whose every line is as long as it can be; of texts that travel only the frame of them."""
         size = self.spec.batch_size
