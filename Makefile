@@ -70,7 +70,7 @@ benchmarks/.venv/.installed: benchmarks/requirements.txt
 benchmarks/.venv-mosaicml/.installed: benchmarks/requirements-mosaicml.txt
 	$(install_peers)
 
-bench: install $(if $(QUICK),,$(BENCH_VENVS:=/.installed))  ## compare with other loaders; QUICK=1 for an impression in two minutes
+bench: install $(if $(QUICK),,$(BENCH_VENVS:=/.installed))  ## compare with other loaders; QUICK=1 for an impression in three minutes
 	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick) $(FLAGS)
 
 clean:  ## remove what make made

@@ -40,7 +40,7 @@ def measure(scale: Scale) -> list[Ratio]:
             unit="tokens/s",
             note=f"{many['num_batches']:,} batches in {many['seconds']:.0f} s, {many['num_errors']} errors; the slowest rank "
             f"got {many['fewest_batches']}, the fastest {many['most_batches']}; {processes} server processes, "
-            f"of which the one rank meets one",
+            f"of which the one rank meets one; these ranks ask for batch after batch, and not for runs as RemoteDataset does",
         ),
         *(
             Ratio(

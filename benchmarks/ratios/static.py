@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import urllib.request
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import data
@@ -16,8 +15,10 @@ from ratios import Ratio, Scale, in_turn, seconds
 from servers import penstock
 
 _REPLAY = Path(__file__).parents[1] / "replay.py"
-_MOST_BATCHES = 2_048  # 128 MiB of ids, which the static server keeps
-_MOST_PASSES = 5
+_MOST_BATCHES = 8_192  # 512 MiB of ids, which the static server keeps
+_MOST_PASSES = 5  # until the static server has them all
+_TIMED_PASSES = 3  # of seconds in all: the start of one takes some hundredths
+_BEHIND = 1 << 50  # any step of any epoch
 
 
 def measure(scale: Scale) -> list[Ratio]:
@@ -29,7 +30,7 @@ def measure(scale: Scale) -> list[Ratio]:
     ):
         for _ in range(_MOST_PASSES):
             before = _misses(static.address)
-            _consume(static.address, num_batches)
+            _pull(_dataset(static.address, num_batches), 1)
             if _misses(static.address) == before:
                 break
         ours, theirs = in_turn(
@@ -50,13 +51,21 @@ def measure(scale: Scale) -> list[Ratio]:
 
 def _rate(address: str, num_batches: int) -> float:
     """Bytes of token ids a second, as they travel: two a token."""
-    return 2 * BATCH_TOKENS * num_batches / seconds(partial(_consume, address, num_batches))
+    took = seconds(partial(_pull, _dataset(address, num_batches), _TIMED_PASSES))
+    return 2 * BATCH_TOKENS * num_batches * _TIMED_PASSES / took
 
 
-def _consume(address: str, num_batches: int) -> None:
-    batches = RemoteDataset(address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, shuffle="global")
-    for _ in islice(batches, num_batches):
-        pass
+def _dataset(address: str, num_batches: int) -> RemoteDataset:
+    """So many batches of the epoch; the others are skipped."""
+    skip = f"{num_batches}-{_BEHIND}"
+    return RemoteDataset(address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, shuffle="global", skip=skip)
+
+
+def _pull(dataset: RemoteDataset, num_passes: int) -> None:
+    for _ in range(num_passes):
+        dataset.set_epoch(0)
+        for _ in dataset:
+            pass
 
 
 def _misses(address: str) -> int:
