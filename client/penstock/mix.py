@@ -17,6 +17,7 @@ from itertools import zip_longest
 from math import gcd, inf, isclose, lcm, nan
 
 from penstock.errors import SpecError
+from penstock.wording import cut
 
 LARGEST_PERIOD = 100_000
 LARGEST_PERIODS = 1_000_000  # of all phases together
@@ -138,10 +139,12 @@ def _phase(text: str, start: int, weights: list[Fraction]) -> Phase:
     shares = [share // common for share in shares]
     if sum(shares) > LARGEST_PERIOD:
         raise _wrong(
-            text, f"its weights repeat only after {sum(shares):,} samples, and the limit is {LARGEST_PERIOD:,}; round them"
+            text,
+            f"its weights repeat only after {sum(shares):,} samples, and the limit is {LARGEST_PERIOD:,}; round them, to "
+            "thousandths for example",
         )
     return Phase(start, tuple(shares))
 
 
 def _wrong(text: str, what: str) -> SpecError:
-    return SpecError(f"mix={text!r}: {what}. A mix looks like wiki:0.7,code:0.3", ("mix",))
+    return SpecError(f"mix={cut(text)!r}: {what}. A mix looks like wiki:0.7,code:0.3", ("mix",))

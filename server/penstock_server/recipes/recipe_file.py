@@ -160,7 +160,8 @@ class _Reader:
         columns = [f"{field.name} ({field.type})" for field in schema]
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
         wrong = [f"{field.name} is {field.type}" for field in schema if field.name in ("input_ids", *ROLES)]
-        more = f" {', '.join(wrong)}: texts must be strings, and messages lists of role and content." if wrong else ""
+        right = "texts must be strings, token ids lists of whole numbers (no list views), messages lists of role and content"
+        more = f" {', '.join(wrong)}: {right}." if wrong else ""
         if others := [field.name for field in schema if is_list_of(field.type, {"from", "value"})]:
             more += f" {others[0]} has from and value: a transform makes messages of it, as docs/data.md shows."
         raise DatasetRefused(
