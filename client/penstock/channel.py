@@ -6,6 +6,7 @@ processor's cache. There http.client takes half a millisecond for the few lines 
 
 from __future__ import annotations
 
+import errno
 import re
 import select
 import socket
@@ -30,6 +31,7 @@ _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _FOLD = re.compile(r"\r?\n[ \t]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _WITHOUT_BODY = (204, 304)
+_LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the kernel has found nobody at the other end any more
 
 
 class HttpError(Exception):
@@ -69,7 +71,7 @@ class Channel:
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
     def send(self, request: bytes) -> None:
-        """Sends a whole request."""
+        """Sends a whole request. Raises ConnectionError: the connection was lost before."""
         if self._before:  # it would pass for the answer
             raise ConnectionResetError("more came than was asked for")
         if not self._waits_for_all:
@@ -78,6 +80,10 @@ class Channel:
             self._socket.sendall(request)
         except BlockingIOError:
             raise TimeoutError("timed out") from None
+        except OSError as error:
+            if error.errno in _LOST:
+                raise ConnectionResetError(str(error)) from error
+            raise
 
     def head(self) -> Head:
         """The head of the answer that comes next. Raises HttpError: what comes is none.

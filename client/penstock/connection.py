@@ -31,6 +31,10 @@ _HEADERS = {
     "User-Agent": f"penstock/{__version__}",
 }
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread
+# The kernel finds out by these, within some 14 seconds of silence, that nobody is at the other end any more, also while the
+# server is at work. Not every system has them all; the second is macOS's name for the first. The last, in milliseconds, is for
+# how long a request may go without a receipt.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 14_000}
 
 
 class Connection:
@@ -140,6 +144,7 @@ class Connection:
             self._remember(info["return_value"].get_extra_info("socket"))
 
     def _remember(self, made: socket.socket) -> None:
+        _keep_alive(made)
         self._sockets = (*(known for known in self._sockets if known.fileno() >= 0), made)
         if self.interrupted.is_set() or self._hung_up:  # while this connection was made, or one that it is to replace
             self._shut_down()
@@ -150,6 +155,14 @@ class Connection:
             # would take the encryption away from under that thread.
             with suppress(OSError):
                 socket.socket.shutdown(known, socket.SHUT_RDWR)
+
+
+def _keep_alive(made: socket.socket) -> None:
+    with suppress(OSError):  # of one that is closed already: to read from it tells that
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if option := getattr(socket, name, None):
+                made.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _take_spare() -> Buffers:

@@ -1,6 +1,8 @@
 """Memory for bodies goes from one connection to the next, unless a thread may still write to it."""
 
+import errno
 import gc
+import os
 import socket
 import sys
 import threading
@@ -75,6 +77,43 @@ def test_memory_is_not_given_away_while_a_thread_fetches() -> None:
         answered.set()
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have some of these options, or other names for them")
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize("has_proxy", [False, True])
+def test_the_kernel_finds_out_soon_that_a_connection_is_lost(monkeypatch: pytest.MonkeyPatch, has_proxy: bool) -> None:
+    with pages(lambda _: (200, BODY)) as server:
+        if has_proxy:
+            monkeypatch.setenv("http_proxy", server)
+        with closing(Connection()) as connection:
+            assert fetch(connection, server) == BODY
+            [made] = connection._sockets
+            assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle, pause, count, unconfirmed = (
+                made.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+            )
+    assert idle + count * pause == 14
+    assert unconfirmed == 14_000
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize("reason", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+def test_a_connection_that_was_lost_before_it_is_used_again_is_made_anew(monkeypatch: pytest.MonkeyPatch, reason: int) -> None:
+    """As the kernel tells it of one that nobody has answered its probes on."""
+    send, lost = socket.socket.sendall, set[socket.socket]()
+
+    def sendall(made: socket.socket, request: bytes) -> None:
+        if made in lost:
+            raise OSError(reason, os.strerror(reason))
+        send(made, request)
+
+    monkeypatch.setattr(socket.socket, "sendall", sendall)
+    with pages(lambda _: (200, BODY)) as server, closing(Connection()) as connection:
+        assert fetch(connection, server) == BODY
+        lost.update(connection._sockets)
+        assert fetch(connection, server) == BODY
 
 
 def test_each_request_has_a_patience_of_its_own() -> None:
