@@ -14,10 +14,16 @@ from penstock.receive import tls_context
 from penstock.wording import without_passwords
 
 
-def ask_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, Any]], None] | None = None) -> httpx.Response:
+def ask_aside(url: str, seconds: float) -> httpx.Response:
     """What a GET gives that is no part of a run, on a connection of its own. Raises httpx.RequestError: nothing."""
     with client_aside(url) as client:
-        return client.get(url, timeout=seconds, extensions={"trace": trace} if trace else {})
+        return client.get(url, timeout=seconds)
+
+
+def status_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, Any]], None]) -> int:
+    """The status that an answer to a GET begins with; the rest of it is given up. Raises httpx.RequestError: nothing came."""
+    with client_aside(url) as client, client.stream("GET", url, timeout=seconds, extensions={"trace": trace}) as answer:
+        return answer.status_code
 
 
 def client_aside(server: str) -> httpx.Client:

@@ -16,7 +16,7 @@ import httpx
 
 from penstock import __version__
 from penstock.answers import Fault, Stranger, failure_of
-from penstock.aside import ask_aside, by_proxy, has_proxies, http_client, plain_address
+from penstock.aside import by_proxy, has_proxies, http_client, plain_address, status_aside
 from penstock.buffers import Buffers
 from penstock.channel import HttpError
 from penstock.errors import SpecError, WireError
@@ -40,7 +40,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KE
 class Connection:
     """GETs of one process, one at a time; connections are kept open between them.
 
-    `interrupt`, `hang_up` and `is_alive` may be called from other threads.
+    `interrupt`, `hang_up`, `is_alive` and `would_answer` may be called from other threads.
     """
 
     def __init__(self) -> None:
@@ -99,11 +99,12 @@ class Connection:
 
     def is_alive(self, server: str, seconds: float) -> bool:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
-        try:
-            answer = ask_aside(f"{server}/healthz", seconds, self._trace)
-        except (httpx.RequestError, SpecError):
-            return False
-        return answer.status_code < 500  # a proxy that passes only batches on says 404, one that has nobody behind it 502
+        # A proxy that passes only batches on says 404, one that has nobody behind it 502.
+        return 0 < self._status(f"{server}/healthz", seconds) < 500
+
+    def would_answer(self, server: str, target: str, seconds: float) -> bool:
+        """Whether a server begins to give what `fetch` would, on a connection of its own, within so many seconds."""
+        return self._status(server + target, seconds) == 200
 
     def hang_up(self, reason: str) -> None:
         """Makes the `fetch` in another thread fail now, with this reason."""
@@ -138,6 +139,13 @@ class Connection:
         request = Request(_origin(server), _encoded(server, target), ahead, connect_seconds, silence_seconds)
         status, headers = self._receiver.get(request, receiving)
         return status, headers, receiving.received
+
+    def _status(self, url: str, seconds: float) -> int:
+        """Of the answer to a question aside; 0 if there is none."""
+        try:
+            return status_aside(url, seconds, self._trace)
+        except (httpx.RequestError, SpecError):
+            return 0
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):

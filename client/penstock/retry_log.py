@@ -60,8 +60,8 @@ class RetryLog:
         if _is_first_rank():
             self._say(
                 "slow",
-                f"{server} is alive, but has sent nothing for {seconds:.0f} seconds: it is reading or tokenizing what the "
-                f"batch needs, which penstock prepare can do beforehand",
+                f"{server} is alive, but has sent nothing for {seconds:.0f} seconds: it may be reading or tokenizing what "
+                f"the batch needs, which penstock prepare can do beforehand, or its disks may hang",
             )
 
     def progress(self, progress: NotYet) -> None:

@@ -186,7 +186,7 @@ class Transport:
     def _ask(self, server: str, question: _Question[T], silence_seconds: float) -> T:
         target, then, look = question.target, question.then, question.look
         try:
-            with self._watch.over(server):
+            with self._watch.over(server, target):
                 body = self._connection.fetch(server, target, silence_seconds=silence_seconds, then=then, look=look)
             self.num_bytes += len(body)
             return question.decode(body)

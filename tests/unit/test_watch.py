@@ -14,6 +14,7 @@ import penstock.transport
 import penstock.watch
 from answering import pages, response, server
 from penstock import ServerUnavailable
+from penstock.connection import Connection
 from penstock.transport import Transport
 
 SLOW_SECONDS = 2.0
@@ -115,13 +116,54 @@ def test_a_server_that_is_slow_but_lives_is_waited_for_and_one_rank_says_so_once
     with alive(slowly) as slow, pages(lambda _: (200, b"here")) as other:
         assert get(slow, other) == (b"slow", 0)
         assert [record.getMessage() for record in caplog.records] == [
-            f"penstock: {slow} is alive, but has sent nothing for 0 seconds: it is reading or tokenizing what the batch needs, "
-            f"which penstock prepare can do beforehand"
+            f"penstock: {slow} is alive, but has sent nothing for 0 seconds: it may be reading or tokenizing what the batch "
+            f"needs, which penstock prepare can do beforehand, or its disks may hang"
         ]
         caplog.clear()
         monkeypatch.setenv("RANK", "1")
         assert get(slow, retry_seconds=0.5) == (b"slow", 0)
         assert not caplog.records
+
+
+def test_what_comes_over_a_new_connection_alone_is_asked_for_there(caplog: pytest.LogCaptureFixture) -> None:
+    """As where a proxy has forgotten the old one, and keeps it open."""
+    asked: list[None] = []
+    over = threading.Event()
+
+    def answer() -> bytes:
+        asked.append(None)
+        if len(asked) == 1:
+            over.wait(60)
+        return b"here"
+
+    with alive(answer) as url:
+        assert get(url) == (b"here", 1)
+        assert len(asked) == 3
+        over.set()
+    assert "and it gives the same over a new connection: this one is lost" in caplog.text
+
+
+def test_an_answer_that_has_begun_may_take_its_time_though_a_new_one_would_begin_at_once() -> None:
+    asked: list[bytes] = []
+
+    def answer(connection: socket.socket, first: bytes) -> None:
+        asked.append(connection.recv(1 << 16).split()[1])
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n" + first)
+
+    def run() -> None:
+        with listening.accept()[0] as slow:
+            answer(slow, b"some")
+            for _ in range(2):
+                with listening.accept()[0] as aside:
+                    answer(aside, b"whatever")
+            slow.sendall(b"more")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert get(f"http://127.0.0.1:{listening.getsockname()[1]}") == (b"somemore", 0)
+        thread.join(60)
+    assert asked == [b"/path", b"/healthz", b"/healthz"]
 
 
 def test_one_that_lives_but_never_answers_gives_way_while_another_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +177,7 @@ def test_one_that_lives_but_never_answers_gives_way_while_another_is_untried(mon
 def test_when_all_are_slow_the_second_round_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.transport, "_HURRY_SECONDS", 0.5)
     monkeypatch.setattr(penstock.transport, "_SILENCE_SECONDS", 3.0)
+    monkeypatch.setattr(Connection, "would_answer", lambda *_: False)  # what is asked aside is not to count
     asked: list[float] = []
 
     def slower_and_slower() -> bytes:
