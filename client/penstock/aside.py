@@ -28,7 +28,7 @@ def status_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, An
 
 def client_aside(server: str) -> httpx.Client:
     """What asks a server for what is no part of a run. Raises SpecError: the environment's proxies cannot be used."""
-    if has_proxies():
+    if proxy_of(server):
         return http_client({})
     # Where there is no proxy, httpx must not read the environment: it fails at what others take for a NO_PROXY.
     return http_client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))

@@ -16,7 +16,7 @@ import httpx
 
 from penstock import __version__
 from penstock.answers import Fault, Stranger, failure_of
-from penstock.aside import by_proxy, has_proxies, http_client, plain_address, status_aside
+from penstock.aside import by_proxy, has_proxies, http_client, plain_address, proxy_of, status_aside
 from penstock.buffers import Buffers
 from penstock.channel import HttpError
 from penstock.errors import SpecError, WireError
@@ -52,6 +52,7 @@ class Connection:
         self._is_fetching = False
         self._receiver = Receiver(self._remember)
         self._client = http_client(_HEADERS) if has_proxies() else None  # a proxy is httpx's to find and to speak to
+        self._proxy_of = lru_cache(maxsize=8)(proxy_of)  # which reads the whole environment
 
     def fetch(
         self,
@@ -131,10 +132,11 @@ class Connection:
         self, server: str, target: str, then: str | None, silence_seconds: float, receiving: Body
     ) -> tuple[int, Mapping[str, str], memoryview]:
         connect_seconds = min(_CONNECT_SECONDS, silence_seconds)
-        if self._client:
-            timeout = httpx.Timeout(silence_seconds, connect=connect_seconds)
-            response = self._client.get(_url(server + target), timeout=timeout, extensions={"trace": self._trace})
-            return response.status_code, response.headers, memoryview(response.content)
+        if self._client and self._proxy_of(server):
+            timeout, extensions = httpx.Timeout(silence_seconds, connect=connect_seconds), {"trace": self._trace}
+            with self._client.stream("GET", _url(server + target), timeout=timeout, extensions=extensions) as response:
+                receiving.collect(response.status_code, response.iter_bytes())
+            return response.status_code, response.headers, receiving.received
         ahead = then and _encoded(server, then)
         request = Request(_origin(server), _encoded(server, target), ahead, connect_seconds, silence_seconds)
         status, headers = self._receiver.get(request, receiving)

@@ -11,7 +11,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class Body:
     """The body of one response: `allocate(nbytes)` gives memory for it, where the response tells its length.
 
     What has come so far is `received`. Whenever something came, `on_bytes(received)` is called; it may not keep that. Of a body
-    of unknown length it sees nothing.
+    that comes in pieces it sees nothing.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview], on_bytes: Callable[[memoryview], None]) -> None:
@@ -70,7 +70,7 @@ class Body:
         """Reads to the end. Raises HttpError: the connection closed before it."""
         self.status = head.status
         if head.length is None:
-            self._collect(head, channel)
+            self.collect(head.status, channel.chunks())
             return
         self._memory = self._allocate(head.length)
         while self._num_bytes < head.length:
@@ -80,14 +80,16 @@ class Body:
             self._num_bytes += came
             self._on_bytes(self.received)
 
-    def _collect(self, head: Head, channel: Channel) -> None:
+    def collect(self, status: int, pieces: Iterable[bytes]) -> None:
+        """Takes it in pieces. Raises HttpError: it is larger than any.  Raises what `pieces` raises."""
+        self.status = status
         parts: list[bytes] = []
         num_bytes = 0
         try:
-            for part in channel.chunks():
+            for part in pieces:
                 parts.append(part)
                 num_bytes += len(part)
-                _check_size(head.status, num_bytes)
+                _check_size(status, num_bytes)
                 self._on_bytes(self.received)
         finally:
             self._memory = memoryview(b"".join(parts))

@@ -140,16 +140,47 @@ def test_a_server_may_be_one_of_several_behind_an_address() -> None:
             assert bytes(body).decode() == f"{behind}/next"
 
 
-@pytest.mark.parametrize(("variable", "is_read_in_place"), [("no_proxy", True), ("https_proxy", False)])
-def test_that_hosts_need_no_proxy_takes_no_copy(monkeypatch: pytest.MonkeyPatch, variable: str, is_read_in_place: bool) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    monkeypatch.setenv(variable, "localhost,127.0.0.1")
-    with pages(lambda _: (200, BODY)) as server, closing(Connection()) as connection:
-        body = fetch(connection, server)
-        assert body == BODY
-        assert isinstance(body.obj, bytearray) == is_read_in_place
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(
+    ("variables", "is_read_in_place"),
+    [({"no_proxy": "localhost,127.0.0.1"}, True), ({"https_proxy": "http://127.0.0.1:9"}, True),
+     ({"http_proxy": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}, True), ({"http_proxy": "SERVER"}, False)],
+)  # fmt: skip
+def test_a_host_that_needs_no_proxy_takes_no_copy(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_read_in_place: bool
+) -> None:
+    with pages(lambda _: (200, BODY)) as server:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value.replace("SERVER", server))
+        with closing(Connection()) as connection:
+            body = fetch(connection, server)
+            assert body == BODY
+            assert isinstance(body.obj, bytearray) == is_read_in_place
+            assert connection.is_alive(server, 60.0)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_what_comes_through_a_proxy_is_heard_of_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_heard = threading.Event()
+
+    def answer() -> None:
+        with proxy.accept()[0] as connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc")
+            is_heard.wait(20)
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with closing(Connection()) as connection:
+            began = connection.heard_at
+            with pytest.raises(Fault) as cut:
+                connection.fetch("http://elsewhere.invalid", "/", silence_seconds=60.0, look=lambda _: is_heard.set())
+            assert is_heard.is_set()
+            assert connection.heard_at > began
+        assert bytes(cut.value.received) == b"abc"
+        thread.join(60)
 
 
 def test_a_failure_names_the_proxy_that_it_may_be_of(monkeypatch: pytest.MonkeyPatch) -> None:
