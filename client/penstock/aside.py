@@ -20,9 +20,9 @@ def ask_aside(url: str, seconds: float) -> httpx.Response:
         return client.get(url, timeout=seconds)
 
 
-def status_aside(url: str, seconds: float, trace: Callable[[str, Mapping[str, Any]], None]) -> int:
+def status_aside(url: str, timeout: httpx.Timeout, trace: Callable[[str, Mapping[str, Any]], None]) -> int:
     """The status that an answer to a GET begins with; the rest of it is given up. Raises httpx.RequestError: nothing came."""
-    with client_aside(url) as client, client.stream("GET", url, timeout=seconds, extensions={"trace": trace}) as answer:
+    with client_aside(url) as client, client.stream("GET", url, timeout=timeout, extensions={"trace": trace}) as answer:
         return answer.status_code
 
 

@@ -145,7 +145,7 @@ class Connection:
     def _status(self, url: str, seconds: float) -> int:
         """Of the answer to a question aside; 0 if there is none."""
         try:
-            return status_aside(url, seconds, self._trace)
+            return status_aside(url, httpx.Timeout(seconds, connect=min(_CONNECT_SECONDS, seconds)), self._trace)
         except (httpx.RequestError, SpecError):
             return 0
 

@@ -15,6 +15,7 @@ from penstock.connection import Connection
 from penstock.errors import PenstockError, ServerUnavailable, WireError
 from penstock.retry_log import RetryLog
 from penstock.servers import Servers
+from penstock.trial import Trial
 from penstock.watch import Watch
 from penstock.wording import without_passwords
 
@@ -25,7 +26,7 @@ _LONGEST_DELAY_SECONDS = 10.0
 _PATIENCE_SECONDS = 10.0  # of silence, before a server is asked aside whether it lives
 _SILENCE_SECONDS = 120.0  # of one that lives: a cold server may tokenize a large row group before its first byte
 _HURRY_SECONDS = 60.0  # the same while another server has not been tried
-_HOME_SECONDS = 2.0  # for a sign of life of the server to come back to; the run waits meanwhile
+_HOME_SECONDS = 60.0  # for an answer of the server to come back to, which may be cold; no run waits for it
 
 
 class _Interrupted(ServerUnavailable):
@@ -62,6 +63,7 @@ class Transport:
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds)
         self._connection = Connection()
+        self._trial: Trial | None = None  # of home, while another is asked
         self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)), self._log.slow)
 
     def get(self, target: str, decode: Callable[[memoryview], T]) -> T:
@@ -79,7 +81,7 @@ class Transport:
 
     def _get(self, question: _Question[T], failures: dict[str, Exception]) -> T:
         """As `get`. `failures` holds the last one of each server."""
-        self._come_home()
+        self._come_home(question.target)
         deadline = time.monotonic() + self._retry_seconds
         delay = _FIRST_DELAY_SECONDS
         is_first, is_last = True, False
@@ -129,7 +131,7 @@ class Transport:
         Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
         Raises ServerUnavailable: the transport was interrupted.
         """
-        self._come_home()
+        self._come_home(target)
         items: list[T] = []
 
         def collect(body: memoryview) -> None:
@@ -160,6 +162,8 @@ class Transport:
         if os.getpid() == self._process:  # a fork would close those of the process that it came from
             self._connection.interrupt()
             self._watch.close()
+            if self._trial:
+                self._trial.close()
             self._connection.close()
             self._log.end_bar()
 
@@ -198,13 +202,25 @@ class Transport:
                 raise PenstockError(without_passwords(str(stranger))) from None
             raise
 
-    def _come_home(self) -> None:
-        if self._servers.return_is_due():
-            if self._connection.is_alive(self._servers.home, _HOME_SECONDS):
-                self._servers.go_home()
-                self._log.came_home(self._servers.home)
-            else:
-                self._servers.stay_away()
+    def _come_home(self, target: str) -> None:
+        """Once it is due, home is tried with what is asked for next, and asked again after it has answered."""
+        home = self._servers.home
+        if not self._trial:
+            if self._servers.return_is_due():
+                with suppress(RuntimeError):  # another time there may be a thread for it
+                    self._trial = Trial(self._connection, home, target, _HOME_SECONDS)
+            return
+        outcome = self._trial.outcome
+        if outcome is None:
+            return
+        self._trial = None
+        if self._servers.current == home:  # as others failed, it was asked in its turn
+            return
+        if outcome:
+            self._servers.go_home()
+            self._log.came_home(home)
+        else:
+            self._servers.stay_away()
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
         reasons = "; ".join(f"{server}: {failure}".removesuffix(".") for server, failure in failures.items())

@@ -100,24 +100,76 @@ def test_retry_after_holds_for_the_server_that_said_so_and_for_the_next_request_
         assert transport.get("/", bytes) == b"here"
 
 
-def test_it_comes_home_once_home_lives_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def tried(transport: Transport) -> bool | None:
+    """Whether home has given what it was asked for aside; None if it was not asked."""
+    if not transport._trial:
+        return None
+    transport._trial._thread.join(60)
+    return transport._trial.outcome
+
+
+def test_it_comes_home_once_home_gives_what_another_gives(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
-    answers = {"/healthz": (500, b""), "/": (500, b"")}
+    answers = {"/healthz": (200, b""), "/": (500, b"")}
     with (
         pages(lambda path: answers[path]) as home,
         pages(named(b"away")) as away,
         closing(Transport([home, away], retry_seconds=9)) as transport,
     ):
-        assert [transport.get("/", bytes) for _ in range(3)] == [b"away"] * 3
-        assert transport.num_retries == 1  # whether home lives is asked aside
-        answers["/healthz"] = (200, b"")
-        assert transport.get("/", bytes) == b"away"
-        assert transport.num_retries == 2  # it lives, but fails
+        given = [(transport.get("/", bytes), tried(transport)) for _ in range(4)]
+        assert given == [(b"away", None), (b"away", False), (b"away", None), (b"away", False)]
+        assert transport.num_retries == 1  # home lives, but fails, and is asked aside
         answers["/"] = (200, b"home")
-        assert [transport.get("/", bytes) for _ in range(2)] == [b"home"] * 2
+        given = [(transport.get("/", bytes), tried(transport)) for _ in range(4)]
+        assert given == [(b"away", None), (b"away", True), (b"home", None), (b"home", None)]
         answers["/"] = (200, b"home again")
         assert transport.get_some("/", lambda body: [body]) == [b"home again"]
-    assert f"{home} answers again" in caplog.text
+        assert transport.num_retries == 1
+    assert caplog.text.count(f"{home} answers again") == 1
+
+
+def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.transport, "_HURRY_SECONDS", 0.5)
+    asked = Counter[str]()
+    over = threading.Event()
+
+    def home(path: str) -> tuple[int, bytes]:
+        asked[path] += 1
+        if path == "/" and asked[path] > 1:
+            over.wait(60)
+        return (200 if path == "/healthz" else 500), b""
+
+    with pages(home) as first, pages(named(b"away")) as second:
+        with closing(Transport([first, second], retry_seconds=9)) as transport:
+            assert [transport.get("/", bytes) for _ in range(9)] == [b"away"] * 9
+            assert transport.num_retries == 1
+            trial = transport._trial
+            assert trial
+            assert trial.outcome is None
+        assert not trial._thread.is_alive()
+        assert asked["/"] <= 2
+        over.set()
+
+
+def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
+    answers = {"home": (500, b""), "away": (200, b"away")}
+    with (
+        pages(lambda _: answers["home"]) as home,
+        pages(lambda _: answers["away"]) as away,
+        closing(Transport([home, away], retry_seconds=9)) as transport,
+    ):
+        assert [transport.get("/", bytes) for _ in range(2)] == [b"away"] * 2
+        assert tried(transport) is False
+        trial, transport._trial = transport._trial, None
+        answers.update(home=(200, b"home"), away=(500, b""))
+        assert transport.get("/", bytes) == b"home"
+        transport._trial = trial
+        assert [transport.get("/", bytes) for _ in range(2)] == [b"home"] * 2
+        assert transport._trial is None
 
 
 def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(
@@ -141,15 +193,15 @@ def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_i
             transport._servers._clock = lambda: now
             assert transport.get("/", bytes) == b"away"
             now = 29.0
-            assert (some(), asked["/healthz"]) == (b"away", 0)
+            assert (some(), tried(transport), asked["/"]) == (b"away", None, 1)
             now = 31.0
-            assert [some() for _ in range(5)] == [b"away"] * 5
-            assert asked["/healthz"] == 1  # it is away for twice as long from here on
+            assert [(some(), tried(transport)) for _ in range(2)] == [(b"away", False), (b"away", None)]
+            assert asked["/"] == 2  # it is away for twice as long from here on
             lives.set()
             now = 90.0
-            assert some() == b"away"
+            assert (some(), tried(transport)) == (b"away", None)
             now = 92.0
-            assert some() == b"home"
+            assert [(some(), tried(transport)) for _ in range(2)] == [(b"away", True), (b"home", None)]
 
 
 def test_a_refusal_is_taken_back_by_who_counts_now() -> None:
@@ -237,14 +289,15 @@ def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: py
 
     def home(path: str) -> tuple[int, bytes]:
         asked[path] += 1
-        if asked["/"] == 3:
+        if asked["/"] == 4:
             reading.set()
             over.wait(60)
         return (500 if path == "/" and asked["/"] == 2 else 200), b"home"
 
     with pages(home) as first, pages(named(b"away")) as second:
         transport = Transport([first, second], retry_seconds=600)
-        assert [transport.get("/", bytes) for _ in range(2)] == [b"home", b"away"]
+        assert [transport.get("/", bytes) for _ in range(3)] == [b"home", b"away", b"away"]
+        assert tried(transport)
         caught: list[BaseException] = []
 
         def run() -> None:

@@ -1,0 +1,31 @@
+"""The trial: a server is asked aside, in a thread, for what another gives meanwhile.
+
+That a process lives tells nothing of its disks, and whoever goes back to a server whose disks hang waits a minute for it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from penstock.connection import Connection
+from penstock.prefetch import OWN_THREADS
+
+_CLOSE_SECONDS = 5.0
+
+
+class Trial:
+    """Whether a server would answer this `target`, within `seconds`. Raises RuntimeError: no thread can be started now."""
+
+    def __init__(self, connection: Connection, server: str, target: str, seconds: float) -> None:
+        self.outcome: bool | None = None  # not known yet
+        self._thread = threading.Thread(
+            target=self._run, args=(connection, server, target, seconds), name=f"{OWN_THREADS}trial", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread. The connection must have been interrupted, or that may take as long as the trial may."""
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self, connection: Connection, server: str, target: str, seconds: float) -> None:
+        self.outcome = connection.would_answer(server, target, seconds)
