@@ -70,18 +70,18 @@ class Stranger(Fault):
 
 def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -> Fault | PenstockError:
     """What an answer with a status other than 200 stands for."""
-    retry_after = headers.get("retry-after", "")
+    after_seconds = _seconds(headers.get("retry-after", ""), headers.get("date", ""))
     problem = _problem(body)
     slug = problem.get("type", "").rpartition(":")[2]
     detail = problem.get("detail") or f"HTTP status {status}"
     if kind := _REFUSALS.get(slug):
         return kind(detail)
     if slug == "index-not-ready":
-        return NotYet(detail, after_seconds=_seconds(retry_after), share=_share(problem))
+        return NotYet(detail, after_seconds=after_seconds, share=_share(problem))
     if slug == "busy":
-        return Busy(detail, after_seconds=_seconds(retry_after))
+        return Busy(detail, after_seconds=after_seconds)
     if status in (408, 425, 429) or status >= 500:
-        return Fault(detail, after_seconds=_seconds(retry_after))
+        return Fault(detail, after_seconds=after_seconds)
     return Stranger(f"{url} answered {status}: {detail.rstrip('.')}. {doubt(url, status, headers.get('location', ''))}")
 
 
@@ -120,10 +120,20 @@ def _share(problem: Mapping[str, str]) -> float:
         return 0.0
 
 
-def _seconds(retry_after: str) -> float:
-    """The seconds that a Retry-After header asks for, a number of them or a date: an hour at most."""
+def _seconds(retry_after: str, date: str) -> float:
+    """The seconds that a Retry-After header asks for, a number of them or a date: an hour at most.
+
+    A date is by the clock of whoever answers, which `date` tells; without that by the one here.
+    """
     if retry_after.isascii() and retry_after.isdigit():
         return min(float(retry_after), _LONGEST_AFTER_SECONDS)
+    then, now = _time_of(retry_after), _time_of(date)
+    if then is None:
+        return 0.0
+    return min(max(0.0, then - (time.time() if now is None else now)), _LONGEST_AFTER_SECONDS)
+
+
+def _time_of(date: str) -> float | None:
     with suppress(ValueError, OverflowError):
-        return min(max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time()), _LONGEST_AFTER_SECONDS)
-    return 0.0
+        return parsedate_to_datetime(date).timestamp()
+    return None

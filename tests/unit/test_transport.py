@@ -202,6 +202,26 @@ def test_no_server_is_left_alone_for_longer_than_an_hour(asked: str) -> None:
     assert failure.after_seconds == 3600
 
 
+@pytest.mark.parametrize("other_clock", [timedelta(), timedelta(days=-400), timedelta(days=400)])
+def test_a_date_is_by_the_clock_of_whoever_names_it(other_clock: timedelta) -> None:
+    now = datetime.now(UTC) + other_clock
+    headers = {
+        "retry-after": format_datetime(now + timedelta(seconds=90), usegmt=True),
+        "date": format_datetime(now, usegmt=True),
+    }
+    failure = failure_of("http://host", 503, headers, b"")
+    assert isinstance(failure, Fault)
+    assert failure.after_seconds == 90
+
+
+@pytest.mark.parametrize("date", ["", "today", "Thu, 01 Jan 99999 00:00:00 GMT"])
+def test_a_date_is_by_the_clock_here_where_there_is_no_other(date: str) -> None:
+    asked = format_datetime(datetime.now(UTC) + timedelta(minutes=30), usegmt=True)
+    failure = failure_of("http://host", 503, {"retry-after": asked, "date": date}, b"")
+    assert isinstance(failure, Fault)
+    assert 0 < failure.after_seconds <= 1800
+
+
 @pytest.mark.parametrize(
     "asked", ["", "-1", "\u00b2", "soon", "Thu, 01 Jan 1970 00:00:00 GMT", "Thu, 01 Jan 99999 00:00:00 GMT"]
 )
