@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ import httpx
 
 from penstock.channel import Channel, Head, HttpError
 from penstock.errors import SpecError
+from penstock.prefetch import OWN_THREADS
 
 _READ_BYTES = 1 << 20  # at a time: what is done with them finds them in the processor's cache
 _OK = 200
@@ -201,6 +203,7 @@ class Receiver:
         (scheme, host, port, _), seconds = request.origin, request.connect_seconds
         if scheme == "https" and not self._tls:
             self._tls = tls_context()
+        _await_name(host, port, seconds)
         try:
             made = socket.create_connection((host, port), seconds)
             with suppress(OSError):  # of one that is closed already: to read from it tells that
@@ -216,6 +219,24 @@ class Receiver:
         self._asked = None
         for channel in tuple(self._channels.pop(origin, ())):
             channel.close()
+
+
+def _await_name(host: str, port: int, seconds: float) -> None:
+    """Looks a name up, as who connects does once more. Raises TimeoutError: that takes longer.
+
+    Python's own time limit begins when the addresses are there, and nothing ends a look-up but the resolver.
+    """
+
+    def look_up() -> None:
+        with suppress(OSError, UnicodeError):  # who connects meets the same
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+    thread = threading.Thread(target=look_up, name=f"{OWN_THREADS}name", daemon=True)
+    with suppress(RuntimeError):  # no thread can be started now: then it may take longer
+        thread.start()
+        thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no address of {host} within {seconds:g} seconds")
 
 
 def tls_context() -> ssl.SSLContext:

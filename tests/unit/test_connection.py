@@ -283,6 +283,23 @@ def test_certificates_are_checked_however_https_is_spelled(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("no_proxies")
+def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def look_up(*_: object, **__: object) -> None:
+        over.wait(20)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    with closing(Connection()) as connection, monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", look_up)
+        with pytest.raises(Fault, match=r"no address of server\.invalid within 0\.2 seconds"):
+            connection.fetch("http://server.invalid", "/", silence_seconds=0.2)
+        over.set()
+        with pytest.raises(Fault, match="Temporary failure in name resolution"):
+            fetch(connection, "http://server.invalid")
+
+
+@pytest.mark.usefixtures("no_proxies")
 @pytest.mark.parametrize(
     ("server", "place"),
     [("http://[fd00::abcd]", ("fd00::abcd", 80)), ("https://[2001:db8::5]", ("2001:db8::5", 443)),
