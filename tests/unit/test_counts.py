@@ -26,6 +26,7 @@ from penstock_server.counts import bins as bins_module
 from penstock_server.counts import counting as counting_module
 from penstock_server.counts import index as index_module
 from penstock_server.counts import lengths as lengths_module
+from penstock_server.counts import turn as turn_module
 from penstock_server.counts.counting import Counting
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.catalog import Catalog, open_catalog
@@ -92,6 +93,17 @@ def test_counts_that_are_used_stay_however_long_ago_they_were_made(open_all: Cal
             served(open_all(), way)
         assert all((cache / name).stat().st_mtime > WEEK_AGO + 1 for name in made)
     assert counts(cache) == made
+
+
+def test_whatever_is_counted_tells_those_who_wait_that_it_gets_further(
+    open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_module, "_MARK_SECONDS", 0.0)
+    lock_file = tmp_path / "cache" / ".counting"
+    for way in ({"split": "validation"}, {"packing": "concat"}, {"packing": "best_fit"}):  # rows, tokens, bins
+        served(open_all(), way)
+        assert any(lock_file.read_bytes())
+        os.truncate(lock_file, 0)
 
 
 def test_counts_of_a_server_that_runs_for_months_stay(

@@ -4,26 +4,52 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
 import pytest
 
+from penstock_server.counts import turn as turn_module
 from penstock_server.counts.turn import turn
 
 _OTHER = """
 import sys
 from pathlib import Path
-from penstock_server.counts.turn import turn
+from penstock_server.counts import turn as module
+module._MARK_SECONDS = 0.0
 print("asks", flush=True)
-with turn(Path(sys.argv[1])):
+with module.turn(*map(Path, sys.argv[1:])) as get_further:
     print("has its turn", flush=True)
-    sys.stdin.readline()
+    while sys.stdin.readline() == "get further\\n":
+        get_further()
+        print("has got further", flush=True)
 """
 
 
-def other(path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _OTHER, str(path)]
+class Clock:
+    """Time that passes where somebody sleeps, half the patience each time; so many times the other gets further meanwhile."""
+
+    def __init__(self, other: subprocess.Popen[str], num_steps: int) -> None:
+        self.seconds, self.other, self.num_steps = 1000.0, other, num_steps
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.seconds += turn_module._PATIENCE_SECONDS / 2
+        if self.num_steps:
+            self.num_steps -= 1
+            assert self.other.stdin
+            assert self.other.stdout
+            self.other.stdin.write("get further\n")
+            self.other.stdin.flush()
+            assert self.other.stdout.readline() == "has got further\n"
+
+
+def other(*paths: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _OTHER, *map(str, paths)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     assert process.stdout.readline() == "asks\n"
@@ -81,3 +107,32 @@ def test_who_fails_in_its_turn_gives_it_up_and_all_turns_keep_one_file_open(tmp_
 def test_without_a_folder_for_locks_nobody_waits(tmp_path: Path) -> None:
     with turn(tmp_path / "missing" / "a"):
         assert end(other(tmp_path / "missing" / "a")) == "has its turn\n"
+
+
+def test_who_gets_no_further_is_waited_for_once_and_who_does_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    holder = other(*paths)
+    assert holder.stdout
+    assert holder.stdout.readline() == "has its turn\n"
+    for num_steps in (0, 20):
+        clock = Clock(holder, num_steps)
+        monkeypatch.setattr(turn_module, "time", clock)
+        began_at = clock.seconds
+        with turn(*paths):
+            waited_seconds = clock.seconds - began_at
+        monkeypatch.undo()
+        assert waited_seconds == (1 + num_steps / 2) * turn_module._PATIENCE_SECONDS
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [*paths, *paths]
+    end(holder)
+
+
+def test_what_is_there_already_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = other(tmp_path / "a")
+    assert holder.stdout
+    assert holder.stdout.readline() == "has its turn\n"
+    (tmp_path / "a").touch()
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    with turn(tmp_path / "a"):
+        end(holder)

@@ -19,19 +19,20 @@ from penstock_server.sealed import read_sealed, write_sealed
 def keep_bins(path: Path, num_pools: int, pack: Callable[[], Iterable[Bins]]) -> PackedPools:
     """The bins that were stored, else those that `pack` gives pool by pool, stored; if they cannot be, they stay in memory."""
     load = partial(read_sealed, path, partial(_parse, num_pools))
-    with turn(path):
+    with turn(path) as get_further:
         if found := load():
             return found
-        write_sealed(path, _pieces(pack()), "it is held in memory, and packed again after a restart")
+        write_sealed(path, _pieces(pack(), get_further), "it is held in memory, and packed again after a restart")
         return load() or PackedPools.of(pack())
 
 
-def _pieces(pools: Iterable[Bins]) -> Iterator[bytes]:
+def _pieces(pools: Iterable[Bins], get_further: Callable[[], None]) -> Iterator[bytes]:
     # Pool by pool: all of them may be more than there is memory.
     sizes = []
     for bins in pools:
         yield bins.words.astype("<u4").tobytes()
         sizes.append((bins.num_bins, len(bins.rows)))
+        get_further()
     yield np.array(sizes, "<i8").reshape(-1, 2).T.tobytes()
 
 

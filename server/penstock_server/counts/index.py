@@ -153,18 +153,18 @@ class Index:
         def parse(body: memoryview) -> IntArray | None:
             return np.frombuffer(body, "<i8").astype(np.int64).reshape(2, -1) if len(body) == size else None
 
-        with turn(path):
+        with turn(path) as get_further:
             rows = read_sealed(path, parse)
             if rows is None:
-                rows = self._read_rows(advance)
+                rows = self._read_rows(get_further, advance)
                 write_sealed(path, [rows.astype("<i8").tobytes()], "it is counted again after a restart")
             return rows
 
-    def _read_rows(self, advance: Callable[[int], None]) -> IntArray:
+    def _read_rows(self, get_further: Callable[[], None], advance: Callable[[int], None]) -> IntArray:
         if self.lengths.is_ready:
             return np.stack([self.rows_per_block("train"), self.rows_per_block("validation")])
         counts = []
-        for shard, of_shard in enumerate(self._blocks.rows_of_shards()):
+        for shard, of_shard in enumerate(self._blocks.rows_of_shards(get_further)):
             counts.append(of_shard)
             advance(self._snapshot.blocks_of_shard(shard).stop)
         return np.concatenate(counts, axis=1)

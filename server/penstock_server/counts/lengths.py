@@ -109,15 +109,15 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
     small = [own.words.nbytes for ref in _read.valuerefs() if (own := ref()) and own.words.nbytes <= _SMALL_BYTES]
     spare_bytes = _COPIED_BYTES - sum(small)
     for some in _counted_together(snapshot):
-        with ExitStack() as turns:
-            for number in some:
-                turns.enter_context(turn(paths[number]))
+        with turn(*(paths[number] for number in some)) as get_further, ExitStack() as opened:
             known = {n: _read.get((blocks.cache, paths[n])) or _stored(snapshot, n, paths[n]) for n in some}
             missing = [index for n in some if known[n] is None for index in snapshot.blocks_of_shard(n)]
-            loaded = turns.enter_context(closing(blocks.each(missing)))
+            loaded = opened.enter_context(closing(blocks.each(missing)))
             for number in some:
                 path, indices = paths[number], snapshot.blocks_of_shard(number)
-                shard = known[number] or _count_shard(snapshot, number, path, islice(loaded, len(indices)), advance)
+                shard = known[number] or _count_shard(
+                    snapshot, number, path, islice(loaded, len(indices)), get_further, advance
+                )
                 if (blocks.cache, path) not in _read:
                     if shard.words.nbytes <= min(_SMALL_BYTES, spare_bytes):
                         shard = replace(shard, words=shard.words.copy())
@@ -150,7 +150,12 @@ def _stored(snapshot: Snapshot, shard: int, path: Path) -> _ShardLengths | None:
 
 
 def _count_shard(
-    snapshot: Snapshot, shard: int, path: Path, blocks: Iterable[Block], advance: Callable[[int], None]
+    snapshot: Snapshot,
+    shard: int,
+    path: Path,
+    blocks: Iterable[Block],
+    get_further: Callable[[], None],
+    advance: Callable[[int], None],
 ) -> _ShardLengths:
     """The lengths of a shard's rows, which its blocks tell, stored, and mapped if they could be."""
     num_rows, block_bytes, words = [], [], [np.zeros(0, np.uint32)]
@@ -158,6 +163,7 @@ def _count_shard(
         num_rows.append(block.num_rows)
         block_bytes.append(block.nbytes)
         words.append(_words(block, snapshot.recipe.validation))
+        get_further()
         advance(done)
     counted = _ShardLengths(starts_of(np.array(num_rows, np.int64)), np.array(block_bytes, np.int64), np.concatenate(words))
     pieces = np.array([num_rows, block_bytes], "<i8").tobytes(), counted.words.astype("<u4").tobytes()

@@ -3,30 +3,82 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 
+log = logging.getLogger("penstock.turn")
+
 _NAME = ".counting"
+_MARKS = 1 << 12  # bytes that stand in the lock file: who counts changes some of them, by the names, as long as it gets further
+_MARK_SECONDS = 1.0  # between changes
+_POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 120.0  # for who gets no further: it may have been stopped, or its disk hang, and all others wait with it
 
 
 @contextmanager
-def turn(path: Path) -> Iterator[None]:
-    """Around what makes this file: waits until no other process makes it, and then has the others wait.
+def turn(*paths: Path) -> Iterator[Callable[[], None]]:
+    """Around what makes these files of one folder: waits until no other process makes them, and then has the others wait.
 
-    On a disk that has no locks nobody waits, and the same is counted twice. Threads of one process do not wait for each other.
+    Who makes them calls what is given whenever it got further. If another has not for two minutes, or the disk has no locks,
+    nobody waits, and the same is counted twice. Threads of one process do not wait for each other.
     """
-    place = int.from_bytes(blake2b(path.name.encode(), digest_size=7).digest(), "big")  # a byte of the lock file, by the name
+    folder, places = paths[0].parent, [_place(path) for path in paths]
+    marks, marked_at = count(), 0.0
+
+    def get_further() -> None:
+        nonlocal marked_at
+        now = time.monotonic()
+        if now - marked_at >= _MARK_SECONDS:
+            marked_at, mark = now, bytes([next(marks) % 256])
+            with suppress(OSError):
+                for place in places:
+                    os.pwrite(_lock_file(folder), mark, place % _MARKS)
+
     with suppress(OSError):
-        fcntl.lockf(_lock_file(path.parent), fcntl.LOCK_EX, 1, place)
+        _wait(_lock_file(folder), paths)
     try:
-        yield
+        get_further()
+        yield get_further
     finally:
         with suppress(OSError):
-            fcntl.lockf(_lock_file(path.parent), fcntl.LOCK_UN, 1, place)
+            for place in places:
+                fcntl.lockf(_lock_file(folder), fcntl.LOCK_UN, 1, place)
+
+
+def _wait(file: int, paths: Sequence[Path]) -> None:
+    """Locks the place of each file, until it is there; gives up once who holds one has got no further for two minutes."""
+    since = time.monotonic()
+    for path in paths:
+        place, seen = _place(path), None
+        while not _has_locked(file, place) and not path.exists():
+            now, mark = time.monotonic(), os.pread(file, 1, place % _MARKS)
+            if seen not in (None, mark):
+                since = now
+            seen = mark
+            if now - since >= _PATIENCE_SECONDS:  # nor is the next file waited for then: it may be held by the same
+                log.warning("who counts %s has got no further for %.0f seconds; it is counted here, too", path, now - since)
+                break
+            time.sleep(_POLL_SECONDS)
+
+
+def _has_locked(file: int, place: int) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except (BlockingIOError, PermissionError):  # either tells that another process has
+        return False
+    return True
+
+
+def _place(path: Path) -> int:
+    """A byte of the lock file, by the name."""
+    return int.from_bytes(blake2b(path.name.encode(), digest_size=7).digest(), "big")
 
 
 @cache

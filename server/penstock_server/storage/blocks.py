@@ -178,19 +178,21 @@ class Blocks:
 
         self._store.ahead.want(job, window, affordable, lambda index: self.get([index]))
 
-    def rows_of_shards(self) -> Iterator[IntArray]:
+    def rows_of_shards(self, get_further: Callable[[], None] = lambda: None) -> Iterator[IntArray]:
         """Rows of each block that are of the train and of the validation split, shape [2, blocks of the shard], by shard.
 
-        Reads nothing but the columns that the filter and the split need, if any. Raises what `get` raises.
+        Reads nothing but the columns that the filter and the split need, if any, and calls `get_further` after each block.
+        Raises what `get` raises.
         """
-        return self._store.side_by_side(self._count_rows, range(len(self._snapshot.shards)))
+        return self._store.side_by_side(partial(self._count_rows, get_further), range(len(self._snapshot.shards)))
 
-    def _count_rows(self, shard: int) -> IntArray:
+    def _count_rows(self, get_further: Callable[[], None], shard: int) -> IntArray:
         recipe, indices = self._snapshot.recipe, self._snapshot.blocks_of_shard(shard)
         counts = np.zeros((2, len(indices)), np.int64)
         for address, hashes in hashes_of_shard(self._snapshot, shard):
             num_validation = int(is_validation(hashes, recipe.validation).sum())
             counts[:, address.index - indices.start] = len(hashes) - num_validation, num_validation
+            get_further()
         return counts
 
     def check_bad_rows(self, block: Block, index: int) -> None:
