@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import logging
+import time
+
+_SELDOM_SECONDS = 60.0
 
 
 def begin_log(*, tells_news: bool) -> None:
     """From now on. How datasets change is told only with `tells_news`: all processes see it, and one of them is to tell it."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("penstock.dataset").setLevel(logging.INFO if tells_news else logging.ERROR)
+
+
+class Seldom:
+    """When to tell of what fails for each block, as on a disk that is away: once a minute. For all threads."""
+
+    def __init__(self) -> None:
+        self._due_at = 0.0
+
+    def is_due(self) -> bool:
+        """Whether to tell it now; from then on it is told."""
+        now = time.monotonic()
+        if now < self._due_at:
+            return False
+        self._due_at = now + _SELDOM_SECONDS
+        return True

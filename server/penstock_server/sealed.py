@@ -18,9 +18,12 @@ from typing import TypeVar
 import pyarrow as pa
 import xxhash
 
+from penstock_server.logs import Seldom
+
 T = TypeVar("T")
 
 log = logging.getLogger("penstock.sealed")
+_telling_unmapped = Seldom()
 
 SEAL_BYTES = 8
 TEMPORARY = ".tmp"  # after the names of files that are not yet whole
@@ -41,6 +44,15 @@ def seal_of(content: bytes | memoryview | pa.Buffer, name: str) -> bytes:
 
 def _seed_of(name: str) -> int:
     return xxhash.xxh3_64_intdigest(os.fsencode(name))
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file, as far as can be told: what is on a disk that fails cannot be used either."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 class Sound:
@@ -89,7 +101,8 @@ def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
     except FileNotFoundError:
         return None
     except OSError as error:  # no descriptor left, no permission: the file itself may be sound
-        log.warning("%s cannot be mapped: %s", path, error)
+        if _telling_unmapped.is_due():
+            log.warning("%s cannot be mapped: %s", path, error)
         return None
     body = content.slice(0, max(0, content.size - SEAL_BYTES))
     if sound and is_that_file and sound.has(path, stat):

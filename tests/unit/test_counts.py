@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import TestCase
 from unittest.mock import Mock
 from weakref import WeakValueDictionary
@@ -17,9 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
 from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from damage import damaged
+from penstock_server.app import create_app
 from penstock_server.batches.batch import frames
 from penstock_server.batches.gather import chunks, load
 from penstock_server.counts import bins as bins_module
@@ -30,7 +34,9 @@ from penstock_server.counts import turn as turn_module
 from penstock_server.counts.counting import Counting
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.inflight import InFlight
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady
+from penstock_server.storage import maps as maps_module
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 from planned import open_snapshot, plan_of
@@ -104,6 +110,35 @@ def test_whatever_is_counted_tells_those_who_wait_that_it_gets_further(
         served(open_all(), way)
         assert any(lock_file.read_bytes())
         os.truncate(lock_file, 0)
+
+
+def test_where_the_disk_of_the_cache_fails_all_is_served_on_and_told_as_before(
+    open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, ways = tmp_path / "cache", [{"packing": "rows"}, *WAYS]
+    before = [served(open_all(), way) for way in ways]
+    shutil.rmtree(cache)
+    running = open_all()
+    served(running, {"split": "validation"})
+    client = TestClient(create_app(running, InFlight(1 << 30)))
+    shutil.rmtree(cache)
+    cache.touch()
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(file: int | Path, *args: Any, **options: Any) -> Any:
+            if isinstance(file, int) or file.is_relative_to(cache):
+                raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+            return call(file, *args, **options)
+
+        return called
+
+    monkeypatch.setattr(Path, "stat", failing(Path.stat))
+    monkeypatch.setattr(os, "pread", failing(os.pread))
+    monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
+    for url in ("/v1/datasets", "/v1/datasets/d", "/v1/datasets/d/spec", "/v1/datasets/d/epochs/0/ranks/0/batches/0"):
+        assert client.get(url).status_code == 200
+    assert [served(running, way) for way in ways] == before
+    assert caplog.text.count("the block cache cannot be written to") == 1
 
 
 def test_counts_of_a_server_that_runs_for_months_stay(

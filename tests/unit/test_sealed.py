@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from damage import damaged
 from penstock_server import sealed
+from penstock_server.logs import Seldom
 from penstock_server.sealed import Damaged, Sound, map_sealed, read_sealed, seal_of, write_sealed
 
 OTHERWISE = "it is made again after a restart"
@@ -42,11 +44,17 @@ def test_damage_is_logged_and_so_is_what_does_not_parse_and_what_is_not_there_is
     assert [record.getMessage() for record in caplog.records] == [f"{path} is damaged and will be made again"] * 2
 
 
-def test_a_file_that_cannot_be_mapped_is_not_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "some"
+def test_a_file_that_cannot_be_mapped_is_not_called_damaged_and_is_told_of_once_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now = tmp_path / "some", [1000.0]
     path.mkdir()
-    assert read_sealed(path, bytes) is None
-    assert "some cannot be mapped" in caplog.text
+    monkeypatch.setattr(sealed, "_telling_unmapped", Seldom())
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for num_told in (1, 2):
+        assert [read_sealed(path, bytes) for _ in range(5)] == [None] * 5
+        assert caplog.text.count("some cannot be mapped") == num_told
+        now[0] += 60.0
 
 
 def test_a_map_outlives_its_file(tmp_path: Path) -> None:

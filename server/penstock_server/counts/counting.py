@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from penstock_server.problems import IndexFailed, IndexNotReady, Problem
+from penstock_server.sealed import is_there
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ class Counting(Generic[T]):
 
     def read(self) -> None:
         """Makes it if all files are there that it is kept in, which takes no counting. Whatever stops that, `get` tells."""
-        if not self._made and all(path.exists() for path in self._files()):
+        if not self._made and all(map(is_there, self._files())):
             with suppress(Problem):
                 self.get()
 

@@ -56,7 +56,10 @@ class History:
 
     def records(self) -> list[Record]:
         """All of them, newest first; also what other servers with the same cache folder have made meanwhile."""
-        there = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
+        try:
+            there = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
+        except OSError:  # the disk fails, or no descriptor is left
+            there = {}
         if not there:
             self._inodes.clear()  # the folder was lost, and what is in memory is all that is left
         for fingerprint in self._inodes.keys() - there.keys():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from penstock_server.sealed import ABANDONED_SECONDS, SEAL_BYTES, TEMPORARY, Damaged, Sound, map_sealed, seal_of
+from penstock_server.sealed import ABANDONED_SECONDS, SEAL_BYTES, TEMPORARY, Damaged, Sound, is_there, map_sealed, seal_of
 from penstock_server.storage.pages import expect_few
 from penstock_server.storage.shared_count import SharedCount, Used
 
@@ -62,8 +62,11 @@ class CacheFolder:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all files in the folder, as counted by all processes."""
-        return self._count.bytes
+        """The bytes of all files in the folder, as counted by all processes; 0 where its disk fails."""
+        try:
+            return self._count.bytes
+        except OSError:
+            return 0
 
     def read(self, name: str) -> pa.Buffer | None:
         """The bytes stored under a name, mapped into memory, or None: there is no such file, or it was damaged and is gone.
@@ -92,8 +95,8 @@ class CacheFolder:
         return self.read(name)
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name; `read` finds out whether it is sound."""
-        return self._path(name).exists()
+        """Whether there is a file of that name, as far as can be told; `read` finds out whether it is sound."""
+        return is_there(self._path(name))
 
     def touch(self, name: str) -> bool:
         """Marks a file as used now. False: it is there no more."""

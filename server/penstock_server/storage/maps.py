@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from penstock_server.logs import Seldom
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 
@@ -21,7 +22,6 @@ log = logging.getLogger("penstock.maps")
 
 _OPEN_BLOCKS = 1 << 13  # maps held, each in 3 KB of memory, and more where rows are bad
 _TOUCH_SECONDS = 10.0
-_TELL_SECONDS = 60.0  # between lines of the log on a cache that cannot be written to: it fails for each block
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Maps:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._checked_at = time.monotonic()
-        self._tells_at = 0.0
+        self._telling = Seldom()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -82,8 +82,7 @@ class Maps:
         try:
             return content.nbytes if self.cache.write(key, content) else 0
         except OSError as error:
-            if time.monotonic() >= self._tells_at:
-                self._tells_at = time.monotonic() + _TELL_SECONDS
+            if self._telling.is_due():
                 log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
             return 0
         finally:
