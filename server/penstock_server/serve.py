@@ -28,7 +28,7 @@ from penstock_server.listening import listen
 from penstock_server.logs import begin_log
 from penstock_server.opening import open_data, warn
 from penstock_server.settings import Settings
-from penstock_server.stalled import STALLED_SECONDS, cut_stalled
+from penstock_server.stalled import SILENT_SECONDS, STALLED_SECONDS, cut_stalled
 
 log = logging.getLogger("penstock.serve")
 
@@ -68,7 +68,7 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """Uvicorn over an application. It cuts connections whose reader takes nothing, and may share its socket; see Seat.
+    """Uvicorn over an application. It cuts connections whose reader takes or says nothing, and may share its socket; see Seat.
 
     Once it is to stop, answers under way have `stop_seconds`, in seconds; then their connections are cut, too.
     """
@@ -78,19 +78,23 @@ class Server(uvicorn.Server):
         app: FastAPI,
         *,
         stalled_seconds: float = STALLED_SECONDS,
+        silent_seconds: float = SILENT_SECONDS,
         stop_seconds: float = _STOP_SECONDS,
         seat: Seat | None = None,
     ) -> None:
         latest = math.ceil(stop_seconds + _LATEST_SECONDS)
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=latest, lifespan="off")
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, timeout_graceful_shutdown=latest, lifespan="off", ws="none"
+            )
         )
-        self._stalled_seconds, self._stop_seconds, self._seat = stalled_seconds, stop_seconds, seat or Seat.alone()
+        self._stalled_seconds, self._silent_seconds = stalled_seconds, silent_seconds
+        self._stop_seconds, self._seat = stop_seconds, seat or Seat.alone()
         self._accepting: list[asyncio.Task[None]] = []
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until `should_exit`."""
-        cutting = asyncio.create_task(cut_stalled(self.server_state.connections, self._stalled_seconds))
+        cutting = asyncio.create_task(cut_stalled(self.server_state.connections, self._stalled_seconds, self._silent_seconds))
         try:
             await super().serve(sockets)
         finally:

@@ -1,4 +1,4 @@
-"""Readers that take nothing are cut, and those that take little are not, until the server stops: a real one, in a thread."""
+"""Readers that take or say nothing are cut, and those that take little not, until the server stops: a real one, in a thread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from corpora import write_numbered
+from penstock_server import stalled as stalled_module
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import open_catalog
 from penstock_server.inflight import InFlight
@@ -29,11 +31,11 @@ STOP_SECONDS = 0.5
 
 
 @contextmanager
-def serving(folder: Path, in_flight: InFlight) -> Iterator[str]:
+def serving(folder: Path, in_flight: InFlight, silent_seconds: float = 60.0) -> Iterator[str]:
     write_numbered(folder / "data" / "numbers", 96)
     store = BlockStore(CacheFolder(folder / "cache"))
     app = create_app(open_catalog(folder / "data", None, store), in_flight)
-    server = Server(app, stalled_seconds=STALLED_SECONDS, stop_seconds=STOP_SECONDS)
+    server = Server(app, stalled_seconds=STALLED_SECONDS, silent_seconds=silent_seconds, stop_seconds=STOP_SECONDS)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -78,6 +80,52 @@ def test_a_reader_that_takes_little_stays(tmp_path: Path, caplog: pytest.LogCapt
             assert (in_flight.num_holds, reader.num_connected) == (1, 1)
         wait_until_empty(in_flight)
     assert "has read nothing" not in caplog.text
+
+
+def test_who_sends_no_whole_request_is_cut_and_who_waits_for_an_answer_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, is_over, read = threading.Event(), threading.Event(), Blocks._read
+
+    def hanging(*given: Any) -> EncodedBlocks:
+        is_asked.set()
+        is_over.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(Blocks, "_read", hanging)
+    request = b"GET %s HTTP/1.1\r\nHost: here\r\n\r\n"
+    with ExitStack() as opened:
+        opened.callback(is_over.set)
+        url = opened.enter_context(serving(tmp_path, InFlight(1 << 30), silent_seconds=0.5))
+
+        def connected(sent: bytes) -> socket.socket:
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 30))
+            connection.sendall(sent)
+            return connection
+
+        waiting = connected(request % f"{RUN}/0".encode())
+        assert is_asked.wait(30)
+        silent, begun, again = connected(b""), connected(b"GET /healthz HT"), connected(request % b"/healthz" + b"GET ")
+        assert silent.recv(1) == begun.recv(1) == b""
+        with again.makefile("rb") as answered:
+            assert answered.read().startswith(b"HTTP/1.1 200 OK")
+        is_over.set()
+        assert waiting.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_who_asks_again_and_again_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    busy, silent = Mock(), Mock(cycle=None)
+    for connection in (busy, silent):
+        connection.transport.is_closing.return_value = False
+    known = stalled_module._Silent()
+    for now[0] in (0.0, 30.0, 60.0):
+        busy.cycle = Mock(response_complete=True)  # another at each look
+        known = stalled_module._close_silent([busy, silent], known, 60.0)
+    assert not busy.transport.close.called
+    assert silent.transport.close.called
+    assert known.keys() == {busy}
 
 
 def test_a_server_that_stops_cuts_what_is_under_way_and_says_nothing_of_it(
