@@ -376,6 +376,41 @@ def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(data: Path, op
     (data / "secret").chmod(0o700)
 
 
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EMFILE])
+@pytest.mark.parametrize("away", [".", "team", "team/own"])
+def test_where_a_folder_cannot_be_looked_into_all_below_it_is_served_on_and_told_why(
+    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, away: str, number: int
+) -> None:
+    for name in ("other", "team/own"):
+        write_numbered(data / name, 3)
+    catalog = open_all()
+    before = {name: served.snapshot.fingerprint for name, served in catalog.datasets.items()}
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(path: Path, *args: Any, **options: Any) -> Any:
+            if path.is_relative_to(data / away):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *args, **options)
+
+        return called
+
+    with monkeypatch.context() as patch:
+        if number == errno.EMFILE:
+            patch.setattr(os, "scandir", failing(os.scandir))
+        else:
+            patch.setattr(Path, "stat", failing(Path.stat))
+        catalog.poll()
+        expected = {name: name == "team.own" or away == "." for name in ("other", "team.own")}
+        errors = {name: catalog[name].held.error or "" for name in expected}
+        assert {name: "cannot be read: " in error for name, error in errors.items()} == expected
+        assert {name: os.strerror(number) in error for name, error in errors.items()} == expected
+        with pytest.raises(DatasetRefused, match=os.strerror(number)):
+            catalog.refresh("team.own")
+    assert {name: served.snapshot.fingerprint for name, served in catalog.datasets.items()} == before
+    catalog.refresh("team.own")
+    assert catalog["team.own"].held.error is None
+
+
 def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(
     data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,9 +182,10 @@ class Catalog:
         return known if known and known.folder == folder else Dataset(name, folder, self._tokenizer, self._store)
 
     def _miss(self, dataset: Dataset, found: Survey) -> str:
-        """Tells a dataset that its folder holds no shards any more; gives the reason."""
+        """Tells a dataset that its folder holds no shards any more, or cannot be looked into; gives the reason."""
         folder = dataset.folder
-        if reason := found.refused.get(dataset.name):
+        unread = next((found.unread[path] for path in folder.parents if path in found.unread), None)
+        if reason := found.refused.get(dataset.name) or unread:
             dataset.fail(reason)
         elif away := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
             reason = (

@@ -50,13 +50,15 @@ class Survey:
     """The dataset folders below the data folder, by name: the path below it, joined with dots.
 
     `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder,
-    or for more than one, with the reason. `others` gives of folders with neither a file that is there instead.
+    or for more than one, with the reason. `unread` are the folders that are there and cannot be looked into, with the reason:
+    of what is below them nothing is known. `others` gives of folders with neither a file that is there instead.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
     shards: dict[str, Mapping[str, Date]] = field(default_factory=dict)
     declared: dict[str, Path] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    unread: dict[Path, str] = field(default_factory=dict)
     others: dict[str, Path] = field(default_factory=dict)
 
 
@@ -104,10 +106,13 @@ def survey(data_dir: Path) -> Survey:
         except OSError as error:
             if isinstance(error, FileNotFoundError) and folder != data_dir:  # removed since its parent was listed
                 continue
-            found.refused[name] = f"{folder} cannot be read: {error.strerror}. Mend its permissions, or move it away."
+            reason = f"{spelled(str(error.filename or folder))} cannot be read: {error.strerror}. Mend that, or move it away."
+            found.refused[name] = reason
+            if not isinstance(error, FileNotFoundError):
+                found.unread[folder] = reason
             continue
         for child in (folder / below for below in reversed(listing.folders)):
-            is_link = child.is_symlink()
+            is_link = _is_link(child)
             if not (is_by_link and is_link):
                 pending.append((child, is_by_link or is_link, above | {identity}))
         if listing.shards:
@@ -164,6 +169,13 @@ def _date_of_file(path: Path) -> Date | None:
     except (OSError, ValueError):  # what is no file's name may be too long for one, or hold a null
         return None
     return Date.of(found) if stat.S_ISREG(found.st_mode) else None
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return path.is_symlink()
+    except OSError:  # as of a mount that is away: looking into it tells why
+        return False
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
