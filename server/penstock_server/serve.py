@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import resource
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,8 +63,12 @@ def run(
     begin(store.cache.configured_bytes)
     begin_log(tells_news=seat is None or seat.number == 0)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
-    with watching(catalog, settings.poll_seconds), suppress(KeyboardInterrupt):
-        Server(app, seat=seat).run(sockets=[listener])  # has shut down when it raises KeyboardInterrupt once more
+    if seat is None:
+        # Server sends itself once more, when it has shut down, what told it to stop, and this process ends. A KeyboardInterrupt
+        # would have it wait for its threads first, of which one may decode for minutes, or for ever on a disk that hangs.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with watching(catalog, settings.poll_seconds):
+        Server(app, seat=seat).run(sockets=[listener])
     store.close()
 
 

@@ -186,6 +186,32 @@ def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path
         assert process.communicate(timeout=20)[1] == ""
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: signal.Signals) -> None:
+    folder, has_begun = write_numbered(tmp_path / "data" / "numbers", 9), tmp_path / "has-begun"
+    (folder / "slow.py").write_text(
+        f"import pathlib, time\n\ndef function(batch):\n    if batch.num_rows:\n"
+        f"        pathlib.Path({str(has_begun)!r}).touch()\n        time.sleep(600)\n    return batch"
+    )
+    (folder / "penstock.toml").write_text('transform = "slow:function"')
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            [port] = re.findall(r" at http://\S+:(\d+)$", process.stdout.readline())
+            with socket.create_connection(("127.0.0.1", int(port))) as waiting:
+                waiting.sendall(b"GET /v1/datasets/numbers/epochs/0/ranks/0/batches/0 HTTP/1.1\r\nHost: here\r\n\r\n")
+                deadline = time.monotonic() + 60
+                while not has_begun.exists():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                process.send_signal(how)
+                assert process.communicate(timeout=20)[1] == ""
+            assert process.returncode == -how
+        finally:
+            process.kill()
+
+
 def test_another_ctrl_c_ends_a_command_at_once_and_without_a_traceback() -> None:
     script = """
 import sys, threading, time
