@@ -35,7 +35,7 @@ log = logging.getLogger("penstock.serve")
 
 _STOP_SECONDS = 3.0  # that answers under way have, once a signal says stop
 _LATEST_SECONDS = 2.0  # after which who was cut off has seen it: a request that waits for blocks looks every second
-_LOCAL = ("127.0.0.1", "0.0.0.0", "::1", "::")
+_HERE = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "::1"}  # localhost may be 127.0.0.1 alone
 
 
 def run(
@@ -161,7 +161,7 @@ def _tell(greeting: str) -> None:
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    host = "localhost" if host in _LOCAL else host
+    host = _HERE.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
     for name, dataset in catalog.datasets.items():

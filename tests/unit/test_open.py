@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,8 @@ from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, wri
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, DatasetRefused, UnknownDataset
+from penstock_server.serve import _greeting
+from penstock_server.settings import Settings
 from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.snapshot import Snapshot, read_folder
 from penstock_server.storage.block import Block
@@ -422,6 +425,17 @@ def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
     assert "because of a fault in penstock: ZeroDivisionError" in catalog.refused["odd"]
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("0.0.0.0", "localhost"), ("127.0.0.1", "localhost"), ("::", "[::1]"), ("::1", "[::1]"), ("fd00::7", "[fd00::7]")],
+)
+def test_a_server_tells_an_address_that_leads_to_it(data: Path, open_all: Opener, host: str, told: str) -> None:
+    write_numbered(data / "numbers", 3)
+    settings = Settings.read({"data_dir": str(data)}, {})
+    greeting = _greeting(open_all(), settings, Mock(**{"getsockname.return_value": (host, 8000)}))
+    assert set(re.findall(r"http://[^/\s]+", greeting)) == {f"http://{told}:8000"}
 
 
 def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) -> None:
