@@ -20,10 +20,10 @@ from penstock.errors import (
     VersionMismatch,
     WireError,
 )
-from penstock.spec import Spec
 
 if TYPE_CHECKING:
     from penstock.dataset import RemoteDataset as RemoteDataset
+    from penstock.spec import Spec as Spec
 
 __version__ = "0.1.0"
 
@@ -49,4 +49,8 @@ def __getattr__(name: str) -> Any:
         from penstock.dataset import RemoteDataset
 
         return RemoteDataset
+    if name == "Spec":
+        from penstock.spec import Spec
+
+        return Spec
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -9,9 +9,6 @@ import sys
 from importlib.util import find_spec
 
 from penstock import __version__
-from penstock.commands import add_commands
-from penstock.commands.stdout import print_anything
-from penstock.wording import did_you_mean
 
 _SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
@@ -19,8 +16,10 @@ _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn
 
 def main() -> int:
     """Runs one command; the value is the process's exit status."""
-    print_anything()
-    try:
+    try:  # around most imports, too: Ctrl-C in the first moment would end in a traceback
+        from penstock.commands.stdout import print_anything
+
+        print_anything()
         return _run()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # or another Ctrl-C would end a wait for threads with a traceback
@@ -29,6 +28,9 @@ def main() -> int:
 
 
 def _run() -> int:
+    from penstock.commands import add_commands
+    from penstock.wording import did_you_mean
+
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")

@@ -212,6 +212,23 @@ def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: si
             process.kill()
 
 
+def test_ctrl_c_while_a_command_is_imported_is_told_without_a_traceback() -> None:
+    script = """
+import sys
+from penstock import cli
+
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        raise KeyboardInterrupt
+
+assert {name for name in sys.modules if name.startswith("penstock")} == {"penstock", "penstock.cli", "penstock.errors"}
+sys.meta_path.insert(0, Interrupted())
+sys.exit(cli.main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "penstock: stopped\n")
+
+
 def test_another_ctrl_c_ends_a_command_at_once_and_without_a_traceback() -> None:
     script = """
 import sys, threading, time
