@@ -128,6 +128,26 @@ def test_who_gets_no_further_is_waited_for_once_and_who_does_as_long_as_it_takes
     end(holder)
 
 
+def test_who_waits_for_one_that_gets_further_gets_further_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a third process, which waits for what it holds, would take it for one that was stopped."""
+    paths, marks = [tmp_path / name for name in "ab"], set[int]()
+    holder = other(paths[1])
+    assert holder.stdout
+    assert holder.stdout.readline() == "has its turn\n"
+
+    class Looking(Clock):
+        def sleep(self, seconds: float) -> None:
+            content = (tmp_path / ".counting").read_bytes().ljust(turn_module._MARKS)
+            marks.add(content[turn_module._place(paths[0]) % turn_module._MARKS])
+            super().sleep(seconds)
+
+    monkeypatch.setattr(turn_module, "time", Looking(holder, 20))
+    with turn(*paths):
+        assert len(marks) >= 15
+    monkeypatch.undo()
+    end(holder)
+
+
 def test_what_is_there_already_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = other(tmp_path / "a")
     assert holder.stdout

@@ -53,14 +53,20 @@ def turn(*paths: Path) -> Iterator[Callable[[], None]]:
 
 
 def _wait(file: int, paths: Sequence[Path]) -> None:
-    """Locks the place of each file, until it is there; gives up once who holds one has got no further for two minutes."""
+    """Locks the place of each file, until it is there; gives up once who holds one has got no further for two minutes.
+
+    As long as that one gets further, so does who waits for it, holding others that a third may wait for.
+    """
     since = time.monotonic()
-    for path in paths:
-        place, seen = _place(path), None
+    places = [_place(path) for path in paths]
+    for number, (path, place) in enumerate(zip(paths, places, strict=True)):
+        seen = None
         while not _has_locked(file, place) and not path.exists():
             now, mark = time.monotonic(), os.pread(file, 1, place % _MARKS)
             if seen not in (None, mark):
                 since = now
+                for own in places[:number]:
+                    os.pwrite(file, mark, own % _MARKS)
             seen = mark
             if now - since >= _PATIENCE_SECONDS:  # nor is the next file waited for then: it may be held by the same
                 log.warning("who counts %s has got no further for %.0f seconds; it is counted here, too", path, now - since)
