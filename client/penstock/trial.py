@@ -28,4 +28,8 @@ class Trial:
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self, connection: Connection, server: str, target: str, seconds: float) -> None:
-        self.outcome = connection.would_answer(server, target, seconds)
+        outcome = False
+        try:
+            outcome = connection.would_answer(server, target, seconds)
+        finally:  # whatever went wrong, it is tried again some time
+            self.outcome = outcome

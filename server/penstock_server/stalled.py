@@ -44,7 +44,7 @@ def _look(transports: Collection[asyncio.Transport], known: _Unread, stalled_sec
     now, found = time.monotonic(), _Unread()
     for transport in transports:
         num_bytes = transport.get_write_buffer_size()
-        if not num_bytes or transport.is_closing():
+        if not num_bytes:  # one that is being closed may have something left, and a reader that never takes it
             continue
         unread = num_bytes, _in_kernel(transport)
         before, since = known.get(transport, (unread, now))

@@ -72,6 +72,8 @@ def _wait(file: int, paths: Sequence[Path]) -> None:
                 log.warning("who counts %s has got no further for %.0f seconds; it is counted here, too", path, now - since)
                 break
             time.sleep(_POLL_SECONDS)
+        else:
+            since = time.monotonic()  # the next file may be another's
 
 
 def _has_locked(file: int, place: int) -> bool:
