@@ -19,6 +19,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from penstock.spec import Spec
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, DatasetRefused, UnknownDataset
@@ -386,6 +387,8 @@ def test_where_a_folder_cannot_be_looked_into_all_below_it_is_served_on_and_told
 ) -> None:
     for name in ("other", "team/own"):
         write_numbered(data / name, 3)
+    (data / "team" / "mixed").mkdir()
+    (data / "team" / "mixed" / "penstock.toml").write_text('mix = "other:1,team.own:1"')
     catalog = open_all()
     before = {name: served.snapshot.fingerprint for name, served in catalog.datasets.items()}
 
@@ -407,11 +410,23 @@ def test_where_a_folder_cannot_be_looked_into_all_below_it_is_served_on_and_told
         errors = {name: catalog[name].held.error or "" for name in expected}
         assert {name: "cannot be read: " in error for name, error in errors.items()} == expected
         assert {name: os.strerror(number) in error for name, error in errors.items()} == expected
+        assert catalog.plan("team.mixed", Spec(batch_size=1, seq_len=2)).schedule.num_steps == 6
         with pytest.raises(DatasetRefused, match=os.strerror(number)):
             catalog.refresh("team.own")
     assert {name: served.snapshot.fingerprint for name, served in catalog.datasets.items()} == before
     catalog.refresh("team.own")
     assert catalog["team.own"].held.error is None
+
+
+def test_a_link_to_what_cannot_be_reached_is_refused_alone_unless_it_is_a_shard(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "other", 3)
+    (data / "linked").symlink_to("x" * 300)  # longer than a name can be: asking what it is fails, as at a mount that died
+    catalog = open_all()
+    assert set(catalog.datasets) == {"other"}
+    assert "linked cannot be read: File name too long" in catalog.refused["linked"]
+    (data / "other" / "part-9.parquet").symlink_to("x" * 300)
+    with pytest.raises(DatasetRefused, match=r"part-9.parquet cannot be read: File name too long"):
+        catalog.refresh("other")
 
 
 def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(

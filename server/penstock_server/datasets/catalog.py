@@ -184,8 +184,7 @@ class Catalog:
     def _miss(self, dataset: Dataset, found: Survey) -> str:
         """Tells a dataset that its folder holds no shards any more, or cannot be looked into; gives the reason."""
         folder = dataset.folder
-        unread = next((found.unread[path] for path in folder.parents if path in found.unread), None)
-        if reason := found.refused.get(dataset.name) or unread:
+        if reason := found.refused.get(dataset.name) or found.why_unread(folder):
             dataset.fail(reason)
         elif away := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
             reason = (

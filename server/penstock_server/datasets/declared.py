@@ -18,9 +18,10 @@ from penstock_server.recipes.declaration import FILE_NAME, read_toml
 
 @dataclass(frozen=True, slots=True)
 class DeclaredMixture:
-    """A mixture by its name: the mix and the rule that ends its epochs, for specs that name neither."""
+    """A mixture by its name: the mix and the rule that ends its epochs, for specs that name neither; `folder` declares it."""
 
     name: str
+    folder: Path
     mix: Mix
     mix_stop: str
 
@@ -40,4 +41,4 @@ def read_mixture(name: str, folder: Path) -> DeclaredMixture:
     mix = spec.mixed()
     if mix is None:
         raise DatasetRefused(f'{path} stands in a folder without shards and names no mix, such as mix = "wiki:0.7,code:0.3".')
-    return DeclaredMixture(name, mix, spec.mix_stop or "first")
+    return DeclaredMixture(name, folder, mix, spec.mix_stop or "first")

@@ -66,8 +66,9 @@ class Known:
     def followed_by(self, found: Survey, datasets: Iterable[Dataset]) -> Known:
         """What is known once the folders were found so, with these datasets in them."""
         known = {**self.datasets, **{dataset.name: dataset for dataset in datasets}}
-        unopened = {name: reason for name, reason in found.refused.items() if name not in known}
-        mixtures = {}
+        # What was declared in a folder that cannot be looked into now is served on, as its datasets are.
+        mixtures = {name: one for name, one in self.mixtures.items() if name not in known and found.why_unread(one.folder)}
+        unopened = {name: reason for name, reason in found.refused.items() if name not in known and name not in mixtures}
         for name, folder in found.declared.items():
             if name in known:
                 continue

@@ -61,6 +61,10 @@ class Survey:
     unread: dict[Path, str] = field(default_factory=dict)
     others: dict[str, Path] = field(default_factory=dict)
 
+    def why_unread(self, folder: Path) -> str | None:
+        """Why nothing is known of a folder: it, or one that it lies in, cannot be looked into."""
+        return next((self.unread[path] for path in (folder, *folder.parents) if path in self.unread), None)
+
 
 def list_folder(folder: Path) -> Listing:
     """Looks into a folder; names that begin with a dot or an underscore are not data. Raises OSError."""
@@ -182,9 +186,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno != ELOOP:
+        if error.errno == ELOOP:
+            return False  # a link to itself: `ln -s stories latest`, given twice, leaves one in stories
+        if entry.name == FILE_NAME or entry.name.lower().endswith(".parquet"):  # without it the folder would be another dataset
             raise
-        return False  # a link to itself: `ln -s stories latest`, given twice, leaves one in stories
+        return True  # a link to what cannot be reached: to look into it tells why, and of it alone
 
 
 def _date_of(entry: os.DirEntry[str]) -> Date:
