@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 
 from penstock import __version__
+from penstock.ending import ends_as_usual, ends_at
 
 _SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
@@ -19,10 +20,11 @@ def main() -> int:
     try:  # around most imports, too: Ctrl-C in the first moment would end in a traceback
         from penstock.commands.stdout import print_anything
 
+        ends_as_usual()
         print_anything()
         return _run()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # or another Ctrl-C would end a wait for threads with a traceback
+        ends_at(signal.SIGINT)  # or another Ctrl-C would end a wait for threads with a traceback
         print("penstock: stopped", file=sys.stderr)
         return 130
 

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from penstock import __version__
 from penstock.commands.stdout import give_stdout_up
+from penstock.ending import ends_at
 from penstock.urls import batches_path
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
@@ -66,7 +67,7 @@ def run(
     if seat is None:
         # Server sends itself once more, when it has shut down, what told it to stop, and this process ends. A KeyboardInterrupt
         # would have it wait for its threads first, of which one may decode for minutes, or for ever on a disk that hangs.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        ends_at(signal.SIGINT)
     with watching(catalog, settings.poll_seconds):
         Server(app, seat=seat).run(sockets=[listener])
     store.close()

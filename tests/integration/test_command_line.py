@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -186,8 +187,22 @@ def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path
         assert process.communicate(timeout=20)[1] == ""
 
 
+_AS_PROCESS_1 = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]  # as in a container
+
+
+def _has_namespaces() -> bool:
+    return bool(shutil.which("unshare")) and subprocess.run([*_AS_PROCESS_1, "true"], check=False).returncode == 0
+
+
+def _only_child(process: subprocess.Popen[str]) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
+@pytest.mark.parametrize("is_process_1", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: signal.Signals, is_process_1: bool) -> None:
+    if is_process_1 and not _has_namespaces():
+        pytest.skip("no process here can have a namespace of its own")
     folder, has_begun = write_numbered(tmp_path / "data" / "numbers", 9), tmp_path / "has-begun"
     (folder / "slow.py").write_text(
         f"import pathlib, time\n\ndef function(batch):\n    if batch.num_rows:\n"
@@ -195,7 +210,8 @@ def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: si
     )
     (folder / "penstock.toml").write_text('transform = "slow:function"')
     command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
-    with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [*(_AS_PROCESS_1 if is_process_1 else []), *command, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
             [port] = re.findall(r" at http://\S+:(\d+)$", process.stdout.readline())
@@ -205,11 +221,21 @@ def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: si
                 while not has_begun.exists():
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
-                process.send_signal(how)
+                os.kill(_only_child(process) if is_process_1 else process.pid, how)
                 assert process.communicate(timeout=20)[1] == ""
-            assert process.returncode == -how
+            assert process.returncode == (128 + how if is_process_1 else -how)
         finally:
             process.kill()
+
+
+@pytest.mark.skipif("not _has_namespaces()", reason="no process here can have a namespace of its own")
+def test_a_command_that_is_process_1_can_be_stopped_at_any_time() -> None:
+    script = "import time\nfrom penstock import cli\ncli._run = lambda: (print('here', flush=True), time.sleep(99))\ncli.main()"
+    with subprocess.Popen([*_AS_PROCESS_1, sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "here\n"
+        os.kill(_only_child(process), signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
 
 
 def test_ctrl_c_while_a_command_is_imported_is_told_without_a_traceback() -> None:
@@ -221,7 +247,8 @@ class Interrupted:
     def find_spec(self, name, path, target=None):
         raise KeyboardInterrupt
 
-assert {name for name in sys.modules if name.startswith("penstock")} == {"penstock", "penstock.cli", "penstock.errors"}
+early = {name for name in sys.modules if name.startswith("penstock")}
+assert early == {"penstock", "penstock.cli", "penstock.ending", "penstock.errors"}
 sys.meta_path.insert(0, Interrupted())
 sys.exit(cli.main())
 """
