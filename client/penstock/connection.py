@@ -46,7 +46,7 @@ class Connection:
     def __init__(self) -> None:
         self.heard_at = time.monotonic()  # when the last bytes came
         self.interrupted = threading.Event()  # from then on nothing can be fetched
-        self._sockets: tuple[socket.socket, ...] = ()
+        self._own, self._aside = _Sockets(), _Sockets()  # what `fetch` reads from, and what is asked aside meanwhile
         self._hung_up: str | None = None
         self._buffers = _take_spare()
         self._is_fetching = False
@@ -110,12 +110,13 @@ class Connection:
     def hang_up(self, reason: str) -> None:
         """Makes the `fetch` in another thread fail now, with this reason."""
         self._hung_up = reason
-        self._shut_down()
+        self._own.shut_down()
 
     def interrupt(self) -> None:
         """Makes whatever runs in other threads fail now; nothing can be fetched afterwards."""
         self.interrupted.set()
-        self._shut_down()
+        self._own.shut_down()
+        self._aside.shut_down()
 
     def close(self) -> None:
         """Closes what is open. A thread that should have ended, and still fetches, fails."""
@@ -133,7 +134,7 @@ class Connection:
     ) -> tuple[int, Mapping[str, str], memoryview]:
         connect_seconds = min(_CONNECT_SECONDS, silence_seconds)
         if self._client and self._proxy_of(server):
-            timeout, extensions = httpx.Timeout(silence_seconds, connect=connect_seconds), {"trace": self._trace}
+            timeout, extensions = httpx.Timeout(silence_seconds, connect=connect_seconds), {"trace": _trace(self._remember)}
             with self._client.stream("GET", _url(server + target), timeout=timeout, extensions=extensions) as response:
                 receiving.collect(response.status_code, response.iter_bytes())
             return response.status_code, response.headers, receiving.received
@@ -145,26 +146,52 @@ class Connection:
     def _status(self, url: str, seconds: float) -> int:
         """Of the answer to a question aside; 0 if there is none."""
         try:
-            return status_aside(url, httpx.Timeout(seconds, connect=min(_CONNECT_SECONDS, seconds)), self._trace)
+            timeout = httpx.Timeout(seconds, connect=min(_CONNECT_SECONDS, seconds))
+            return status_aside(url, timeout, _trace(self._remember_aside))
         except (httpx.RequestError, SpecError):
             return 0
 
-    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            self._remember(info["return_value"].get_extra_info("socket"))
-
     def _remember(self, made: socket.socket) -> None:
-        _keep_alive(made)
-        self._sockets = (*(known for known in self._sockets if known.fileno() >= 0), made)
+        self._own.add(made)
         if self.interrupted.is_set() or self._hung_up:  # while this connection was made, or one that it is to replace
-            self._shut_down()
+            self._own.shut_down()
 
-    def _shut_down(self) -> None:
-        for known in self._sockets:
-            # Closing it would not wake a thread that is blocked in it; shutting it down does. An SSL socket's own method
-            # would take the encryption away from under that thread.
-            with suppress(OSError):
-                socket.socket.shutdown(known, socket.SHUT_RDWR)
+    def _remember_aside(self, made: socket.socket) -> None:
+        self._aside.add(made)
+        if self.interrupted.is_set():
+            self._aside.shut_down()
+
+
+class _Sockets:
+    """Those that are open for one purpose. Any thread may add one, or shut them all down."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal may interrupt whoever shuts them down, and its handler do the same
+        self._open: list[socket.socket] = []
+
+    def add(self, made: socket.socket) -> None:
+        _keep_alive(made)
+        with self._lock:
+            self._open = [*(known for known in self._open if known.fileno() >= 0), made]
+
+    def shut_down(self) -> None:
+        """Wakes whoever reads from one of them or writes to it."""
+        with self._lock:
+            for known in self._open:
+                # Closing it would not wake a thread that is blocked in it; shutting it down does. An SSL socket's own method
+                # would take the encryption away from under that thread.
+                with suppress(OSError):
+                    socket.socket.shutdown(known, socket.SHUT_RDWR)
+
+
+def _trace(remember: Callable[[socket.socket], None]) -> Callable[[str, Mapping[str, Any]], None]:
+    """What httpx tells of a connection that is being made, for the extension `trace`."""
+
+    def trace(event: str, info: Mapping[str, Any]) -> None:
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            remember(info["return_value"].get_extra_info("socket"))
+
+    return trace
 
 
 def _keep_alive(made: socket.socket) -> None:

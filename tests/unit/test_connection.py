@@ -88,7 +88,7 @@ def test_the_kernel_finds_out_soon_that_a_connection_is_lost(monkeypatch: pytest
             monkeypatch.setenv("http_proxy", server)
         with closing(Connection()) as connection:
             assert fetch(connection, server) == BODY
-            [made] = connection._sockets
+            [made] = connection._own._open
             assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             idle, pause, count, unconfirmed = (
                 made.getsockopt(socket.IPPROTO_TCP, option)
@@ -112,7 +112,7 @@ def test_a_connection_that_was_lost_before_it_is_used_again_is_made_anew(monkeyp
     monkeypatch.setattr(socket.socket, "sendall", sendall)
     with pages(lambda _: (200, BODY)) as server, closing(Connection()) as connection:
         assert fetch(connection, server) == BODY
-        lost.update(connection._sockets)
+        lost.update(connection._own._open)
         assert fetch(connection, server) == BODY
 
 
@@ -129,6 +129,25 @@ def test_each_request_has_a_patience_of_its_own() -> None:
         with pytest.raises(Fault, match="timed out"):
             connection.fetch(server, "/path?step=1", silence_seconds=0.2)
         over.set()
+
+
+def test_to_hang_up_ends_nothing_that_is_asked_aside() -> None:
+    asked, over = threading.Event(), threading.Event()
+    outcomes = []
+
+    def answer(_: str) -> tuple[int, bytes]:
+        asked.set()
+        over.wait(60)
+        return 200, BODY
+
+    with pages(answer) as server, closing(Connection()) as connection:
+        thread = threading.Thread(target=lambda: outcomes.append(connection.would_answer(server, "/path", 60.0)))
+        thread.start()
+        assert asked.wait(60)
+        connection.hang_up("silent")
+        over.set()
+        thread.join(60)
+    assert outcomes == [True]
 
 
 def test_a_server_may_be_one_of_several_behind_an_address() -> None:

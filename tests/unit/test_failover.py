@@ -154,7 +154,9 @@ def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytes
         over.set()
 
 
-def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
     answers = {"home": (500, b""), "away": (200, b"away")}
     with (
@@ -162,14 +164,17 @@ def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(monkeypat
         pages(lambda _: answers["away"]) as away,
         closing(Transport([home, away], retry_seconds=9)) as transport,
     ):
-        assert [transport.get("/", bytes) for _ in range(2)] == [b"away"] * 2
-        assert tried(transport) is False
+        assert transport.get("/", bytes) == b"away"
+        answers["home"] = (200, b"home")
+        assert transport.get("/", bytes) == b"away"
+        assert tried(transport) is True
         trial, transport._trial = transport._trial, None
-        answers.update(home=(200, b"home"), away=(500, b""))
+        answers["away"] = (500, b"")
         assert transport.get("/", bytes) == b"home"
         transport._trial = trial
         assert [transport.get("/", bytes) for _ in range(2)] == [b"home"] * 2
         assert transport._trial is None
+    assert "back to it" not in caplog.text
 
 
 def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(

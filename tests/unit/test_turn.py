@@ -128,6 +128,29 @@ def test_who_gets_no_further_is_waited_for_once_and_who_does_as_long_as_it_takes
     end(holder)
 
 
+def test_each_file_is_waited_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holders = [other(tmp_path / name) for name in "ab"]
+    for holder in holders:
+        assert holder.stdout
+        assert holder.stdout.readline() == "has its turn\n"
+
+    class Ending(Clock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if holders[0].poll() is None:
+                holders[0].kill()
+                holders[0].communicate()
+
+    clock = Ending(holders[1], 0)
+    monkeypatch.setattr(turn_module, "time", clock)
+    began_at = clock.seconds
+    with turn(tmp_path / "a", tmp_path / "b"):
+        waited_seconds = clock.seconds - began_at
+    monkeypatch.undo()
+    assert waited_seconds == 1.5 * turn_module._PATIENCE_SECONDS
+    end(holders[1])
+
+
 def test_who_waits_for_one_that_gets_further_gets_further_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a third process, which waits for what it holds, would take it for one that was stopped."""
     paths, marks = [tmp_path / name for name in "ab"], set[int]()

@@ -143,19 +143,29 @@ def test_what_comes_over_a_new_connection_alone_is_asked_for_there(caplog: pytes
     assert "and it gives the same over a new connection: this one is lost" in caplog.text
 
 
-def test_an_answer_that_has_begun_may_take_its_time_though_a_new_one_would_begin_at_once() -> None:
+@pytest.mark.parametrize("begins_late", [False, True])
+def test_an_answer_that_has_begun_may_take_its_time_though_a_new_one_would_begin_at_once(begins_late: bool) -> None:
+    """Also one that begins a moment after the new one."""
     asked: list[bytes] = []
 
-    def answer(connection: socket.socket, first: bytes) -> None:
+    def ask(connection: socket.socket) -> None:
         asked.append(connection.recv(1 << 16).split()[1])
+
+    def answer(connection: socket.socket, first: bytes) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n" + first)
 
     def run() -> None:
         with listening.accept()[0] as slow:
-            answer(slow, b"some")
+            ask(slow)
+            if not begins_late:
+                answer(slow, b"some")
             for _ in range(2):
                 with listening.accept()[0] as aside:
+                    ask(aside)
                     answer(aside, b"whatever")
+            if begins_late:
+                answer(slow, b"some")
+                time.sleep(0.2)
             slow.sendall(b"more")
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -163,7 +173,7 @@ def test_an_answer_that_has_begun_may_take_its_time_though_a_new_one_would_begin
         thread.start()
         assert get(f"http://127.0.0.1:{listening.getsockname()[1]}") == (b"somemore", 0)
         thread.join(60)
-    assert asked == [b"/path", b"/healthz", b"/healthz"]
+    assert asked == [b"/path", b"/healthz", b"/path" if begins_late else b"/healthz"]
 
 
 def test_one_that_lives_but_never_answers_gives_way_while_another_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,6 @@ def turn(*paths: Path) -> Iterator[Callable[[], None]]:
     with suppress(OSError):
         _wait(_lock_file(folder), paths)
     try:
-        get_further()
         yield get_further
     finally:
         with suppress(OSError):
