@@ -30,7 +30,7 @@ def turn(*paths: Path) -> Iterator[Callable[[], None]]:
     nobody waits, and the same is counted twice. Threads of one process do not wait for each other.
     """
     folder, places = paths[0].parent, [_place(path) for path in paths]
-    marks, marked_at = count(), 0.0
+    marks, marked_at = count(1), 0.0  # a byte that nobody has written is 0
 
     def get_further() -> None:
         nonlocal marked_at
