@@ -62,21 +62,35 @@ class Heads:
     def __init__(self, address: Address, layout: Layout) -> None:
         fields = address._asdict()
         del fields["step"]
-        self._before = _MAP + _packed(v=VERSION, **fields) + _STEP
+        own = _packed(v=VERSION, **fields) + _STEP
+        self._before, self._sealed_before = _MAP + own, _SEALED_MAP + own
         tensors = [[t.name, t.dtype, t.shape, t.offset] for t in layout.tensors]
         self._behind = _packed(nbytes=layout.nbytes, tensors=tensors) + _SUBSTITUTED
         self._unsubstituted = self._behind + _ZERO + _SEAL
         self._mark = BIN32.pack(0xC6, layout.nbytes)
+        self._behind_step = dict[tuple[int, int], tuple[bytes, bytes]]()  # see `_after`
 
     def head(self, step: int, payload_digest: str = _NO_DIGEST, substituted: int = 0) -> bytes:
         """A header and the payload's length; as long, whatever the digest, of 16 hex digits, and whatever is substituted."""
-        number: bytes = msgpack.packb(substituted)
-        fields = b"".join((self._before, msgpack.packb(step), _DIGEST, payload_digest.encode(), self._behind, number))
+        spelled: bytes = msgpack.packb(step)
+        behind, end = self._after(len(spelled), substituted)
+        fields = b"".join((spelled, _DIGEST, payload_digest.encode(), behind))
         # Without it a flipped bit in a shape would turn one batch into another, unnoticed.
-        sealed = b"".join((fields, _SEAL, digest(_SEALED_MAP + fields[1:]).encode(), _PAD))
-        bare = len(sealed) + _BIN8_BYTES + BIN32.size
-        longest = bare - len(number) + _MOST_BYTES
-        return b"".join((sealed, _FILLERS[round_up(longest) - bare], self._mark))
+        seal = digest(self._sealed_before + fields).encode()
+        return b"".join((self._before, fields, _SEAL, seal, end))
+
+    def _after(self, step_nbytes: int, substituted: int) -> tuple[bytes, bytes]:
+        """What stands between the digests of the payload and of the header, and behind both: much the same in a whole run."""
+        found = self._behind_step.get((step_nbytes, substituted))
+        if found is None:
+            number: bytes = msgpack.packb(substituted)
+            digests = len(_DIGEST) + len(_SEAL) + 2 * _DIGEST_BYTES
+            sealed = len(self._before) + step_nbytes + digests + len(self._behind) + len(number) + len(_PAD)
+            bare = sealed + _BIN8_BYTES + BIN32.size
+            longest = bare - len(number) + _MOST_BYTES
+            found = self._behind + number, b"".join((_PAD, _FILLERS[round_up(longest) - bare], self._mark))
+            self._behind_step[step_nbytes, substituted] = found
+        return found
 
     def recognise(self, heads: npt.NDArray[np.uint8], steps: Sequence[int]) -> list[str]:
         """The payloads' digests that heads tell, shape [len(steps), nbytes]: of those before the first that is unexpected.

@@ -43,8 +43,7 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
             _write(tensor, places, body, sequences, texts)
     num_substituted = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for some in alike:
-        for step, (head, payload) in zip(some.steps, some.cut(body), strict=True):
-            head[:] = some.heads.head(step, wire.digest(payload), next(num_substituted))
+        some.write_heads(body, num_substituted)
     return body
 
 

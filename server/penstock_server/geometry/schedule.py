@@ -42,8 +42,8 @@ class Schedule(Slicing):
 
         Raises StepOutOfRange, RankOutOfRange: see check.
         """
-        for step in steps:
-            self.check(step, rank)
+        self.check(min(steps), rank)
+        self.check(max(steps), rank)
         starts = self.num_left_out + (np.asarray(steps, np.int64) * self.world_size + rank) * self.batch_size
         samples = (starts[:, None] + np.arange(self.batch_size)) % self.num_samples
         if not self.skipped:
