@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
 from penstock_server.recipes import chat_sandbox
 from penstock_server.recipes.chat import ChatError, ChatTemplate, TemplateError
-from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens
+from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens, read_chat_template
 
 Chat = list[dict[str, Any]]
 
@@ -297,11 +297,29 @@ def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match="chat_template.jinja cannot be read"):
         load_chat_template(tokenizer)
     (tmp_path / "chat_template.jinja").unlink()
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": ZEPHYR}), encoding="utf-8")
+    with pytest.raises(TemplateError, match=r"tokenizer_config.json has the chat templates tool_use"):
+        load_chat_template(tokenizer)
+    config.write_text("{}", encoding="utf-8")
+    assert load_chat_template(tokenizer) == ZEPHYR
+    for name in ("chat_template.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).unlink(missing_ok=True)
         (tmp_path / name).symlink_to("away")
         with pytest.raises(TemplateError, match=f"{name} cannot be read: .*No such file"):
             load_chat_template(tokenizer)
+
+
+def test_of_a_json_file_that_is_named_the_template_is_what_stands_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for content, expected in ((PLAIN, PLAIN), (json.dumps({"chat_template": ZEPHYR, "eos_token": "</s>"}), ZEPHYR)):
+        path.write_text(content, encoding="utf-8")
+        assert read_chat_template(path) == expected
+    for content in ("{}", '{"chat_template": 3}'):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(TemplateError, match=r'config.json is JSON without a text under "chat_template"'):
+            read_chat_template(path)
+    with pytest.raises(TemplateError, match="away.jinja cannot be read"):
+        read_chat_template(tmp_path / "away.jinja")
 
 
 def test_special_tokens_are_those_of_the_files_beside_the_tokenizer(tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from corpora import EOS, write_tokenizer
-from penstock_server.datasets.advice import advice_on_data
+from penstock import Spec
+from penstock_server.datasets.advice import advice_on_data, advice_on_run
 from penstock_server.datasets.catalog import open_catalog
 from penstock_server.problems import DatasetRefused
 from penstock_server.storage.cache import CacheFolder
@@ -43,6 +46,17 @@ class Folder:
         self._tokenizer.with_name("tokenizer_config.json").write_text(json.dumps(config or {}))
         (self.path / "penstock.toml").write_text(recipe)
         pq.write_table(pa.table(columns), self.path / "part.parquet")
+
+    def closes(self, token: str) -> None:
+        """The tokenizer puts this behind a text, as T5's and BART's do."""
+        tokenizer = Tokenizer.from_file(str(self._tokenizer))
+        special = [(token, tokenizer.token_to_id(token))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {token}", special_tokens=special)
+        tokenizer.save(str(self._tokenizer))
+
+    def advice_on(self, spec: Spec) -> list[str]:
+        catalog = open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))
+        return list(advice_on_run(catalog.plan("d", spec)))
 
     def rows(self, feature: str = "tokens") -> list[str]:
         """The text of each row, what is not learned in brackets; of a bad one the reason."""
@@ -142,6 +156,68 @@ def test_texts_end_with_the_eos_of_the_model(
 def test_one_usual_eos_is_no_guess(folder: Folder) -> None:
     folder.write({"text": ["fox"]})
     assert folder.advice() == ""
+
+
+def test_a_completion_answers_a_prompt(folder: Folder) -> None:
+    folder.write({"prompt": ["fox"], "completion": [" dog"]})
+    assert folder.rows() == [f"[fox] dog{EOS}"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"prompt": ["fox"], "completion": pa.array([[1]])}, ["completion is list<"]),
+        ({"prompt": [CHAT[:1]], "response": [CHAT[1:]]}, ["that are chats: a transform makes one list of messages"]),
+        ({"text": [b"fox"]}, ["text is binary", "A transform makes texts of bytes"]),
+        ({"text": pa.nulls(1)}, ["text is null", "all of the first shard is null"]),
+    ],
+)
+def test_columns_of_the_right_names_and_other_types_are_told_with_the_way_out(
+    folder: Folder, columns: dict[str, Any], said: list[str]
+) -> None:
+    folder.write(columns)
+    with pytest.raises(DatasetRefused) as refused:
+        folder.rows()
+    assert [part for part in said if part not in str(refused.value)] == []
+    assert "prompt is string" not in str(refused.value)
+
+
+def test_chats_and_answers_beside_texts_are_told(folder: Folder) -> None:
+    both = {"text": ["fox"], "messages": [CHAT], "prompt": ["a"], "completion": ["b"], "response": [3]}
+    for names, way in (
+        (("messages", "prompt", "completion"), 'messages = "messages"'),
+        (("prompt", "completion"), 'prompt = "prompt" and response = "completion"'),
+    ):
+        folder.write({name: both[name] for name in ("text", "response", *names)})
+        assert f"d: its rows are its texts, of which every token is learned; {', '.join(names)} of its" in folder.advice()
+        assert f"{way}; if this is right" in folder.advice()
+    for columns in ({"text": ["fox"], "prompt": ["a"]}, {"text": ["fox"], "response": ["a"], "completion": ["b"]}):
+        folder.write(columns)
+        assert folder.advice() == ""
+    folder.write(both, 'text = "text"')
+    assert folder.advice() == ""
+
+
+def test_shards_that_are_named_after_splits_are_told(folder: Folder) -> None:
+    folder.write({"text": ["fox"]})
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "training"):
+        shutil.copy(folder.path / "part.parquet", folder.path / f"{name}.parquet")
+    assert folder.advice() == ""
+    shutil.copy(folder.path / "part.parquet", folder.path / "test-00000-of-00001.parquet")
+    assert "d: its shards are named after splits (test, train), but a folder is one dataset" in folder.advice()
+
+
+def test_prompts_of_an_encoder_are_closed_only_where_the_recipe_does(folder: Folder) -> None:
+    spec = Spec(batch_size=1, seq_len=8, task="seq2seq")
+    folder.write({"question": ["fox"], "response": ["dog"]}, 'prompt = "question"\nresponse = "response"', {}, "</s>")
+    assert folder.advice_on(spec) == []
+    folder.closes("</s>")
+    [told] = folder.advice_on(spec)
+    assert "the tokenizer puts </s> behind each text, but here nothing stands behind a prompt" in told
+    assert 'set prompt = "{question}</s>" in penstock.toml; prompts of more than seq_len=8 tokens lose it' in told
+    assert folder.advice_on(replace(spec, task="causal")) == []
+    folder.write({"question": ["fox"], "response": ["dog"]}, 'prompt = "{question}</s>"\nresponse = "response"')
+    assert folder.advice_on(spec) == []
 
 
 def test_of_pairs_of_which_some_are_text_and_others_chats_it_is_told(folder: Folder) -> None:

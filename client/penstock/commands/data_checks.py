@@ -74,7 +74,7 @@ def _dataset(about: Mapping[str, Any]) -> Check:
             "warn",
             "dataset",
             f"{text}; {', '.join(unused)} of its shards not used: every token is learned, even in prompts and padding",
-            "leave padding out of the rows; to learn only responses, store them as text (prompt and response, or messages)",
+            "leave padding out of the rows; to learn only responses, have them as prompt and response, or as messages",
         )
     return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows are replaced by neighbours" if bad["known"] else text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 
 from penstock.spec import Spec
@@ -10,18 +11,24 @@ from penstock_server.batches.room import advice_on_room
 from penstock_server.datasets.held import Served
 from penstock_server.recipes.declaration import FILE_NAME
 
+_SPLITS = re.compile(r"(train|validation|valid|val|dev|test)[-_.]", re.IGNORECASE)  # how shards of one begin on the Hub
+
 
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
-    """What to know of datasets: a cache too small for a block, columns without use, BOS and EOS in doubt, too many bad rows."""
+    """What to know of datasets.
+
+    A cache too small for a block, splits in one folder, columns without use, BOS and EOS in doubt, too many bad rows.
+    """
     found = [_of_tight_cache(budget_bytes, datasets)]
-    found += [told(served) for served in datasets for told in (_of_unused_columns, _of_unsaid_bos, _of_guessed_eos)]
+    of_each = (_of_splits, _of_unused_columns, _of_unsaid_bos, _of_guessed_eos)
+    found += [told(served) for served in datasets for told in of_each]
     found += [served.blocks.quarantine.refusal for served in datasets]
     yield from filter(None, found)
 
 
 def advice_on_run(plan: Plan) -> Iterator[str]:
-    """What to know of a run: a cache too small for its windows, rows that are sorted by their length for nothing."""
-    yield from filter(None, (advice_on_room(plan), _of_needless_sorting(plan.spec)))
+    """What to know of a run: a cache too small for its windows, rows sorted by their length for nothing, prompts left open."""
+    yield from filter(None, (advice_on_room(plan), _of_needless_sorting(plan.spec), _of_open_prompts(plan)))
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
@@ -39,6 +46,18 @@ def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | No
     )
 
 
+def _of_splits(served: Served) -> str | None:
+    """What follows from shards that are named after splits, as those of repositories are; None if they are of one."""
+    names = (_SPLITS.match(shard.path.name) for shard in served.snapshot.shards)
+    splits = list(dict.fromkeys(found[1].lower() for found in names if found))
+    if len(splits) < 2:
+        return None
+    return (
+        f"{served.name}: its shards are named after splits ({', '.join(splits)}), but a folder is one dataset, of which "
+        f"split=train leaves out a small share of all rows. If one is not to be trained on, give each a folder of its own."
+    )
+
+
 def _of_unused_columns(served: Served) -> str | None:
     """What follows from columns of masks or labels that nothing is made of; None if there is none."""
     if not (unused := served.snapshot.recipe.unused):
@@ -49,11 +68,26 @@ def _of_unused_columns(served: Served) -> str | None:
             f"are chats. If the answers do not begin with it, make all of one kind with a transform; else name the answers "
             f'alone in {served.snapshot.folder / FILE_NAME}: chosen = "chosen" and rejected = "rejected".'
         )
+    if served.snapshot.recipe.kind == "text":
+        role = unused[0]
+        return (
+            f"{served.name}: its rows are its texts, of which every token is learned; {', '.join(unused)} of its shards "
+            f"{'is' if len(unused) == 1 else 'are'} not used. To learn answers alone, name "
+            f"{'the chats' if role == 'messages' else 'both'} in {served.snapshot.folder / FILE_NAME}: "
+            f'{_named_as(unused)}; if this is right, text = "text".'
+        )
     return (
         f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: every id of "
         f"{served.snapshot.recipe.token_columns[0]} is learned, even in prompts and padding. Leave padding out of the rows; to "
         f"learn only responses, store the rows as text, with prompt and response, or messages."
     )
+
+
+def _named_as(unused: tuple[str, ...]) -> str:
+    """What a recipe says that uses these columns of chats, or of a prompt and its answer."""
+    if unused[0] == "messages":
+        return 'messages = "messages"'
+    return f'prompt = "prompt" and response = "{unused[1]}"'
 
 
 def _of_unsaid_bos(served: Served) -> str | None:
@@ -77,6 +111,21 @@ def _of_guessed_eos(served: Served) -> str | None:
         f"{served.name}: its rows end with {first}, but {recipe.tokenizer.path} has {', '.join(others)}, too, and nothing says "
         f"which of them ends a text. Put the model's tokenizer_config.json beside it, or set "
         f'eos = "{first}" or another in {served.snapshot.folder / FILE_NAME}.'
+    )
+
+
+def _of_open_prompts(plan: Plan) -> str | None:
+    """What follows from a tokenizer that closes texts, for the prompts of an encoder and a decoder; None if none does."""
+    if plan.spec.task != "seq2seq":
+        return None
+    recipe = plan.members[0].snapshot.recipe
+    prompt, closing = recipe.fields[0][1].text, recipe.tokenizer and recipe.tokenizer.closing
+    if not closing or prompt.endswith(closing):
+        return None
+    return (
+        f"{plan.dataset}: the tokenizer puts {closing} behind each text, but here nothing stands behind a prompt. If the "
+        f'model expects it, as those of T5 and BART do, set prompt = "{prompt if "{" in prompt else f"{{{prompt}}}"}{closing}" '
+        f"in {FILE_NAME}; prompts of more than seq_len={plan.spec.seq_len:,} tokens lose it."
     )
 
 

@@ -22,7 +22,7 @@ from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import Snapshot, recipe_key
 from penstock_server.storage.blocks import Blocks
 
-_OTHER_RECIPE = "the recipe was changed"
+_OTHER_RECIPE = "the recipe, or the version of the server, was changed"
 
 
 @dataclass(frozen=True, slots=True)

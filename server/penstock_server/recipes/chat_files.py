@@ -9,11 +9,14 @@ from typing import Any
 
 from penstock_server.recipes.chat import TemplateError
 
-FILES_BESIDE_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
+_JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
+FILES_BESIDE_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", _JSON_TEMPLATE, "special_tokens_map.json")
 
 
 def load_chat_template(tokenizer_path: Path) -> str | None:
-    """The chat template beside a tokenizer.json: chat_template.jinja, else the one in tokenizer_config.json; None for none.
+    """The chat template beside a tokenizer.json, None for none.
+
+    That is chat_template.jinja, else what tokenizer_config.json has under "chat_template", else what chat_template.json has.
 
     `tokenizer_path` is where the tokenizer lies by name: in a folder of links, the template is where the link is.
 
@@ -21,17 +24,35 @@ def load_chat_template(tokenizer_path: Path) -> str | None:
     """
     path = tokenizer_path.with_name("chat_template.jinja")
     if os.path.lexists(path):
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise TemplateError(f"{path} cannot be read: {error}.") from error
-    given = _read_json(tokenizer_path.with_name("tokenizer_config.json")).get("chat_template")
+        return _read(path)
+    of_json = (tokenizer_path.with_name(name) for name in ("tokenizer_config.json", _JSON_TEMPLATE))
+    return next((text for path in of_json if (text := _template_in(_read_json(path), path)) is not None), None)
+
+
+def read_chat_template(path: Path) -> str:
+    """The chat template of a file that a recipe names: its text, or, of a JSON file, what stands under "chat_template".
+
+    Raises TemplateError: it cannot be read, or has none, or several of which none is the default.
+    """
+    text = _read(path)
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text
+    found = _template_in(content, path) if isinstance(content, dict) else None
+    if found is None:
+        raise TemplateError(f'{path} is JSON without a text under "chat_template". Name a file of the template itself.')
+    return found
+
+
+def _template_in(content: dict[str, Any], path: Path) -> str | None:
+    given = content.get("chat_template")
     if isinstance(given, list):
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
         if "default" not in named:
             raise TemplateError(
-                f"tokenizer_config.json beside {tokenizer_path} has the chat templates {', '.join(map(str, named))}, and none "
-                f"of them is called default. Put the one to use there as chat_template.jinja."
+                f"{path} has the chat templates {', '.join(map(str, named))}, and none of them is called default. Put the one "
+                f"to use beside it as chat_template.jinja."
             )
         given = named["default"]
     return given if isinstance(given, str) else None
@@ -54,11 +75,18 @@ def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
     return tokens
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"{path} cannot be read: {error}.") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(_read(path))
+    except ValueError as error:
         raise TemplateError(f"{path} cannot be read: {error}.") from error
     return content if isinstance(content, dict) else {}

@@ -19,7 +19,7 @@ from penstock_server.recipes.transform import Transform
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
-MASKS = ("attention_mask", "labels", "loss_mask")
+MASKS = ("attention_mask", "labels", "loss_mask", "completion_mask", "assistant_masks")
 
 # Which types the fields of a row may have, and how that is said.
 _FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
@@ -57,7 +57,7 @@ class Recipe:
     tools         the definitions of tools that it is given, if rows have any
     columns       what travels beside the tokens
     unused        columns that say which ids of pre-tokenized rows are learned, or are padding: here every id is learned; or the
-                  prompts of pairs that are of another type
+                  prompts of pairs that are of another type; or chats or answers beside texts, of which every token is learned
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
-from penstock_server.recipes.chat_files import load_chat_template
+from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
 from penstock_server.recipes.column_types import is_chats, is_list_of, is_messages, is_text, is_tokens, is_tools
 from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
@@ -28,6 +28,7 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("preference", ("prompt", "chosen", "rejected")),
 )
+_ANSWERS = ("response", "completion")  # to a prompt
 _OF_NO_ROWS = (
     " The transform was called with no rows, to learn its columns: give them types, as in "
     "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
@@ -110,6 +111,11 @@ class _Reader:
             return tuple(name for name in MASKS if name in self._schema.names)
         is_guessed = not self._given.keys() & set(ROLES)
         types = {field.name: field.type for field in self._schema}
+        if kind == "text" and is_guessed:
+            chats = [name for name in ("messages",) if name in types and is_chats(types[name])]
+            texts = [name for name in ("prompt", *_ANSWERS) if name in types and is_text(types[name])]
+            has_pairs = texts[:1] == ["prompt"] and len(texts) > 1
+            return (*chats, *texts[:2]) if has_pairs else tuple(chats)
         # Had the pairs been of its type, it would be their prompt.
         has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
@@ -153,20 +159,28 @@ class _Reader:
             return made("preference", prompt="prompt", chosen="chosen", rejected="rejected")
         if {"chosen", "rejected"} <= text or {"chosen", "rejected"} <= chats:
             return made("preference", chosen="chosen", rejected="rejected")
-        if {"prompt", "response"} <= text:
-            return made("prompt_response", prompt="prompt", response="response")
+        for answer in _ANSWERS:
+            if {"prompt", answer} <= text:
+                return made("prompt_response", prompt="prompt", response=answer)
         if "messages" in text:  # as JSON
             return made("messages", messages="messages")
         columns = [f"{field.name} ({field.type})" for field in schema]
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
-        wrong = [f"{field.name} is {field.type}" for field in schema if field.name in ("input_ids", *ROLES)]
+        known = [field for field in schema if field.name in ("input_ids", *ROLES, *_ANSWERS)]
+        wrong = [f"{field.name} is {field.type}" for field in known if field.name not in text | chats]
         right = "texts must be strings, token ids lists of whole numbers (no list views), messages lists of role and content"
         more = f" {', '.join(wrong)}: {right}." if wrong else ""
+        if {"prompt", *_ANSWERS} & chats:
+            more += " A prompt and its answer that are chats: a transform makes one list of messages of them."
+        if any(pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type) for field in known):
+            more += " A transform makes texts of bytes: pyarrow.compute.cast(batch[NAME], pyarrow.string())."
+        if any(pa.types.is_null(field.type) for field in known):
+            more += " Where all of the first shard is null it has no type: write it with that of the others."
         if others := [field.name for field in schema if is_list_of(field.type, {"from", "value"})]:
             more += f" {others[0]} has from and value: a transform makes messages of it, as docs/data.md shows."
         raise DatasetRefused(
             f"{self._folder}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
-            f"response, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, "
+            f"response or completion, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, "
             f'for example: text = "content", or prompt = "question" and response = "answer".'
             f"{_OF_NO_ROWS if self._transform else ''}"
         )
@@ -217,7 +231,7 @@ class _Reader:
             return None
         path, named = self._tokenizer_path(kind), self._given.get("chat_template")
         assert path  # only token ids go without
-        text = self._read_text(self._folder / named) if named else load_chat_template(path)
+        text = read_chat_template(self._folder / named) if named else load_chat_template(path)
         if text is None:
             raise DatasetRefused(
                 f"{self._folder}: its rows are chats, but beside {path} there is no chat template "
@@ -252,9 +266,3 @@ class _Reader:
             return None
         source = Field.parse("tools", self._schema)
         return source if is_tools(source.type(self._schema)) else None
-
-    def _read_text(self, path: Path) -> str:
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DatasetRefused(f"the chat template {path} cannot be read: {error}. Check the path.") from error

@@ -85,11 +85,23 @@ class TokenizerFile:
     @property
     def opening(self) -> str | None:
         """The token that the tokenizer, asked to add its special tokens, puts before a text; None for none."""
+        with_special, plain = self._example
+        return with_special[0] if plain and with_special[1 : len(plain) + 1] == plain else None
+
+    @property
+    def closing(self) -> str | None:
+        """The one that it puts behind a text; None for none."""
+        with_special, plain = self._example
+        return with_special[-1] if plain and with_special[-len(plain) - 1 : -1] == plain else None
+
+    @property
+    def _example(self) -> tuple[list[str], list[str]]:
+        """The tokens of a text, with the special ones that the tokenizer adds if asked to, and without."""
         try:
             with_special, plain = (self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False))
         except Exception:  # of the library: it has no token for that text
-            return None
-        return with_special[0] if plain and with_special[1 : len(plain) + 1] == plain else None
+            return [], []
+        return with_special, plain
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -137,7 +149,10 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
         found = path.resolve(strict=True)
         return _load(found, found.stat().st_ctime_ns, split_special_tokens)  # nobody can set it, as an archive sets the mtime
     except OSError as error:
-        way_out = "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model."
+        way_out = (
+            "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model; of "
+            "others transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes one."
+        )
         if isinstance(error, PermissionError):
             way_out = "Let the server's user read it."
         raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. {way_out}") from error
@@ -150,7 +165,8 @@ def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFil
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise DatasetRefused(
-            f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes."
+            f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes; "
+            f"of other files transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) makes one."
         ) from error
     if not tokenizer.get_vocab_size():
         raise DatasetRefused(f"{path} is a tokenizer with an empty vocabulary: it was saved before it was trained.")
