@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -256,6 +257,10 @@ class RemoteDataset(IterableDataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         """What goes along to a loader worker: the threads of iterations stay here."""
         return self.__dict__ | {"_feeds": [], "_stats": replace(self.stats(), buffered_bytes=0)}
+
+    def __copy__(self) -> RemoteDataset:
+        """A dataset with a place of its own; a shallow copy would share it."""
+        return deepcopy(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The training loop's place: it counts batches given, not batches fetched ahead. Plain integers and strings.

@@ -65,7 +65,8 @@ class RemoteTrainer(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._place = _Place()
-        self.add_callback(self._place)
+        # Before all others, of which one may save a checkpoint at a step's end: Trainer's own does when it is preempted.
+        self.callback_handler.callbacks.insert(0, self._place)
         if self.train_dataset is not None:
             self._check_train_dataset()
 

@@ -213,9 +213,7 @@ def _numbers_of(ids: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 @lru_cache(maxsize=8)
 def _numbers(count: int) -> npt.NDArray[np.int32]:
     """0, 1, 2, ..., shape [count]; read-only, since all batches share it."""
-    numbers = np.arange(count, dtype=np.int32)
-    numbers.setflags(write=False)
-    return numbers
+    return np.broadcast_to(np.arange(count, dtype=np.int32), count)  # torch.compile, which may trace this, knows no setflags
 
 
 def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor:

@@ -17,7 +17,14 @@ LIBRARY = "transformers"
 
 
 def trainer(
-    url: str, out: Path, *, data: RemoteDataset | None = None, held_out: Any = None, collator: Any = None, **options: Any
+    url: str,
+    out: Path,
+    *,
+    data: RemoteDataset | None = None,
+    held_out: Any = None,
+    collator: Any = None,
+    callbacks: Any = None,
+    **options: Any,
 ) -> Any:
     """A RemoteTrainer of a tiny model with dropout, on two epochs."""
     from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
@@ -30,7 +37,9 @@ def trainer(
     size = {"vocab_size": 320, "n_positions": 128, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
     data, held_out = data or RemoteDataset(url, "numbers", **SPEC), held_out or RemoteDataset(url, "numbers", **SPEC)
-    return RemoteTrainer(model=model, args=args, data_collator=collator, train_dataset=data, eval_dataset=held_out)
+    return RemoteTrainer(
+        model=model, args=args, data_collator=collator, train_dataset=data, eval_dataset=held_out, callbacks=callbacks
+    )
 
 
 def losses(done: Any) -> list[dict[str, float]]:
@@ -207,6 +216,25 @@ def test_whoever_draws_batches_beside_trainer_is_told_what_follows(url: str, tmp
     assert given == whole_run(url, 6)
     with pytest.raises(StateMismatch, match=r"counts 5 .* counts 1\. .* something else drew batches"):
         trainer(url, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+def test_a_callback_that_saves_at_a_steps_end_saves_the_place_of_that_step(
+    url: str, tmp_path: Path, given: list[Given]
+) -> None:
+    """As Trainer's own does, which it has for runs that may be preempted."""
+    from transformers import TrainerCallback
+
+    class Saves(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            if state.global_step in (1, 3):
+                one._save_checkpoint(one.model, trial=None)
+
+    one = trainer(url, tmp_path, callbacks=[Saves()], max_steps=4, save_strategy="no")
+    one.train()
+    for step in (1, 3):
+        given.clear()
+        trainer(url, tmp_path, max_steps=4).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert given == whole_run(url, 4)[step:]
 
 
 def test_a_state_that_was_loaded_is_not_thrown_away(url: str, tmp_path: Path, given: list[Given]) -> None:

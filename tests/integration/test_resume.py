@@ -243,7 +243,7 @@ def test_choosing_an_epoch_in_mid_loop_skips_nothing_of_it(server: Server) -> No
     assert len(contents(data)) == NUM_ROWS // 4
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
 def test_a_copy_tells_its_own_workers_the_epoch(server: Server, duplicate: Callable[[RemoteDataset], RemoteDataset]) -> None:
     data = duplicate(dataset(server))
     expected = dataset(server)
