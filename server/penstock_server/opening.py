@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Collection
@@ -22,9 +23,10 @@ def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
     try:
         cache = CacheFolder(settings.cache_dir, settings.cache_bytes)
     except OSError as error:
+        way_out = "Give it to that user, or name" if error.errno in (errno.EACCES, errno.EPERM) else "Name"
         raise SettingsError(
-            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. Give it "
-            f"to that user, or name another with --cache-dir."
+            f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. {way_out} another "
+            f"with --cache-dir."
         ) from error
     store = BlockStore(cache, settings.num_decoders)
     return store, open_catalog(settings.data_dir, settings.tokenizer, store)

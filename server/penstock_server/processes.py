@@ -97,9 +97,10 @@ class _Child:
         now = time.monotonic()
         delay = 0.0 if now - self.started_at > _STEADY_SECONDS else self.delay_seconds
         log.warning(
-            "server process %d ended with %s; another takes its place%s",
+            "server process %d ended with %s%s; another takes its place%s",
             self.process.pid,
             self.process.exitcode,
+            " (killed: by the kernel, if memory ran out)" if self.process.exitcode == -signal.SIGKILL else "",
             f" in {delay:g} seconds" if delay else "",
         )
         longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else _FIRST_DELAY_SECONDS

@@ -10,6 +10,7 @@ import math
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -60,7 +61,10 @@ def run(
     listen(listener, settings)
     if greet:
         warn("serve", store.cache, catalog.datasets.values())
-        _tell(_greeting(catalog, settings, listener))
+        # In a thread: a stdout that is full, and that nobody reads, keeps no server from serving.
+        threading.Thread(
+            target=_tell, args=(_greeting(catalog, settings, listener),), name="penstock-hello", daemon=True
+        ).start()
     begin(store.cache.configured_bytes)
     begin_log(tells_news=seat is None or seat.number == 0)
     app = create_app(catalog, InFlight(settings.most_inflight_bytes))
@@ -153,7 +157,7 @@ def _open_many_files() -> None:
 
 
 def _tell(greeting: str) -> None:
-    """Prints it. A stdout that is full, or that nobody reads any more, keeps no server from serving."""
+    """Prints it, if stdout can still be written to."""
     try:
         print(greeting, flush=True)
     except OSError:

@@ -276,6 +276,34 @@ sys.exit(cli.main())
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_stdout_that_is_full_and_that_nobody_reads_keeps_no_server_from_serving(tmp_path: Path, processes: str) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 9)
+    unread, full = os.pipe()
+    os.set_blocking(full, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(full, b"." * 4096)
+    os.set_blocking(full, True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    with subprocess.Popen([*command, "--port", str(port), "--processes", processes], stdout=full) as process:
+        try:
+            deadline, status = time.monotonic() + 60, 0
+            while status != 200:
+                assert time.monotonic() < deadline
+                with suppress(httpx.ConnectError):
+                    status = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60).status_code
+                time.sleep(0.05)
+            process.terminate()
+            process.wait(20)
+        finally:
+            process.kill()
+    os.close(unread)
+    os.close(full)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_log_that_cannot_hold_a_name_keeps_no_server_from_starting(tmp_path: Path, processes: str) -> None:
     write_numbered(tmp_path / "data" / "中文", 9)
     command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]

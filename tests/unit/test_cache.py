@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock
 
@@ -392,3 +393,25 @@ def test_the_budget_rises_again_once_the_disk_has_room(
     assert cache.budget_bytes == cache.configured_bytes == 100 * KIB
     said = [record.getMessage().partition("; ")[2] for record in caplog.records]
     assert said[1:] == [f"the budget of the block cache is {n:,} bytes" for n in (5 * KIB, 11 * KIB + OVERHEAD, 100 * KIB)]
+
+
+def test_a_disk_that_can_hold_no_more_files_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    left, before = [0], os.statvfs(tmp_path)
+    monkeypatch.setattr(cache_module, "_LOOK_SECONDS", 0.0)
+    cache = CacheFolder(tmp_path, 100 * KIB)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=9, f_favail=left[0]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(before.f_bavail * before.f_frsize))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert [cache.write("a", content(0)) for _ in range(3)] == [False] * 3
+    assert cache.budget_bytes == 0
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "its disk can hold no more files (inodes); the budget" in told
+    assert "Remove files from it, or name another folder" in told
+    left[0] = 3
+    assert cache.write("a", content(0))

@@ -193,6 +193,23 @@ def test_a_policy_that_changes_takes_effect_without_another_snapshot(folder: Pat
     assert (before.recipe.on_bad_row, after.recipe.on_bad_row) == ("fail", "substitute")
 
 
+def test_of_two_servers_each_tells_what_the_other_took_in(
+    folder: Path, open_all: Callable[[], Catalog], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.dataset")
+    one, other = open_all(), open_all()
+    first = other["d"].latest.snapshot.fingerprint
+    caplog.clear()
+    write_shard(folder, 1, 0)
+    second = one.refresh("d").snapshot
+    write_shard(folder, 2, 0)
+    change = other.refresh("d")
+    assert (change.previous, change.added) == (second, 1)
+    follows = [f"snapshot {after} follows {before}" for before, after in ((first, second), (second, change.snapshot))]
+    told = [record.getMessage().partition("; ")[2] for record in caplog.records]
+    assert told == [follows[0], follows[0], follows[1]]
+
+
 def test_an_older_snapshot_follows_a_policy_and_keeps_its_recipe(folder: Path, open_all: Callable[[], Catalog]) -> None:
     catalog = open_all()
     before = catalog["d"].latest.snapshot
@@ -321,7 +338,9 @@ def test_what_was_found_without_a_note_keeps_its_recipe(grown: Spec, folder: Pat
     (folder / "penstock.toml").write_text("eos = 77")
     catalog.refresh("d")
     assert catalog.plan("d", grown).members[0].snapshot.recipe.eos_id is None
-    with pytest.raises(SnapshotGone, match="the recipe, or the version of the server, was changed"):  # a server that never knew that recipe
+    with pytest.raises(
+        SnapshotGone, match="the recipe, or the version of the server, was changed"
+    ):  # a server that never knew that recipe
         open_all().plan("d", grown)
 
 

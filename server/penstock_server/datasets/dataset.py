@@ -136,6 +136,7 @@ class Dataset:
 
         Raises DatasetRefused: it cannot be opened as it is; what was served is served on.
         """
+        self.catch_up()  # the change is one from what all servers serve
         return self._take_in(look(self.folder, shards, self._tokenizer), settled=False)
 
     def is_behind(self, fingerprint: str | None) -> bool:
@@ -162,6 +163,7 @@ class Dataset:
         if latest.snapshot.fingerprint == last.fingerprint:
             kept = {name: shard for name, shard in held.shards.items() if name in there}
             self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
+            log.info("%s: %s", self.name, Change.between(held.latest.snapshot, latest.snapshot))
 
     def recall(self, fingerprint: str) -> None:
         """Notes an older snapshot of which nothing is noted, if the age of the shards leads to it: from then on it is known.

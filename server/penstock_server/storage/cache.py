@@ -185,15 +185,25 @@ class CacheFolder:
         if self.budget_bytes >= _NEWS * self._told_bytes:
             return  # it was said: on a disk that others keep full each block fails
         self._told_bytes = self.budget_bytes
+        has_no_files = self._has_no_files()
         log.warning(
             "%s: %s; the budget of the block cache is lowered to %s bytes. Jobs go on; blocks that do not fit are decoded "
-            "each time they are needed. Free disk space, or name another folder with --cache-dir.",
-            self.folder, error.strerror, f"{self.budget_bytes:,}",
-        )  # fmt: skip
+            "each time they are needed. %s, or name another folder with --cache-dir.",
+            self.folder,
+            "its disk can hold no more files (inodes)" if has_no_files else error.strerror,
+            f"{self.budget_bytes:,}",
+            "Remove files from it" if has_no_files else "Free disk space",
+        )
+
+    def _has_no_files(self) -> bool:
+        """Whether the disk can hold no more files, however small; some tell nothing of that."""
+        stat = os.statvfs(self.folder)
+        return stat.f_files > 0 and stat.f_favail == 0
 
     def _grow(self) -> None:
         """Where the disk has room again, half of it may be used, up to the budget that there was."""
-        room = self.used_bytes + shutil.disk_usage(self.folder).free // 2
+        free = 0 if self._has_no_files() else shutil.disk_usage(self.folder).free
+        room = self.used_bytes + free // 2
         self.budget_bytes = max(self.budget_bytes, min(self.configured_bytes, room))
         self._look_at = math.inf if self.budget_bytes == self.configured_bytes else time.monotonic() + _LOOK_SECONDS
         if _NEWS * self.budget_bytes > self._told_bytes:
