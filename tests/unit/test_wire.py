@@ -25,12 +25,12 @@ TENSORS: Arrays = {
 }
 
 
-def frame_bytes(tensors: Arrays = TENSORS, step: int = 3, substituted: int = 0) -> bytes:
+def frame_bytes(tensors: Arrays = TENSORS, step: int = 3, substituted: int = 0, rank: int = 0) -> bytes:
     layout = Layout.of([(name, str(array.dtype), array.shape) for name, array in tensors.items()])
     payload = bytearray(layout.nbytes)
     for name, [view] in layout.arrays(memoryview(payload), 0, layout.nbytes, 1).items():
         view[...] = tensors[name]
-    address = Address(dataset="tiny", snapshot="00112233aabbccdd", spec="5bec", epoch=1, rank=0, step=step)
+    address = Address(dataset="tiny", snapshot="00112233aabbccdd", spec="5bec", epoch=1, rank=rank, step=step)
     return wire.Heads(address, layout).head(address.step, wire.digest(memoryview(payload)), substituted) + bytes(payload)
 
 
@@ -39,11 +39,13 @@ def test_a_frame_comes_back_as_it_was_sent() -> None:
     assert frame.address == Address(dataset="tiny", snapshot="00112233aabbccdd", spec="5bec", epoch=1, rank=0, step=3)
     assert {name: array.tolist() for name, array in frame.tensors.items()} == {n: a.tolist() for n, a in TENSORS.items()}
     assert [array.dtype for array in frame.tensors.values()] == [np.uint16, np.int32]
+    assert (frame.digest, frame.nbytes) == (wire.digest(frame_bytes()[-frame.nbytes :]), 128)
 
 
 def test_a_frame_may_hold_nothing() -> None:
     body = b"".join(frame_bytes({}, step) for step in range(3))
     assert [(frame.step, frame.tensors) for frame in wire.decode(body, range(3))] == [(0, {}), (1, {}), (2, {})]
+    assert [frame.step for frame in wire.decode(body)] == [0, 1, 2]
 
 
 def test_any_msgpack_library_reads_a_body_as_header_and_payload_in_turn() -> None:
@@ -67,10 +69,13 @@ def test_payloads_and_tensors_lie_on_64_byte_boundaries_of_the_body(steps: list[
         assert all((a.__array_interface__["data"][0] - start) % 64 == 0 for a in frame.tensors.values())
 
 
-def test_the_length_of_a_header_does_not_depend_on_the_digest() -> None:
-    address = Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=70_000)
+def test_the_length_of_a_header_does_not_depend_on_the_digest_nor_on_how_much_is_substituted() -> None:
     layout = Layout.of([("input_ids", "uint16", (1, 1))])
-    assert len(wire.Heads(address, layout).head(address.step)) == len(wire.Heads(address, layout).head(address.step, "f" * 16))
+    for length in range(64):  # it is rounded up, so what differs shows with some names only
+        heads = wire.Heads(Address("d" * length, snapshot="s", spec="p", epoch=0, rank=0, step=0), layout)
+        others = [heads.head(70_000, "f" * 16, substituted) for substituted in (0, 1, 200, 1000, MOST_SEQUENCES)]
+        [nbytes] = {len(head) for head in (heads.head(70_000), *others)}
+        assert nbytes % 64 == 0
 
 
 STEPS = st.integers(0, 300)
@@ -109,6 +114,25 @@ def test_frames_of_one_layout_are_recognised_and_not_read(monkeypatch: pytest.Mo
     body = b"".join(frame_bytes(step=step) for step in steps)
     assert [frame.step for frame in wire.decode(body, steps)] == list(steps)
     assert read.call_count == 1
+    long, many = {"ids": np.arange(600_000, dtype=np.uint16)}, {f"column {n}": np.arange(n) for n in range(90)}
+    body = b"".join(frame_bytes((TENSORS, long, many)[step // 10 % 3], step) for step in range(100, 160))
+    assert [frame.step for frame in wire.decode(body, range(100, 160))] == list(range(100, 160))
+    assert read.call_count == 7
+
+
+def test_a_frame_of_another_rank_is_none_of_those_that_are_alike() -> None:
+    body = frame_bytes(step=1) + frame_bytes(step=2, rank=3) + frame_bytes(step=3)
+    assert [(frame.step, frame.address.rank) for frame in wire.decode(body, (1, 2, 3))] == [(1, 0), (2, 3), (3, 0)]
+
+
+def test_each_of_several_frames_that_are_alike_has_its_own_part_of_a_tensor_of_any_shape() -> None:
+    cubes = np.arange(90, dtype=np.int32).reshape(3, 2, 3, 5)
+    body = b"".join(frame_bytes({"cube": cube}, step, 9 * (step == 4)) for step, cube in enumerate(cubes, start=4))
+    frames = list(wire.decode(body, range(4, 7)))
+    assert len({id(frame.alike) for frame in frames}) == 1
+    assert [frame.substituted for frame in frames] == [9, 0, 0]
+    assert [frame.tensors["cube"].tolist() for frame in frames] == cubes.tolist()
+    assert [frame.total("cube") for frame in frames] == cubes.sum(axis=(1, 2, 3)).tolist()
 
 
 @pytest.mark.parametrize("bad", [[1], [1, 0], [0, 0, 1]])
@@ -255,6 +279,20 @@ def test_a_header_that_lies_is_refused_or_holds_what_it_says(tensors: list[Any],
     assert sum(len(text) for texts in frame.texts.values() for text in texts) <= 128 * len(tensors)
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        (5, "uint8", [4], 0), (None, "uint8", [4], 0), ("b", "uint8", [True], 0), ("c", "uint8", [4.0], 0),
+        ("d", "uint8", [4], False), ("a", "uint8", [4], -8), ("a", "uint8", [-1, -2], 0), ("a", "uint8", [0, 2**32], 0),
+        ("a", "uint8", [1] * 64, 0),
+    ],
+)  # fmt: skip
+def test_one_lie_in_a_header_is_enough_to_refuse_it(lie: tuple[Any, ...]) -> None:
+    assert [frame.tensors["a"].shape for frame in wire.decode(sealed([["a", "uint8", [4], 0]]))] == [(4,)]
+    with pytest.raises(WireError, match="does not fit"):
+        list(wire.decode(sealed([list(lie)])))
+
+
 def test_two_tensors_of_one_name_and_more_texts_than_sequences_are_refused() -> None:
     with pytest.raises(WireError, match="does not fit"):
         list(wire.decode(sealed([["a", "uint8", [4], 0], ["a", "uint8", [4], 64]])))
@@ -282,6 +320,14 @@ def test_texts_whose_offsets_lie_are_refused(words: list[int], count: int, nbyte
             list(wire.decode(body))
 
 
+def test_bytes_come_back_as_bytes_and_what_is_no_utf8_is_no_text() -> None:
+    payload = (np.array([0, 2, 3], "<i8").tobytes() + b"\xff\0a").ljust(128, b"\0")
+    [frame] = wire.decode(sealed([["a", "binary", [2, 3], 0]], payload))
+    assert frame.texts == {"a": [b"\xff\0", b"a"]}
+    with pytest.raises(WireError, match="a holds bytes that are no UTF-8"):
+        list(wire.decode(sealed([["a", "utf8", [2, 3], 0]], payload)))
+
+
 def test_frames_before_one_whose_texts_lie_are_given() -> None:
     layout = Layout.of([("url", "utf8", (2, 4))])
     frames = []
@@ -293,6 +339,8 @@ def test_frames_before_one_whose_texts_lie_are_given() -> None:
     assert [next(found).texts["url"] for _ in range(2)] == [["a", "bcd"], ["ab", "cd"]]
     with pytest.raises(WireError, match="the offsets of the texts in url are none"):
         next(found)
+    with pytest.raises(WireError, match="the offsets of the texts in url are none"):
+        next(wire.decode_alike(b"".join(frames[2:])))  # and no list of none
 
 
 def test_texts_come_back_as_they_were_sent() -> None:
