@@ -56,12 +56,23 @@ def test_what_is_permuted_together_with_its_neighbours_is_the_same(size: int, ke
     assert permute_together(index[:0], sizes, keys).tolist() == []
 
 
+def test_neighbours_are_permuted_together_up_to_where_the_next_stretch_begins() -> None:
+    sizes, keys = np.array([2000]), np.array([7], np.uint64)
+    for last in (1023, 1024):
+        index = np.array([512, last])
+        assert permute_together(index, sizes, keys).tolist() == permute(index, sizes, keys).tolist()
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**9), keys), min_size=1, max_size=50), st.integers(0, 10**9))
 def test_sizes_and_keys_may_differ_from_element_to_element(pairs: list[tuple[int, int]], seed: int) -> None:
     sizes, many = np.array([size for size, _ in pairs]), np.array([key for _, key in pairs], np.uint64)
     index = seed % sizes
     one_by_one = [int(permute(i, s, k)) for i, s, k in zip(index, sizes, many, strict=True)]
     assert permute(index, sizes, many).tolist() == one_by_one
+    for own_sizes, own_keys in ((sizes, many[:1]), (sizes.min(), many)):
+        image = permute(seed % own_sizes, own_sizes, own_keys)
+        broadcast = np.broadcast_arrays(seed % own_sizes, own_sizes, own_keys)
+        assert image.tolist() == [int(permute(*one)) for one in zip(*broadcast, strict=True)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7])
@@ -126,11 +137,15 @@ def test_runs_of_one_length_begin_where_global_batches_do(counts: IntArray, wind
 
 
 @given(block_counts, shuffles, st.integers(1, 200))
-def test_asking_for_one_position_gives_what_asking_for_all_gives(counts: IntArray, shuffle: str, window: int) -> None:
+def test_asking_for_some_positions_in_any_order_gives_what_asking_for_all_gives(
+    counts: IntArray, shuffle: str, window: int
+) -> None:
     order = EpochOrder(counts, np.ones_like(counts), shuffle=shuffle, window=window, seed=7, epoch=0)
     blocks, indices = order.sequences(np.arange(order.num_sequences))
     for position in range(order.num_sequences):
         assert order.sequences(np.array([position])) == (blocks[position], indices[position])
+    round_and_round = np.arange(order.num_sequences + 1) % order.num_sequences
+    assert np.array_equal(order.sequences(round_and_round), (blocks[round_and_round], indices[round_and_round]))
 
 
 def test_without_shuffle_the_order_is_as_stored() -> None:
