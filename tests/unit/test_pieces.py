@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock_server.batches import pieces as pieces_module
 from penstock_server.batches.pieces import Pieces
 from penstock_server.storage import joined as joined_module
 from penstock_server.storage.lists import ListColumn, ListColumns
@@ -42,9 +43,14 @@ def some_pieces(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     return draw(st.lists(some, max_size=30))
 
 
-@given(some_pieces(), st.sampled_from([UINT8, UINT16, UINT32]), st.integers(0, 80), st.booleans(), st.booleans())
+@given(some_pieces(), st.sampled_from([UINT8, UINT16, UINT32]), st.integers(0, 80), st.booleans(), st.booleans(), st.booleans())
 def test_pieces_of_any_length_stand_where_they_are_to(
-    some: list[tuple[int, int, int, int]], dtype: np.dtype[np.integer], rest: int, by_arrow: bool, is_far: bool
+    some: list[tuple[int, int, int, int]],
+    dtype: np.dtype[np.integer],
+    rest: int,
+    by_arrow: bool,
+    is_far: bool,
+    has_few_zeros: bool,
 ) -> None:
     random = np.random.default_rng(len(some))
     sources = [random.integers(0, 250, 100).astype(own) for own in (UINT8, UINT16, UINT32)]
@@ -64,6 +70,8 @@ def test_pieces_of_any_length_stand_where_they_are_to(
     pieces = Pieces()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joined_module, "_FEW_PIECES", 0 if by_arrow else 1000)
+        if has_few_zeros:
+            patch.setattr(pieces_module, "_ZEROS", pa.py_buffer(bytes(7)))
         if is_far:
             patch.setattr(joined_module, "_REACH", max(50, at + rest + 1))
         pieces.copy(lists(*sources), dtype, *columns(*copies))
