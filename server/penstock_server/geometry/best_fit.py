@@ -150,14 +150,11 @@ class PackedPools:
 
     def holding(self, pool: int, document: int) -> IntArray:
         """The bins of a pool that a document is in, or a part of it."""
-        starts, documents, _ = self._of_pool(pool)
+        begin = int(self._starts[pool])
+        middle = begin + int(self.bins_per_pool[pool]) + 1
+        starts, documents = self._words[begin:middle], self._words[middle : middle + int(self._num_parts[pool])]
         found: IntArray = np.searchsorted(starts, np.flatnonzero(documents == document), side="right") - 1
         return found
-
-    def _of_pool(self, pool: int) -> tuple[_Words, _Words, _Words]:
-        words = self._words[self._starts[pool] : self._starts[pool + 1]]
-        first, second = int(self.bins_per_pool[pool]) + 1, int(self._num_parts[pool])
-        return words[:first], words[first : first + second], words[first + second :]
 
 
 class BestFit:
