@@ -22,6 +22,7 @@ def ring_positions(packing: Concat, tokens_per_block: npt.NDArray[np.int64]) -> 
     block_starts = np.cumsum(tokens_per_block) - tokens_per_block
     made: list[list[int]] = [[] for _ in blocks]
     for number, block, row, start, stop in zip(*(part.tolist() for part in packing.spans(blocks, indices)), strict=True):
+        assert made[number] or block in packing.blocks_of(int(blocks[number]))
         assert row == STREAM
         assert 0 <= start < stop <= tokens_per_block[block]
         made[number].extend(range(int(block_starts[block]) + start, int(block_starts[block]) + stop))
@@ -81,6 +82,7 @@ def test_a_row_is_a_sequence() -> None:
     spans = packing.spans(np.array([2, 0]), np.array([1, 0]))
     assert [values.tolist() for values in spans] == [[0, 1], [2, 0], [1, 0], [0, 0], [9, 9]]
     assert [values.tolist() for values in packing.holding(2, 1, 30, 40)] == [[2], [1]]
+    assert packing.blocks_of(2) == range(2, 3)
 
 
 # The lengths of the rows of each block; a row of length 0 is a bad one.
@@ -111,6 +113,11 @@ def check_every_token_once(packing: Packing, lengths: list[npt.NDArray[np.int64]
             seen[block, row][start:stop] += 1
     assert all((count == 1).all() for count in seen.values())
     places = [(pool, i) for pool, n in enumerate(packing.sequences_per_pool.tolist()) for i in range(n)]
+    for (pool, _), spans in zip(places, sequences, strict=True):
+        assert {block for block, *_ in spans} <= set(packing.blocks_of(pool))
+    assert [block for pool in range(len(packing.sequences_per_pool)) for block in packing.blocks_of(pool)] == list(
+        range(len(lengths))
+    )
     for (block, row), count in seen.items():
         held = packing.holding(block, row, 0, len(count))
         expected = [
@@ -143,10 +150,11 @@ def test_best_fit_loses_no_document_and_repeats_none(
 def test_best_fit_takes_the_fullest_bin_that_has_room_and_of_several_the_one_filled_last(
     lengths: npt.NDArray[np.int64], seq_len: int
 ) -> None:
-    parts = [min(seq_len, int(n) - first) for n in lengths for first in range(0, n, seq_len)]
+    parts = [(min(seq_len, int(n) - first), row, first) for row, n in enumerate(lengths) for first in range(0, n, seq_len)]
     room_of: list[int] = []
+    content: list[list[tuple[int, int]]] = []  # of bins: documents, and where in them parts begin
     filled = list[int]()  # bins, in the order in which they were filled last
-    for size in sorted(parts, reverse=True):
+    for size, row, first in sorted(parts, key=lambda part: -part[0]):  # those of one size as they come
         fits = [room_of[number] for number in filled if room_of[number] >= size]
         if fits:
             chosen = [number for number in filled if room_of[number] == min(fits)][-1]
@@ -154,11 +162,15 @@ def test_best_fit_takes_the_fullest_bin_that_has_room_and_of_several_the_one_fil
         else:
             chosen = len(room_of)
             room_of.append(seq_len)
+            content.append([])
         room_of[chosen] -= size
+        content[chosen].append((row, first))
         filled.append(chosen)
     bins = pack(lengths, seq_len)
     tokens = [int((bins.lasts - bins.firsts)[a:b].sum()) for a, b in pairwise(bins.starts)]
     assert tokens == [seq_len - room for room in room_of]
+    documents = list(zip(bins.rows.tolist(), bins.firsts.tolist(), strict=True))
+    assert [documents[a:b] for a, b in pairwise(bins.starts)] == content
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60).map(np.array), st.integers(16, 40))
@@ -182,6 +194,14 @@ def test_pools_cover_the_blocks_and_small_row_groups_share_one(groups: npt.NDArr
     for pool, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         own = np.unique(np.searchsorted(first_block, np.arange(begin, end), side="right") - 1)
         assert end - begin == 1 or (groups[own] == 1).all(), pool
+        if (groups[own] == 1).all():  # it is full with its last block, or a large row group or nothing follows
+            assert rows[begin : end - 1].sum() < POOL_ROWS
+            assert rows[begin:end].sum() >= POOL_ROWS or end == len(rows) or groups[int(own[-1]) + 1] > 1
+
+
+def test_a_pool_is_full_with_as_many_rows_as_it_may_have() -> None:
+    starts, per_group = pools_of(np.full(5, POOL_ROWS // 2), np.ones(5, np.int64))
+    assert (starts.tolist(), per_group.tolist()) == ([0, 2, 4, 5], [1, 1, 1])
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30).map(lambda pool: np.array(pool, np.int64)), min_size=1, max_size=5))
