@@ -242,6 +242,8 @@ def test_an_address_that_does_not_exist_is_refused_with_the_bound() -> None:
     schedule = Schedule(num_positions=100, batch_size=10, world_size=2, offset=0, tail="drop")
     with pytest.raises(StepOutOfRange, match="5 steps, 0 to 4"):
         schedule.positions([4, 5], 0)
+    with pytest.raises(StepOutOfRange, match="step -1 does not exist"):
+        schedule.positions([-1, 4], 0)
     with pytest.raises(RankOutOfRange, match="ranks are 0 to 1"):
         schedule.positions([0], 2)
     with pytest.raises(StepOutOfRange, match="this epoch has 0 steps. What follows"):
