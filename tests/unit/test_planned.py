@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 
 from penstock_server.batches import planned
 from penstock_server.batches.planned import PlannedEpoch, PlannedEpochs
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.order import EpochOrder
 from penstock_server.geometry.packing import Rows
@@ -91,6 +93,26 @@ def test_windows_that_are_sorted_by_length_count() -> None:
     remembered = sum(places.nbytes for window in range(4) for places in sorted_._arranged(window))
     assert before == sorted_.nbytes == order.nbytes + remembered
     assert list(sorted_._known) == [0, 1, 2, 3]
+
+
+def test_a_crowd_sorts_a_window_once_and_the_one_that_was_asked_for_longest_ago_makes_room() -> None:
+    rows, asked = np.full(POOLS, 10), list[int]()
+
+    def lengths(pools: IntArray, indices: IntArray) -> IntArray:
+        asked.append(order.window(int(order.positions(pools[:1], indices[:1])[0])))
+        time.sleep(0.005)
+        return pools
+
+    order = EpochOrder(rows, np.ones(POOLS, np.int64), shuffle="window", window=500, seed=0, epoch=0)
+    sorted_ = LengthOrder(order, lengths, 8, 1)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: sorted_.sequences(np.array([500 * (number % 4)])), range(16)))
+    assert sorted(asked) == [0, 1, 2, 3]
+    for window in (0, 1, 2, 3, 0, 4, 0, 2, 3, 1):
+        sorted_.sequences(np.array([500 * window]))
+    assert asked[4:] == [4, 1]
+    assert sorted_.window(500) == 1
+    assert np.array_equal(sorted_.pools_of_window(1), order.pools_of_window(1))
 
 
 def test_windows_of_an_epoch_that_made_room_do_not_wait_for_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
