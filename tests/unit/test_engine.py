@@ -121,7 +121,7 @@ def good_blocks(member: Member) -> list[Block]:
     return [block for block in blocks if block.has_good]
 
 
-def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, is_filtered: bool) -> None:
+def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_substituted: int, is_filtered: bool) -> None:
     """Whether the sequences of an epoch of one dataset are all that its rows make, each once."""
     lengths = [row for groups in shards for group in groups for row in group]
     [member] = plan.members
@@ -136,8 +136,10 @@ def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, is_filt
         good = {row for row in served if tokens[row]}
         assert set(starts) == good
         assert sum(starts.values()) - len(good) == len(served) - len(good)  # a neighbour for each bad row
+        assert num_substituted == len(served) - len(good)
         assert all(list(s) == tokens[s[0] // TOKENS_A_ROW][: plan.spec.seq_len] for s in order)
         return
+    assert num_substituted == 0
     expected = Counter(token for row in served for token in tokens[row])
     assert not found - expected
     assert sum((expected - found).values()) < (plan.spec.seq_len if plan.spec.packing == "concat" else 1)
@@ -160,7 +162,7 @@ def test_whatever_the_data_and_the_spec(
             event("refused")
             assume(False)
         try:
-            order = [sequence for *_, body in bodies(whole, epoch) for sequence in sequences_of(body)]
+            made = [body for *_, body in bodies(whole, epoch)]
         except BadRow:
             assert any(not good_blocks(member) for member in whole.members)
             event("nothing to serve")
@@ -175,9 +177,11 @@ def test_whatever_the_data_and_the_spec(
             event("refused")
             assume(False)
         event(f"{spec['packing']}, {'mixture' if 'mix' in spec else spec['split']}")
+        order = [sequence for body in made for sequence in sequences_of(body)]
         assert len(order) == whole.schedule.num_positions
         if "mix" not in spec:
-            check_contents(order, whole, first, is_filtered=is_filtered)
+            num_substituted = sum(frame.substituted for frame in wire.decode(b"".join(made)))
+            check_contents(order, whole, first, num_substituted=num_substituted, is_filtered=is_filtered)
 
         # A run is a slice of that order, whatever its batch size, its ranks, and what it skips.
         skipped = plan.spec.skipped()
@@ -191,6 +195,12 @@ def test_whatever_the_data_and_the_spec(
         else:
             round_and_round = expected + [order[i] for i in kept] * per_step
             assert shown == round_and_round[: -(-len(expected) // per_step) * per_step]
+
+        # Steps that are made together are the same bytes one after the other.
+        for rank in range(run["world_size"]):
+            for chunk in chunks(plan, epoch, rank, range(plan.schedule.num_steps)) if everything else ():
+                assert len(chunk.steps) == plan.schedule.num_steps
+                assert bytes(frames(chunk, load(chunk))) == b"".join(body for _, own, body in everything if own == rank)
 
         # Another server with another cache gives the same bytes.
         other = plan_of(open_server(data, Path(name) / "other", 2000), "a", **spec, **run)
@@ -215,6 +225,17 @@ def test_whatever_the_data_and_the_spec(
             for row in range(member.snapshot.num_rows):
                 occurrences = [(o["step"], o["rank"], o["index"]) for o in find_row(plan, member.name, row, epoch)]
                 assert occurrences == sorted(places[member.name, row])
+
+
+def test_rows_that_cannot_be_used_give_way_in_those_blocks_of_a_batch_that_have_some(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    groups = [[(3, True), (0, True)], [(0, True)], [(4, True), (5, True)]]
+    write(tmp_path / "data" / "a", [groups], 0, is_filtered=False)
+    catalog = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30)
+    for batch_size, rows in ((5, [0, 0, 3, 3, 4]), (3, [0, 0, 3])):  # the other one lacks a block in which a row stands in
+        [(_, _, body)] = bodies(plan_of(catalog, "a", batch_size=batch_size, shuffle="none", seq_len=9), 0)
+        assert [sequence[0] // TOKENS_A_ROW for sequence in sequences_of(body)] == rows
+        assert [frame.substituted for frame in wire.decode(body)] == [2]
 
 
 def test_what_travels_is_said_as_json_beside_the_facts(tmp_path: Path) -> None:
@@ -285,6 +306,8 @@ def test_rows_of_few_tokens_make_short_chunks(
     made = list(chunks(plan, 0, 0, range(num_steps)))
     assert max(len(chunk.steps) for chunk in made) == 2
     assert [step for chunk in made for step in chunk.steps] == list(range(num_steps))
+    monkeypatch.setattr(gather_module, "_CHUNK_BYTES", 1)
+    assert [len(chunk.steps) for chunk in chunks(plan, 0, 0, range(num_steps))] == [1] * num_steps
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
