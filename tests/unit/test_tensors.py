@@ -1,9 +1,10 @@
 import numpy as np
+import pytest
 import torch
 
-from penstock import wire
+from penstock import SpecError, wire
 from penstock.batch import count_tokens
-from penstock.tensors import document_mask, expand, nbytes
+from penstock.tensors import document_mask, expand, names_of, nbytes
 
 
 def frame(**tensors: object) -> wire.Frame:
@@ -38,6 +39,13 @@ def test_a_prompt_is_attended_to_and_has_no_label() -> None:
     assert batch["labels"].tolist() == [[-100, -100, 9, -100]]
 
 
+def test_tokens_that_are_marked_have_a_label_and_others_are_attended_to() -> None:
+    marks = np.array([[0, 1, 0, 1, 0]], np.uint8)
+    batch = expand(frame(input_ids=[[5, 6, 7, 8, 0]], lengths=[4], loss_mask=marks), pin_memory=False)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, 8, -100]]
+
+
 def test_seq2seq_has_the_prompt_as_input_and_the_response_as_labels() -> None:
     batch = expand(frame(input_ids=[[5, 6, 0]], lengths=[2], labels=[[8, 9, 0, 0]], label_lengths=[3]), pin_memory=False)
     assert batch["input_ids"].tolist() == [[5, 6, 0]]
@@ -66,6 +74,16 @@ def test_documents_have_positions_of_their_own_and_learn_nothing_from_each_other
     assert added.dtype == torch.bfloat16
     assert (added == 0).equal(mask)
     assert (added[~mask] == torch.finfo(torch.bfloat16).min).all()
+    assert sorted(names_of(made.alike.names)) == sorted(batch)
+    for name, whole in batch.items():
+        alone = expand(made, pin_memory=False, columns={name})
+        assert list(alone) == [name]
+        assert torch.equal(alone[name], whole)
+
+
+def test_a_batch_that_does_not_tell_where_documents_begin_has_no_mask_of_them() -> None:
+    with pytest.raises(SpecError, match="does not tell where documents begin"):
+        document_mask(expand(frame(input_ids=[[5, 6]], lengths=[2]), pin_memory=False))
 
 
 def test_both_sides_of_a_pair_are_expanded() -> None:
@@ -90,14 +108,16 @@ def test_columns_keep_their_names_and_types() -> None:
     columns = {
         "score": np.array([0.5], np.float32),
         "vector": np.array([[1, 2]], np.uint16),
+        "number": np.array([2**32 - 1], np.uint32),
         "is_clean": np.array([True]),
     }
     made = frame(input_ids=[[1]], lengths=[1], **columns)
     made.texts["url"] = ["über"]
     batch = expand(made, pin_memory=False)
     assert (batch["score"].dtype, batch["vector"].dtype, batch["is_clean"].dtype) == (torch.float32, torch.int32, torch.bool)
+    assert (batch["number"].dtype, batch["number"].tolist()) == (torch.int64, [2**32 - 1])
     assert batch["url"] == ["über"]
-    assert nbytes(batch) == 3 * 8 + 4 + 8 + 1 + 4
+    assert nbytes(batch) == 3 * 8 + 4 + 8 + 8 + 1 + 4
 
 
 def test_tokens_are_counted_without_their_padding() -> None:
