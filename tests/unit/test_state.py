@@ -35,7 +35,7 @@ def test_what_changes_the_order_is_refused(then: dict[str, Any], now: dict[str, 
         read(state, "a", Spec(**(then | now)))
 
 
-@pytest.mark.parametrize("now", [{"seq_len": 128}, {"pad": "longest"}, {"tail": "wrap"}, {"loss": "all"}])
+@pytest.mark.parametrize("now", [{"seq_len": 128}, {"pad": "longest"}, {"tail": "wrap"}, {"loss": "all"}, {"task": "seq2seq"}])
 def test_what_leaves_the_order_as_it_is_does_not_matter(now: dict[str, Any]) -> None:
     assert read(write_state("a", Spec(seq_len=64), HERE), "a", Spec(**({"seq_len": 64} | now))) == HERE
 
@@ -88,7 +88,7 @@ def test_the_size_of_windows_matters_only_where_there_are_windows(shuffle: str) 
     "damage",
     [
         {"step": True}, {"step": -1}, {"epoch": 2**53 + 1}, {"epoch": -1}, {"offset": 1.5}, {"offset": -1}, {"batch_size": 0},
-        {"world_size": 0}, {"skip": 5},
+        {"world_size": 0}, {"skip": 5}, {"skip": "x"},
     ],
 )  # fmt: skip
 def test_what_no_count_and_no_skip_can_be_is_damage(damage: dict[str, Any]) -> None:
@@ -96,7 +96,25 @@ def test_what_no_count_and_no_skip_can_be_is_damage(damage: dict[str, Any]) -> N
         read(write_state("a", Spec(), HERE) | damage, "a", Spec())
 
 
+def test_a_state_that_begins_behind_the_epoch_is_damaged_unless_its_data_is_other() -> None:
+    spec = Spec(snapshot="0123456789abcdef")
+    state = write_state("a", spec, Position(offset=101))
+    with pytest.raises(StateMismatch, match="damaged: it begins after sample 101 of 100"):
+        read(state, "a", spec)
+    assert read(state, "a", spec, strict=False) == Position(offset=101)
+    with pytest.raises(StateMismatch, match="another order of samples .snapshot: "):
+        read(state, "a", Spec(snapshot="fedcba9876543210"))
+
+
+def test_a_state_counts_as_far_as_samples_are_counted() -> None:
+    most = 2**53
+    state = write_state("a", Spec(), Position(step=most)) | {"batch_size": most}
+    assert read(state, "a", Spec()) == Position(offset=most)
+
+
 def test_what_is_no_state_is_refused_whatever_is_asked_for() -> None:
+    with pytest.raises(StateMismatch, match="not a state of a RemoteDataset, version 1: it is a list"):
+        read([1, 2], "a", Spec(), strict=False)  # type: ignore[arg-type]
     with pytest.raises(StateMismatch, match="damaged"):
         read(write_state("a", Spec(), HERE) | {"step": None}, "a", Spec(seed=1), strict=False)
 
@@ -180,7 +198,7 @@ def test_the_snapshot_to_go_on_with_is_of_all_datasets_that_are_in_the_mix_now()
 
 
 def test_of_steps_that_are_other_samples_now_it_is_told_what_they_were() -> None:
-    then = Spec(batch_size=2, world_size=2, skip="samples:120-159")  # resolved, of skip="30-39"
+    then = Spec(batch_size=4, world_size=1, skip="samples:120-159")  # resolved, of skip="30-39"
     state, here = write_state("a", then, Position(step=50)), Spec(batch_size=2, world_size=4)
     with pytest.warns(UserWarning, match="leaves out samples:240-319 now, .* had 4. .*, pass skip='samples:120-159'"):
         read(state, "a", replace(here, skip="samples:240-319"))
