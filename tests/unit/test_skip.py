@@ -50,6 +50,7 @@ def test_a_run_is_the_epoch_less_what_is_skipped(schedule: Schedule) -> None:
         for rank in range(schedule.world_size)
         for position in schedule.positions([step], rank)[0].tolist()
     ]
+    assert schedule.num_repeated == max(0, len(shown) - len(left))
     if schedule.tail == "drop":
         assert shown == left[: len(left) // per_step * per_step]
     else:
@@ -81,6 +82,7 @@ def test_what_is_kept_are_the_runs_between_what_is_skipped(skipped: tuple[tuple[
 def test_steps_are_samples_of_the_global_batch() -> None:
     assert parse_skip("3-4,10-10", 8) == ((24, 40), (80, 88))
     assert parse_skip("5-9,0-4", 2) == ((0, 20),)
+    assert parse_skip("0,20-29,22-23", 1) == ((0, 1), (20, 30))  # one of them in another
     assert spell_skip(parse_skip("3-4,10-10", 8)) == "samples:24-39,80-87"
     assert parse_skip("samples:24-39,80-87", 1000) == parse_skip("3-4,10-10", 8)
     assert parse_skip("7", 10) == parse_skip("7-7", 10) == ((70, 80),)
