@@ -248,11 +248,13 @@ def test_notes_on_folders_that_nobody_opens_any_more_are_dropped(tmp_path: Path)
     for folder in (old, new):
         write_note(folder / "footers", {})
         (folder / "left.tmp").write_bytes(b"by a crash")
-        os.utime(folder / "left.tmp", (1, 1))
+        (folder / "half.tmp").write_bytes(b"is being written")
+        for name in ("left.tmp", "footers"):
+            os.utime(folder / name, (1, 1))
     os.utime(old, (1, 1))
     drop_old_notes(tmp_path)
     assert not old.exists()
-    assert [path.name for path in new.iterdir()] == ["footers"]
+    assert {path.name for path in new.iterdir()} == {"footers", "half.tmp"}
 
 
 ACTIONS = st.tuples(
