@@ -101,6 +101,19 @@ def test_the_way_home_is_asked_for_less_and_less_often_while_home_fails(clock: C
     assert not servers.return_is_due()
 
 
+def test_the_way_home_is_not_put_off_where_another_server_fails_and_the_one_that_answers_is_asked_next(clock: Clock) -> None:
+    servers = Servers(NAMES, 0, clock)
+    servers.failed("a")
+    servers.answered("b")
+    clock.now += 29
+    servers.failed("b")
+    servers.answered("c")
+    servers.answered("b")
+    assert servers.turn() == ["b", "a", "c"]
+    clock.now += 1
+    assert servers.return_is_due()
+
+
 def test_home_that_failed_once_more_is_left_alone_from_then_on(clock: Clock) -> None:
     servers = Servers(NAMES, 0, clock)
     servers.failed("a")
