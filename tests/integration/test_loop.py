@@ -319,3 +319,19 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
     finally:
         torch.distributed.destroy_process_group()
     assert len(list(early)) == NUM_ROWS // BATCH_SIZE // 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's, that it traces what is cached
+def test_a_compiled_function_may_take_batches(server: Server) -> None:
+    @torch.compile(backend="eager")
+    def step(batches: Any) -> torch.Tensor:
+        batch = next(batches)
+        found: torch.Tensor = (batch["input_ids"] * batch["attention_mask"]).sum() + batch["labels"].sum()
+        return found
+
+    for packing in ("rows", "best_fit"):
+        data = dataset(server, packing=packing)
+        expected = [(b["input_ids"] * b["attention_mask"]).sum() + b["labels"].sum() for b in data][:3]
+        batches = iter(data)
+        assert [step(batches) for _ in expected] == expected
+        batches.close()  # type: ignore[attr-defined]
