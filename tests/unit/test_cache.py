@@ -110,6 +110,11 @@ def test_what_fails_half_way_gives_its_room_back(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
         assert not cache.write("b", content(2))
     assert (files(tmp_path), cache.used_bytes) == ({"a.block": KIB + OVERHEAD}, KIB + OVERHEAD)
+    assert cache.failure == ("Input/output error" if number == errno.EIO else None)
+    monkeypatch.undo()
+    cache.budget_bytes = cache.configured_bytes
+    assert cache.write("b", content(2))
+    assert cache.failure is None
 
 
 def test_a_lower_budget_takes_effect_at_the_start(tmp_path: Path) -> None:

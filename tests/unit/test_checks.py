@@ -107,7 +107,7 @@ def test_a_server_that_is_away_still_shows_what_is_here() -> None:
 CACHE = {"used_bytes": 50_000_000, "budget_bytes": 10**9, "asked_bytes": 10**9}
 
 
-def cache(blocks_bytes: int = 2000, **other: int) -> Check:
+def cache(blocks_bytes: int = 2000, **other: int | str) -> Check:
     [check] = check_cache([{"cache": {**CACHE, **other}, "blocks_bytes": blocks_bytes}])
     return check
 
@@ -117,6 +117,8 @@ def test_a_cache_that_is_full_lowered_or_too_small_is_told() -> None:
     lowered = cache(budget_bytes=60_000_000)
     assert (lowered.level, "the budget is 60.0 MB instead of 1.0 GB" in lowered.text) == ("warn", True)
     assert "free some of the disk" in lowered.fix
+    failing = cache(failure="Read-only file system")
+    assert (failing.level, "it cannot be written to (Read-only file system): blocks are" in failing.text) == ("warn", True)
     full = cache(used_bytes=999_000_000)
     assert (full.level, full.fix) == ("warn", "raise --cache-bytes if the disk has room")
     small = cache(2 * 10**9)

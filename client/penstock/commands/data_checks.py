@@ -88,7 +88,14 @@ def check_cache(datasets: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
     text = f"{size(used)} of {size(budget)} used"
     again = "blocks that do not fit are decoded again each time they are needed"
     needed = sum(one["blocks_bytes"] for one in datasets)
-    if budget < asked:
+    if failure := cache.get("failure"):
+        yield Check(
+            "warn",
+            "cache",
+            f"{text}; it cannot be written to ({failure}): blocks are decoded again each time they are needed",
+            "mend the disk of --cache-dir",
+        )
+    elif budget < asked:
         yield Check(
             "warn",
             "cache",

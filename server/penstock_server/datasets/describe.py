@@ -54,7 +54,12 @@ def describe_dataset(served: Served) -> dict[str, Any]:
             "refusal": quarantine.refusal,
             "unread_row_groups": quarantine.num_unread_groups,
         },
-        "cache": {"used_bytes": cache.used_bytes, "budget_bytes": cache.budget_bytes, "asked_bytes": cache.configured_bytes},
+        "cache": {
+            "used_bytes": cache.used_bytes,
+            "budget_bytes": cache.budget_bytes,
+            "asked_bytes": cache.configured_bytes,
+            "failure": cache.failure,
+        },
         "columns": [*snapshot.recipe.token_columns, *(snapshot.recipe.tools.columns if snapshot.recipe.tools else ())],
         "recipe": snapshot.recipe.describe(),
         "unused_columns": list(snapshot.recipe.unused),

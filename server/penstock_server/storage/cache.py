@@ -42,6 +42,7 @@ class CacheFolder:
     def __init__(self, folder: Path, budget_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.failure: str | None = None  # why the last file could not be stored, where that is not that there is no room
         self.evicted: deque[str] = deque()  # names of files that this process removed; Maps takes them and closes theirs
         self._sound = Sound(_KNOWN_FILES)
         self._count = SharedCount(folder)
@@ -129,11 +130,15 @@ class CacheFolder:
                 used.bytes -= _size(path)  # another process stored the same meanwhile
                 temporary.replace(path)
             self._sound.forget(path)
+            self.failure = None
             return True
         except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full:
+                self.failure = error.strerror or str(error)
             if temporary:
                 self._release(temporary)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full:
                 raise
             self._shrink(error)
             return False
