@@ -313,7 +313,7 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
     early, named = dataset(server), dataset(server, rank=1, world_size=2)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        with pytest.raises(PenstockError, match="made for rank 1 of 2, before .* this is rank 0 of 1"):
+        with pytest.raises(PenstockError, match="made for rank 1 of 2, before .* This is rank 0 of 1"):
             next(iter(early))
         assert len(list(named)) == len(named)
     finally:
