@@ -63,7 +63,7 @@ def run(
         warn("serve", store.cache, catalog.datasets.values())
         # In a thread: a stdout that is full, and that nobody reads, keeps no server from serving.
         threading.Thread(
-            target=_tell, args=(_greeting(catalog, settings, listener),), name="penstock-hello", daemon=True
+            target=_tell, args=(_greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
         ).start()
     begin(store.cache.configured_bytes)
     begin_log(tells_news=seat is None or seat.number == 0)

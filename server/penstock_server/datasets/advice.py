@@ -118,15 +118,17 @@ def _of_open_prompts(plan: Plan) -> str | None:
     """What follows from a tokenizer that closes texts, for the prompts of an encoder and a decoder; None if none does."""
     if plan.spec.task != "seq2seq":
         return None
-    recipe = plan.members[0].snapshot.recipe
-    prompt, closing = recipe.fields[0][1].text, recipe.tokenizer and recipe.tokenizer.closing
-    if not closing or prompt.endswith(closing):
-        return None
-    return (
-        f"{plan.dataset}: the tokenizer puts {closing} behind each text, but here nothing stands behind a prompt. If the "
-        f'model expects it, as those of T5 and BART do, set prompt = "{prompt if "{" in prompt else f"{{{prompt}}}"}{closing}" '
-        f"in {FILE_NAME}; prompts of more than seq_len={plan.spec.seq_len:,} tokens lose it."
-    )
+    for member in plan.members:
+        recipe = member.snapshot.recipe
+        prompt, closing = recipe.fields[0][1].text, recipe.tokenizer and recipe.tokenizer.closing
+        if closing and not prompt.endswith(closing):
+            template = prompt if "{" in prompt else f"{{{prompt}}}"
+            return (
+                f"{member.name}: the tokenizer puts {closing} behind each text, but here nothing stands behind a prompt. If "
+                f'the model expects it, as those of T5 and BART do, set prompt = "{template}{closing}" in {FILE_NAME}; prompts '
+                f"of more than seq_len={plan.spec.seq_len:,} tokens lose it."
+            )
+    return None
 
 
 def _of_needless_sorting(spec: Spec) -> str | None:

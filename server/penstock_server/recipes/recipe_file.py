@@ -112,10 +112,9 @@ class _Reader:
         is_guessed = not self._given.keys() & set(ROLES)
         types = {field.name: field.type for field in self._schema}
         if kind == "text" and is_guessed:
-            chats = [name for name in ("messages",) if name in types and is_chats(types[name])]
+            chats = ("messages",) if "messages" in types and is_chats(types["messages"]) else ()
             texts = [name for name in ("prompt", *_ANSWERS) if name in types and is_text(types[name])]
-            has_pairs = texts[:1] == ["prompt"] and len(texts) > 1
-            return (*chats, *texts[:2]) if has_pairs else tuple(chats)
+            return (*chats, *texts[:2]) if "prompt" in texts[:-1] else chats
         # Had the pairs been of its type, it would be their prompt.
         has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
