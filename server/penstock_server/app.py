@@ -19,7 +19,7 @@ from penstock.errors import SpecError
 from penstock.wording import cut
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
-from penstock_server.problems import BadParameter, IndexNotReady, Problem
+from penstock_server.problems import BadParameter, IndexNotReady, OutOfMemory, Problem
 from penstock_server.routes.batches import make_batch_router
 from penstock_server.routes.datasets import make_dataset_router
 
@@ -92,6 +92,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def wrong_parameter(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = [f"{fault['loc'][-1]}={cut(str(fault['input']))!r}: {fault['msg']}" for fault in error.errors()]
         return await problem(request, BadParameter(f"{'; '.join(wrong)}."))
+
+    @app.exception_handler(MemoryError)
+    async def out_of_memory(request: Request, error: MemoryError) -> JSONResponse:
+        return await problem(request, OutOfMemory("for this answer", error, "ask for smaller batches"))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001

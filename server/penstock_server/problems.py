@@ -10,6 +10,7 @@ Problem
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
+├── OutOfMemory       503  there is not the memory for it; another time there may be
 ├── Busy              503  not now: responses in flight take all the memory that they may, or new data is looked at
 ├── IndexNotReady     503  token counts that the packing needs are still being made
 ├── IndexFailed       500  token counts cannot be made
@@ -86,6 +87,18 @@ class ShardUnavailable(Problem):
     """The storage of a shard fails; another time it may not."""
 
     status, slug, title = 503, "shard-unavailable", "A shard cannot be read now"
+
+
+class OutOfMemory(Problem):
+    """There is not the memory for what was asked; another time there may be."""
+
+    status, slug, title = 503, "out-of-memory", "There is not the memory for it"
+
+    def __init__(self, what: str, error: MemoryError, advice: str) -> None:
+        super().__init__(
+            f"there is not the memory {what}: {str(error) or 'it ran out'}. Whoever asks may try again; if it stays so, give "
+            f"the server more memory, or {advice}."
+        )
 
 
 class Busy(Problem):

@@ -21,7 +21,7 @@ from penstock_server.counts.index import Index
 from penstock_server.counts.lengths import count_lengths
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_quarantine, show_row
-from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
+from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes import encode
 from penstock_server.recipes.filters import Filter
 from penstock_server.snapshots import snapshot as snapshot_module
@@ -440,6 +440,18 @@ def test_storage_that_fails_is_no_change_of_the_data(
     with monkeypatch.context() as patch:
         patch.setattr(*((Path, "stat", fail) if call == "stat" else (pq, "ParquetFile", fail)))
         with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: Input/output error"):
+            blocks.get([0])
+    assert blocks.get([0])[0].num_rows == 32
+
+
+@pytest.mark.parametrize("error", [pa.ArrowMemoryError("malloc of size 1 failed"), MemoryError("malloc of size 1 failed")])
+def test_out_of_memory_is_no_fault_of_the_shard(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    blocks = open_blocks()
+    with monkeypatch.context() as patch:
+        patch.setattr(pq.ParquetFile, "iter_batches", Mock(side_effect=error))
+        with pytest.raises(OutOfMemory, match=r"for row group 0 of part-000.parquet of \w+: malloc of size 1 failed\. "):
             blocks.get([0])
     assert blocks.get([0])[0].num_rows == 32
 

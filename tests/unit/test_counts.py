@@ -35,7 +35,7 @@ from penstock_server.counts.counting import Counting
 from penstock_server.counts.index import drop_old_counts
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.inflight import InFlight
-from penstock_server.problems import BadRow, IndexFailed, IndexNotReady
+from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
 from penstock_server.storage import maps as maps_module
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -238,7 +238,9 @@ def test_counting_begins_again_after_no_thread_could_be_started(monkeypatch: pyt
     assert counting.get() == 7
 
 
-@pytest.mark.parametrize(("fault", "told"), [(BadRow("no"), BadRow), (ZeroDivisionError(), IndexFailed)])
+@pytest.mark.parametrize(
+    ("fault", "told"), [(BadRow("no"), BadRow), (MemoryError(), OutOfMemory), (ZeroDivisionError(), IndexFailed)]
+)
 def test_what_stopped_counting_is_told_for_half_a_minute_and_then_it_begins_again(
     monkeypatch: pytest.MonkeyPatch, fault: Exception, told: type[Exception]
 ) -> None:

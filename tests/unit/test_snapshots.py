@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pyarrow as pa
@@ -108,6 +109,15 @@ def test_a_snapshot_is_served_byte_for_byte_while_its_shards_are_there_and_only_
             held = [entry["snapshot"] for entry in client.get("/v1/datasets/d").json()["snapshots"]]
             assert held[0] == latest
             assert sorted(held) == sorted(s for s, (shards, _) in known.items() if shards.items() <= there.items())
+
+
+def test_who_meets_a_lack_of_memory_may_ask_again(open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chunk, "request", Mock(side_effect=MemoryError))
+    with TestClient(create_app(open_all(), InFlight(1 << 30))) as client:
+        answer = client.get("/v1/datasets/d/epochs/0/ranks/0/batches/0?batch_size=3&seq_len=4&shuffle=none")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert answer.json()["type"] == "urn:penstock:problem:out-of-memory"
+    assert answer.json()["detail"].startswith("there is not the memory for this answer: it ran out. Whoever asks may try again")
 
 
 def test_of_several_blocks_that_fail_one_is_told_and_the_others_make_no_noise(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from penstock_server.problems import IndexFailed, IndexNotReady, Problem
+from penstock_server.problems import IndexFailed, IndexNotReady, OutOfMemory, Problem
 from penstock_server.sealed import is_there
 
 T = TypeVar("T")
@@ -107,10 +107,14 @@ class Counting(Generic[T]):
         try:
             self.make(self._advance)
         except Problem as problem:
-            self._failure = (problem, time.monotonic() + _FAILURE_SECONDS)
+            self._fail(problem)
+        except MemoryError as error:
+            self._fail(OutOfMemory(f"to count {self._what}", error, "write smaller row groups"))
         except Exception as error:
             log.exception("%s cannot be counted", self._what)
-            failure = IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}.")
-            self._failure = (failure, time.monotonic() + _FAILURE_SECONDS)
+            self._fail(IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}."))
         finally:
             self._thread = None
+
+    def _fail(self, problem: Problem) -> None:
+        self._failure = (problem, time.monotonic() + _FAILURE_SECONDS)

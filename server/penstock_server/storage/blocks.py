@@ -96,7 +96,7 @@ class Blocks:
     def get(self, indices: Sequence[int], split: str = "all") -> list[Block]:
         """The blocks at these indices, each in [0, num_blocks), with the rows of one split.
 
-        Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable: its storage fails.
+        Raises ShardUnreadable: a shard cannot be decoded.  Raises ShardUnavailable, OutOfMemory: it may be another time.
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
         asked = zip(indices, self.request(indices), strict=True)

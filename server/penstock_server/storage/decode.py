@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.problems import ShardUnavailable, ShardUnreadable, SnapshotGone
+from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import split_hashes
 from penstock_server.recipes.rows import take_rows
 from penstock_server.recipes.transform import TransformError
@@ -87,9 +87,14 @@ def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
     """Names the row group in whatever goes wrong while it is read.
 
     Raises ShardUnreadable: it cannot be decoded.  Raises ShardUnavailable: the storage fails.
+    Raises OutOfMemory: there is not the memory for it.
     """
     try:
         yield
+    except MemoryError as error:  # pyarrow's is an ArrowException, too
+        what = f"for {_place(address)} of {snapshot.folder.name}"
+        advice = "write smaller rows. Or the shard is damaged: such a one may ask for any amount"
+        raise OutOfMemory(what, error, advice) from error
     except OSError as error:
         if error.errno is None:  # pyarrow's word for a damaged file, too
             raise _unreadable(snapshot, address, error) from error
@@ -133,7 +138,7 @@ def _check_unwritten(file: pa.OSFile, opened: Date) -> None:
 
 def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:
     reason = " ".join(str(error).split()).rstrip(".")
-    name, row_group = snapshot.folder.name, f"row group {address.row_group} of {address.shard.path.name}"
+    name, row_group = snapshot.folder.name, _place(address)
     if isinstance(error, TransformError):
         return ShardUnreadable(
             f"{name}: {reason}, on {row_group}. Batches that need it fail. Mend the transform, or the data: with another "
@@ -143,3 +148,7 @@ def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> 
         f"{name}: {row_group} cannot be read: {reason}. Batches that need it fail until the shard is mended; move it out of "
         f"the folder to train without it."
     )
+
+
+def _place(address: BlockAddress) -> str:
+    return f"row group {address.row_group} of {address.shard.path.name}"
