@@ -261,7 +261,9 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
     (tmp_path / "x.txt").touch()
     (tmp_path / "x.parquet.gz").touch()
     (tmp_path / "folder.csv").mkdir()
-    files = [tmp_path / name for name in ("none.csv", "x.txt", "x.parquet.gz", "folder.csv")]
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "data-00000-of-00001.arrow").touch()
+    files = [tmp_path / name for name in ("none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved")]
     with pytest.raises(ImportRefused) as refused:
         imported(tmp_path / "out", *files, Path("/dev/null"))
     for line, message in zip(
@@ -270,12 +272,13 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
             "does not exist",
             "its ending is not one that is read: .csv",
             "JSON lines, a document a line",
-            "is a folder",
+            "folder.csv is a folder. Name its files, such as {tmp}/folder.csv/*.jsonl.",
+            "saved is a folder. Name its files, such as {tmp}/saved/*.arrow.",
             "no regular file",
         ],
         strict=True,
     ):
-        assert message in line
+        assert message.replace("{tmp}", str(tmp_path)) in line
 
 
 @pytest.mark.parametrize("behind", [b"x", b"again"], ids=["anything", "another stream"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -82,7 +82,7 @@ class Import:
         """The source that reads a file by its ending, or why there is none."""
         if not path.is_file():
             if path.is_dir():
-                return f"{path} is a folder. Name its files, such as {path}/*.jsonl."
+                return f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
             return f"{path} is no regular file, and files are read twice." if path.exists() else f"{path} does not exist."
         ending, compressed = path.suffix.lower(), path.suffix.lower() in CODECS
         if compressed:
@@ -126,6 +126,14 @@ def _tables(source: Source, survey: Survey, schema: pa.Schema, advance: Advance)
             raise ImportRefused(
                 f"{source.path}: {error}. Nothing was written. Mend the file, or leave the column out with --columns."
             ) from error
+
+
+def _ending_in(folder: Path) -> str:
+    """The ending of a file in a folder that an import reads, or one that it would."""
+    known = (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET)
+    with suppress(OSError):
+        return next((path.suffix for path in sorted(folder.iterdir()) if path.suffix.lower() in known), _JSON[0])
+    return _JSON[0]
 
 
 @contextmanager
