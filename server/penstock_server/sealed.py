@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeAlias, TypeVar
 
 import pyarrow as pa
 import xxhash
@@ -21,6 +21,7 @@ import xxhash
 from penstock_server.logs import Seldom
 
 T = TypeVar("T")
+Piece: TypeAlias = bytes | memoryview | pa.Buffer
 
 log = logging.getLogger("penstock.sealed")
 _telling_unmapped = Seldom()
@@ -37,7 +38,7 @@ class Damaged(Exception):
         super().__init__(f"{path} is damaged and will be made again")
 
 
-def seal_of(content: bytes | memoryview | pa.Buffer, name: str) -> bytes:
+def seal_of(content: Piece, name: str) -> bytes:
     """What stands after these bytes in a file of this name, `SEAL_BYTES` long."""
     return xxhash.xxh3_64_digest(content, _seed_of(name))
 
@@ -131,19 +132,24 @@ def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None
         return None
 
 
-def write_sealed(path: Path, pieces: Iterable[bytes], otherwise: str) -> None:
+def write_with_seal(file: BinaryIO, pieces: Iterable[Piece], name: str) -> None:
+    """Writes bytes, one piece after the other, and behind them the seal that they have in a file of this name."""
+    seal = xxhash.xxh3_64(seed=_seed_of(name))
+    for piece in pieces:
+        seal.update(piece)
+        file.write(piece)
+    file.write(seal.digest())
+
+
+def write_sealed(path: Path, pieces: Iterable[Piece], otherwise: str) -> None:
     """Writes a file, one piece after the other. If that fails, nothing is left of it; `otherwise`, what follows, is logged.
 
     Raises what `pieces` raises, but for an OSError.
     """
     temporary = path.with_name(f"{uuid.uuid4().hex}{TEMPORARY}")
-    seal = xxhash.xxh3_64(seed=_seed_of(path.name))
     try:
         with temporary.open("wb") as file:
-            for piece in pieces:
-                seal.update(piece)
-                file.write(piece)
-            file.write(seal.digest())
+            write_with_seal(file, pieces, path.name)
         temporary.replace(path)
     except OSError as error:
         log.warning("%s cannot be stored: %s; %s", path, error, otherwise)

@@ -106,7 +106,7 @@ def test_what_is_larger_than_the_budget_is_not_stored_and_nothing_makes_room_for
 def test_what_fails_half_way_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     cache = CacheFolder(tmp_path, 9 * KIB)
     assert cache.write("a", content(1))
-    monkeypatch.setattr(cache_module, "seal_of", Mock(side_effect=OSError(number, os.strerror(number))))
+    monkeypatch.setattr(cache_module, "write_with_seal", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
         assert not cache.write("b", content(2))
     assert (files(tmp_path), cache.used_bytes) == ({"a.block": KIB + OVERHEAD}, KIB + OVERHEAD)

@@ -19,7 +19,17 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from penstock_server.sealed import ABANDONED_SECONDS, SEAL_BYTES, TEMPORARY, Damaged, Sound, is_there, map_sealed, seal_of
+from penstock_server.sealed import (
+    ABANDONED_SECONDS,
+    SEAL_BYTES,
+    TEMPORARY,
+    Damaged,
+    Piece,
+    Sound,
+    is_there,
+    map_sealed,
+    write_with_seal,
+)
 from penstock_server.storage.pages import expect_few
 from penstock_server.storage.shared_count import SharedCount, Used
 
@@ -108,12 +118,12 @@ class CacheFolder:
                 return False
         return True
 
-    def write(self, name: str, content: memoryview) -> bool:
-        """Stores bytes under a name. False: they do not fit the budget, or the disk is full; then nothing is stored.
+    def write(self, name: str, *pieces: Piece) -> bool:
+        """Stores bytes, piece after piece, under a name. False: nothing is stored, as the budget or the disk has no room.
 
         Raises OSError: the folder can no longer be written to.
         """
-        nbytes = content.nbytes + SEAL_BYTES
+        nbytes = sum(map(len, pieces)) + SEAL_BYTES
         if time.monotonic() >= self._look_at:
             self._grow()
         if nbytes > self.budget_bytes:
@@ -124,8 +134,7 @@ class CacheFolder:
             if temporary is None:
                 return False
             with temporary.open("r+b") as file:
-                file.write(content)
-                file.write(seal_of(content, path.name))
+                write_with_seal(file, pieces, path.name)
             with self._locked() as used:
                 used.bytes -= _size(path)  # another process stored the same meanwhile
                 temporary.replace(path)

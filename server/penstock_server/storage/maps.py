@@ -11,10 +11,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import RawIOBase
 
 import pyarrow as pa
 
 from penstock_server.logs import Seldom
+from penstock_server.sealed import Piece
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 
@@ -75,12 +77,11 @@ class Maps:
 
     def write(self, key: str, batch: pa.RecordBatch) -> int:
         """Stores a block. Returns its bytes, or 0 if the cache does not keep it."""
-        stream = pa.BufferOutputStream()
+        stream = _Pieces()
         with pa.ipc.new_stream(stream, batch.schema) as writer:
             writer.write_batch(batch)
-        content = memoryview(stream.getvalue())
         try:
-            return content.nbytes if self.cache.write(key, content) else 0
+            return sum(map(len, stream.pieces)) if self.cache.write(key, *stream.pieces) else 0
         except OSError as error:
             if self._telling.is_due():
                 log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
@@ -116,3 +117,19 @@ class Maps:
         with self._lock:
             for key in gone:
                 self._open.pop(key, None)
+
+
+class _Pieces(RawIOBase):
+    """What is written, piece by piece: to join them would copy every block once more."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def writable(self) -> bool:
+        """So that pyarrow writes to it."""
+        return True
+
+    def write(self, piece: Piece) -> int:
+        """Keeps a piece: a buffer that pyarrow has written from, or a copy of a few bytes."""
+        self.pieces.append(piece)
+        return len(piece)
