@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,9 @@ from serving import Server
 
 # Numpy's random is imported above because a loader's forked worker would: where pytest tells of a loader that is collected in
 # the midst of that, Python 3.11 loses the import.
+
+# Who runs the tests in the background has them, and all that they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("penstock", deadline=None)

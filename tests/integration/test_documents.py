@@ -199,7 +199,7 @@ def test_every_key_of_a_recipe_is_told() -> None:
 
 def test_every_figure_of_the_statistics_is_told() -> None:
     for name in (field.name for field in fields(Stats)):
-        assert re.search(rf"^    {name} ", str(Stats.__doc__), re.MULTILINE), name
+        assert re.search(rf"^ *{name} ", str(Stats.__doc__), re.MULTILINE), name  # Python 3.13 takes the indentation away
         assert f"`{name}`" in PAGES[ROOT / "docs/training.md"], name
 
 

@@ -321,7 +321,8 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
     assert len(list(early)) == NUM_ROWS // BATCH_SIZE // 2
 
 
-@pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached
+@pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
 def test_a_compiled_function_may_take_batches(server: Server) -> None:
     @torch.compile(backend="eager")
     def step(batches: Any) -> torch.Tensor:
