@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
+from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED
 from penstock.source import Source
@@ -99,6 +101,22 @@ def warn_as_advised(advice: Sequence[str]) -> None:
     """What the server has to say before a run begins, to one of its ranks."""
     for text in advice:
         warnings.warn(text, stacklevel=3)  # where the dataset is made
+
+
+def warn_of_joining(caller: FrameType) -> None:
+    """A DataLoader begins to iterate that will join batches, which are complete, and so add a dimension.
+
+    Torch does not tell a dataset of that, but what calls `__iter__` has it in a variable. Who joins by a function of their own
+    may mean to; and of several workers one is enough to tell.
+    """
+    joins, collate_fn, worker = caller.f_locals.get("auto_collation"), caller.f_locals.get("collate_fn"), get_worker_info()
+    is_usual = getattr(collate_fn, "__module__", "").partition(".")[0] in ("torch", "transformers")
+    if joins and is_usual and (worker is None or worker.id == 0):
+        warnings.warn(
+            "a DataLoader joins items of this dataset into tensors of one dimension more, and each item is a whole batch. Loop "
+            "over the dataset itself, or pass batch_size=None to the DataLoader. In place of Trainer take RemoteTrainer.",
+            stacklevel=8,  # in the loop: before it are four of the loader, its fetcher, __iter__ and this
+        )
 
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.advice import Advice, warn_as_advised, warn_of_discard, warn_of_lag, warn_of_repetition, warn_of_replay
+from penstock.advice import (
+    Advice,
+    warn_as_advised,
+    warn_of_discard,
+    warn_of_joining,
+    warn_of_lag,
+    warn_of_repetition,
+    warn_of_replay,
+)
 from penstock.agreement import Agreement
 from penstock.device import Destination, check_device, find_destination
 from penstock.errors import PenstockError, SpecError
@@ -187,6 +195,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.  Raises PenstockError: the rank has changed.
         """
+        warn_of_joining(sys._getframe(1))
         return Iteration(self._batches())
 
     def _batches(self) -> Generator[Batch, None, None]:

@@ -252,3 +252,12 @@ def test_a_state_that_was_loaded_is_not_thrown_away(url: str, tmp_path: Path, gi
     one.train_dataset.rewind()
     one.train()
     assert given == whole_run(url, 2)
+
+
+def test_the_librarys_own_trainer_is_told_that_it_joins_batches(url: str, tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    remote = trainer(url, tmp_path, max_steps=1)
+    plain = Trainer(model=remote.model, args=remote.args, train_dataset=RemoteDataset(url, "numbers", **SPEC))
+    with pytest.warns(UserWarning, match="whole batch.*take RemoteTrainer"):
+        plain.train()  # of a model that flattens what it is given: nothing else would tell

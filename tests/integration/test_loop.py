@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
@@ -239,6 +240,21 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
     for spec in ({"shuffle": "none"}, {"replay": 2}):
         again = dataset(server, **spec)
         assert [is_told(again), is_told(again)] == [False, False]
+
+
+def test_a_loader_that_joins_batches_is_told_to_leave_them(server: Server) -> None:
+    def shape(**options: Any) -> tuple[int, ...]:
+        batches = iter(DataLoader(dataset(server), **options))
+        return tuple(next(batches)["input_ids"].shape)
+
+    def joined(some: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([each[name] for each in some]) for name in some[0]}
+
+    with pytest.warns(UserWarning, match="each item is a whole batch.*pass batch_size=None") as told:
+        assert shape() == (1, BATCH_SIZE, 8)
+    assert Path(told[0].filename).name == "test_loop.py"
+    assert shape(batch_size=None) == (BATCH_SIZE, 8)
+    assert shape(batch_size=2, collate_fn=joined) == (2 * BATCH_SIZE, 8)
 
 
 def test_behind_an_error_an_iteration_does_not_pass_for_one_that_ended(serve: Callable[..., Server], tmp_path: Path) -> None:
