@@ -78,6 +78,13 @@ def test_a_text_is_abridged_in_its_middle(text: str, columns: int) -> None:
         assert columns_of(printable(head + tail)) <= columns
 
 
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=20), st.integers(8, 100))
+def test_no_token_id_is_cut_into_another_one(ids: list[int], columns: int) -> None:
+    head, _, tail = abridge(" ".join(map(str, ids)), columns)
+    assert head.split() == list(map(str, ids))[: len(head.split())]
+    assert not tail or tail.split() == list(map(str, ids))[-len(tail.split()) :]
+
+
 def test_a_pipe_gets_no_colours_and_a_width_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert Terminal.of(io.StringIO(), {}) == Terminal(100, False)

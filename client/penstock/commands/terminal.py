@@ -21,6 +21,7 @@ PLAIN, BOLD, DIM, RED, GREEN, YELLOW, CYAN = "", "1", "2", "31", "32", "33", "36
 
 _PIPE_COLUMNS = 100
 _FEWEST_COLUMNS = 40
+_LONGEST_ID = 10  # digits
 _FEWEST_LEFT_OUT = 24  # to say that fewer are left out would take more room than they do
 _EMOJI_VARIANT = "\ufe0f"  # makes some characters before it one column wider
 
@@ -120,8 +121,17 @@ def abridge(text: str, columns: int) -> tuple[str, int, str]:
     if len(text) <= 2 * columns and columns_of(printable(text)) <= columns:
         return text, 0, ""
     head, tail = _fitting(text, columns * 2 // 3), _fitting(reversed(text), columns // 3)
+    # Half of a token id is another one.
+    head -= _cut_digits(text[:head][::-1], text[head : head + 1])
+    tail -= _cut_digits(text[len(text) - tail :], text[len(text) - tail - 1 : len(text) - tail])
     left_out = len(text) - head - tail
     return (text, 0, "") if left_out < _FEWEST_LEFT_OUT else (text[:head], left_out, text[len(text) - tail :])
+
+
+def _cut_digits(kept: str, beyond: str) -> int:
+    """How many digits `kept` begins with of a token id that the cut between it and `beyond` goes through."""
+    digits = len(kept) - len(kept.lstrip("0123456789")) if beyond.isdecimal() else 0
+    return digits if digits <= _LONGEST_ID else 0
 
 
 def _fitting(text: Iterable[str], columns: int) -> int:
