@@ -622,6 +622,17 @@ def test_as_many_bad_rows_as_max_bad_share_says_are_substituted_and_not_one_more
         assert (blocks.quarantine.num_bad_rows, blocks.quarantine.refusal is None) == (num_bad, num_bad == 2)
 
 
+@pytest.mark.parametrize("counted", ["rows", "lengths"])
+def test_bad_rows_are_a_share_of_the_rows_that_the_filter_keeps(data: Path, counted: str) -> None:
+    rows = {"tokens": pa.array([[]] * 2 + [[1]] * 998, IDS), "n": range(1000)}
+    write(data, 'on_bad_row = "substitute"\nfilter = "n < 100"', rows)
+    blocks = open_blocks(data)
+    blocks.get([0])
+    assert blocks.quarantine.refusal is None
+    getattr(index_of(blocks, data), counted).make(lambda _: None)
+    assert "2 of 100 rows (2.00%) are known to be bad" in str(blocks.quarantine.refusal)
+
+
 def test_a_bad_row_is_listed_by_its_place_in_the_shard_whatever_a_filter_leaves_out_before_it(data: Path) -> None:
     rows = {"tokens": pa.array([[1], [2], [3], [], [4]], IDS), "n": range(5)}
     write(data, 'on_bad_row = "substitute"\nfilter = "n > 1"', rows)

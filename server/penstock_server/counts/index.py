@@ -143,7 +143,8 @@ class Index:
 
     def _count_lengths(self, advance: Callable[[int], None]) -> RowLengths:
         lengths = count_lengths(self._snapshot, self._blocks, advance)
-        self._blocks.quarantine.num_counted = int(lengths.per_block("all")[2].sum())
+        num_rows, _, num_bad = lengths.per_block("all").sum(axis=1).tolist()
+        self._blocks.quarantine.num_rows, self._blocks.quarantine.num_counted = num_rows, num_bad
         return lengths
 
     def _count_rows(self, advance: Callable[[int], None]) -> IntArray:
@@ -158,6 +159,7 @@ class Index:
             if rows is None:
                 rows = self._read_rows(get_further, advance)
                 write_sealed(path, [rows.astype("<i8").tobytes()], "it is counted again after a restart")
+            self._blocks.quarantine.num_rows = int(rows.sum())
             return rows
 
     def _read_rows(self, get_further: Callable[[], None], advance: Callable[[int], None]) -> IntArray:

@@ -48,6 +48,7 @@ class Quarantine:
         self._lock = threading.Lock()
         # Every request asks: to add up ten thousand footers would take longer than a batch.
         self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
+        self.num_rows = snapshot.num_rows  # those that the filter keeps, set once they are counted
         self.num_counted = 0  # bad rows of the whole dataset, set once the tokens of all rows are counted
         self._num_met = 0
         self._rows: dict[int, list[Quarantined]] = {}  # of each block that has some
@@ -142,11 +143,11 @@ class Quarantine:
 
     def check(self) -> None:
         """Raises DatasetRefused: more rows are known to be bad than the recipe allows to substitute."""
-        snapshot, recipe = self._snapshot, self._snapshot.recipe
+        recipe = self._snapshot.recipe
         if recipe.on_bad_row == "substitute" and self.has_too_many:
-            name, num_bad = snapshot.folder.name, self.num_bad_rows
+            name, num_bad = self._snapshot.folder.name, self.num_bad_rows
             raise DatasetRefused(
-                f"{name}: {num_bad:,} of {snapshot.num_rows:,} rows ({num_bad / snapshot.num_rows:.2%}) are known to be bad, "
+                f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, "
                 f"more than max_bad_share = {recipe.max_bad_share:g} allows to substitute. GET /v1/datasets/{name}/quarantine "
                 f"lists them. Mend the data, or raise max_bad_share in penstock.toml."
             )
@@ -168,4 +169,4 @@ class Quarantine:
     @property
     def has_too_many(self) -> bool:
         """Whether more rows than the recipe allows to substitute are known to be bad."""
-        return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self._snapshot.num_rows
+        return self.num_bad_rows > self._snapshot.recipe.max_bad_share * self.num_rows
