@@ -47,10 +47,7 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
 
     Raises ValueError: the tokenizer fails on any text, or the transform, or what it returns is not what the recipe reads.
     """
-    kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
-    if recipe.filter:
-        rows = take_rows(rows, kept)
-    hashes = split_hashes(rows, recipe, place, kept)
+    rows, kept, hashes = select(rows, recipe, place)
     if recipe.transform:
         rows = recipe.transform(rows)
         recipe.check_made(rows.schema)
@@ -70,6 +67,17 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
     if recipe.filter:
         arrays[ROW] = pa.array(kept.astype(np.int32))
     return pa.record_batch(arrays)
+
+
+def select(
+    rows: pa.RecordBatch, recipe: Recipe, place: Place
+) -> tuple[pa.RecordBatch, npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    """The rows that the filter keeps, their numbers among all of these, and their split hashes."""
+    kept = np.arange(rows.num_rows)
+    if recipe.filter:
+        kept = kept[recipe.filter.keep(rows)]
+        rows = take_rows(rows, kept)
+    return rows, kept, split_hashes(rows, recipe, place, kept)
 
 
 def bytes_beside(recipe: Recipe) -> int:

@@ -142,10 +142,10 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """All that changes a row's tokens or what travels with them.
 
-        Of it snapshots and cached blocks have their names: a key that is new stands here only where it is set, or no run could
+        Of it snapshots and cached blocks have their names: a key that is new goes to `where_set`, or no run could
         be resumed and every row would be tokenized anew.
         """
-        identity = {
+        always = {
             "kind": self.kind,
             "fields": [[role, source.text] for role, source in self.fields],
             "tokenizer": self.tokenizer.digest if self.tokenizer else None,
@@ -159,7 +159,8 @@ class Recipe:
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,
         }
-        return identity | {"tools": self.tools.text} if self.tools else identity
+        where_set = {"tools": self.tools.text if self.tools else None}
+        return always | {key: value for key, value in where_set.items() if value is not None}
 
     def is_like(self, other: Recipe) -> bool:
         """Whether another recipe does the same, also with bad rows."""

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
-from penstock_server.recipes.encode import split_hashes
-from penstock_server.recipes.rows import take_rows
+from penstock_server.recipes.encode import select, split_hashes
 from penstock_server.recipes.transform import TransformError
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.shard import Date, Shard, date_of, is_of, open_shard
@@ -78,8 +77,8 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
     for first in (at for at in addresses if at.number == 0 and (groups is None or at.row_group in groups)):
         with reading(snapshot, first):
             for at, rows in rows_of_group(snapshot, first, columns):
-                kept = np.flatnonzero(recipe.filter.keep(rows)) if recipe.filter else np.arange(rows.num_rows)
-                yield at, split_hashes(take_rows(rows, kept), recipe, at.place, kept)
+                _, _, hashes = select(rows, recipe, at.place)
+                yield at, hashes
 
 
 @contextmanager
