@@ -162,13 +162,14 @@ def test_a_person_can_read_a_batch(server: Server) -> None:
         assert sequence["input_ids"] == ids[: sequence["num_tokens"]].tolist()
 
 
-def test_the_datasets_are_listed_with_those_that_are_refused(server: Server) -> None:
+def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, data_dir: Path) -> None:
     answer = server.json("/v1/datasets")
     assert [d["name"] for d in answer["datasets"]] == ["holes", "numbers", "pairs", "text"]
     assert answer["refused"][0]["name"] == "broken"
     assert "half.parquet is truncated" in answer["refused"][0]["error"]
     numbers = server.json("/v1/datasets/numbers")
     assert (numbers["rows"], numbers["shards"], numbers["columns"]) == (1200, 3, ["input_ids"])
+    assert numbers["size_bytes"] == sum(shard.stat().st_size for shard in (data_dir / "numbers").glob("*.parquet"))
 
 
 @pytest.mark.parametrize(
