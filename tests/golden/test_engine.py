@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from corpora import write_numbered
 from penstock.mix import parse_mix
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.best_fit import pack
@@ -17,6 +18,7 @@ from penstock_server.geometry.order import EpochOrder
 from penstock_server.recipes.encode import Place, split_hashes
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
+from planned import open_snapshot
 from synthetic import synthetic_plan
 
 ENGINE = json.loads((Path(__file__).parent / "engine.json").read_text())
@@ -44,6 +46,11 @@ def test_splits() -> None:
     numbers = np.arange(4)
     assert split_hashes(rows, by_place, Place("part-000.parquet", 1000), numbers).tolist() == ENGINE["split"]["by place"]
     assert split_hashes(rows, by_value, Place("any.parquet", 0), numbers).tolist() == ENGINE["split"]["by value"]
+
+
+def test_what_a_recipe_says_that_nobody_wrote(tmp_path: Path) -> None:
+    recipe = open_snapshot(write_numbered(tmp_path / "d", 1), None).recipe
+    assert (recipe.validation, recipe.on_bad_row, recipe.max_bad_share) == (0.005, "fail", 0.01)
 
 
 def test_names_of_snapshots(tmp_path: Path) -> None:

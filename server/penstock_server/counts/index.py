@@ -144,7 +144,7 @@ class Index:
     def _count_lengths(self, advance: Callable[[int], None]) -> RowLengths:
         lengths = count_lengths(self._snapshot, self._blocks, advance)
         num_rows, _, num_bad = lengths.per_block("all").sum(axis=1).tolist()
-        self._blocks.quarantine.num_rows, self._blocks.quarantine.num_counted = num_rows, num_bad
+        self._blocks.quarantine.num_rows, self._blocks.quarantine.num_bad_counted = num_rows, num_bad
         return lengths
 
     def _count_rows(self, advance: Callable[[int], None]) -> IntArray:

@@ -19,6 +19,8 @@ from penstock_server.recipes.transform import Transform
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
+DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
+
 MASKS = ("attention_mask", "labels", "loss_mask", "completion_mask", "assistant_masks")
 
 # Which types the fields of a row may have, and how that is said.
@@ -81,11 +83,11 @@ class Recipe:
     guessed_eos: tuple[str, ...] = ()
     filter: Filter | None = None
     transform: Transform | None = None
-    validation: float = 0.005
+    validation: float = DEFAULT_VALIDATION
     split_by: Field | None = None
     split_type: pa.DataType | None = None
     on_bad_row: Literal["fail", "substitute"] = "fail"
-    max_bad_share: float = 0.01
+    max_bad_share: float = DEFAULT_BAD_SHARE
 
     @property
     def features(self) -> tuple[str, ...]:

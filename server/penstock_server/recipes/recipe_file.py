@@ -15,7 +15,16 @@ from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declarati
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
-from penstock_server.recipes.recipe import MASKS, Kind, Recipe, check_field, check_tools, travelling_column
+from penstock_server.recipes.recipe import (
+    DEFAULT_BAD_SHARE,
+    DEFAULT_VALIDATION,
+    MASKS,
+    Kind,
+    Recipe,
+    check_field,
+    check_tools,
+    travelling_column,
+)
 from penstock_server.recipes.special_tokens import SpecialTokens
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import Transform, TransformError, load_transform
@@ -98,11 +107,11 @@ class _Reader:
             unused=self._unused(kind),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
-            validation=float(given.get("validation", 0.005)),
+            validation=float(given.get("validation", DEFAULT_VALIDATION)),
             split_by=split_by,
             split_type=split_by.type(self._file_schema) if split_by else None,
             on_bad_row=given.get("on_bad_row", "fail"),
-            max_bad_share=float(given.get("max_bad_share", 0.01)),
+            max_bad_share=float(given.get("max_bad_share", DEFAULT_BAD_SHARE)),
         )
 
     def _unused(self, kind: Kind) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Quarantine:
         # Every request asks: to add up ten thousand footers would take longer than a batch.
         self._num_in_footers = sum(nulls for shard in snapshot.shards for nulls in shard.null_rows)
         self.num_rows = snapshot.num_rows  # those that the filter keeps, set once they are counted
-        self.num_counted = 0  # bad rows of the whole dataset, set once the tokens of all rows are counted
+        self.num_bad_counted = 0  # bad rows of the whole dataset, set once the tokens of all rows are counted
         self._num_met = 0
         self._rows: dict[int, list[Quarantined]] = {}  # of each block that has some
         self._num_listed = 0
@@ -117,7 +117,7 @@ class Quarantine:
     @property
     def num_bad_rows(self) -> int:
         """Bad rows met so far, or as many as the footers tell; all, once they are counted."""
-        return max(self._num_in_footers, self._num_met, self.num_counted)
+        return max(self._num_in_footers, self._num_met, self.num_bad_counted)
 
     def rows(self) -> list[Quarantined]:
         """The bad rows met so far, in the order of the dataset; the first 100,000 that were met."""
