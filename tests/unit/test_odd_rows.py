@@ -185,7 +185,7 @@ def test_a_filter_reads_each_shard_by_its_own_types(data: Path, other: Any) -> N
     ids = pa.array([[1], [2], [3]], IDS)
     write(data, 'filter = "n > 2"', {"tokens": ids, "n": [1, 2, 3]}, {"tokens": ids, "n": other})
     blocks = open_blocks(data)
-    assert [block.rows.tolist() for block in blocks.get([0, 1])] == [[2], [0, 2]]
+    assert [block.stored_rows.tolist() for block in blocks.get([0, 1])] == [[2], [0, 2]]
     assert [rows.sum() for rows in blocks.rows_of_shards()] == [1, 2]
 
 
@@ -202,7 +202,7 @@ def test_a_filter_moves_no_row_to_the_other_split(data: Path) -> None:
     for condition in ("", 'filter = "n > 4"\n'):
         write(data, f"{condition}validation = 0.5", {"text": ["fox"] * 20, "n": list(range(20))})
         [block] = open_blocks(data).get([0])
-        splits.append(dict(zip(block.rows.tolist(), block.splits.tolist(), strict=True)))
+        splits.append(dict(zip(block.stored_rows.tolist(), block.splits.tolist(), strict=True)))
     assert splits[1] == {row: split for row, split in splits[0].items() if row > 4}
 
 

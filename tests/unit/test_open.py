@@ -611,7 +611,7 @@ def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
     [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
     (data / "penstock.toml").write_text(recipe + told)
     _, block = load()
-    assert (block.rows.tolist(), block.bad) == ([0, 2], {})
+    assert (block.stored_rows.tolist(), block.bad) == ([0, 2], {})
 
 
 def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
@@ -623,7 +623,7 @@ def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
     [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
     (data / "penstock.toml").write_text(told)
     _, block = load()
-    assert (block.rows.tolist(), block.bad) == ([0, 3], {})
+    assert (block.stored_rows.tolist(), block.bad) == ([0, 3], {})
 
 
 @pytest.mark.parametrize(
@@ -647,7 +647,7 @@ def test_an_empty_row_is_told_with_the_filter_that_leaves_it_out(
         blocks.check_bad_rows(block, 0)
     (data / "penstock.toml").write_text(str(refusal.value).partition("may leave such rows out by ")[2].removesuffix("."))
     _, block = load()
-    assert (block.rows.tolist(), block.bad) == ([0, 2], {})
+    assert (block.stored_rows.tolist(), block.bad) == ([0, 2], {})
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_rows_of_a_split_stand_in_for_rows_of_it_alone_and_tell_each_other(open_
     expected: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for index, block in enumerate(blocks):
         other, found, rows = usable_rows(member, index, block, np.arange(block.num_rows))
-        assert found.rows.tolist() == blocks[other].rows.tolist()
+        assert found.stored_rows.tolist() == blocks[other].stored_rows.tolist()
         for row, good in enumerate(rows.tolist()):
             expected.setdefault((other, good), []).append((index, row))
     for index, block in enumerate(blocks):

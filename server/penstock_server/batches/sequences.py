@@ -241,7 +241,7 @@ class Sequences:
 
     def _source(self, number: int, row: int, first: int, last: int, row_tokens: int) -> Origin:
         own = self.loaded[number]
-        snapshot, stored = own.member.snapshot, int(own.block.rows[row])
+        snapshot, stored = own.member.snapshot, int(own.block.stored_rows[row])
         at, dataset_row = snapshot.block(own.index), snapshot.first_row_of(own.index) + stored
         row_in_group = at.first_row + stored
         return Origin(own.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens, dataset_row)

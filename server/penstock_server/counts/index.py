@@ -164,7 +164,7 @@ class Index:
 
     def _read_rows(self, get_further: Callable[[], None], advance: Callable[[int], None]) -> IntArray:
         if self.lengths.is_ready:
-            return np.stack([self.rows_per_block("train"), self.rows_per_block("validation")])
+            return np.stack([self.lengths.get().per_block(split)[0] for split in ("train", "validation")])
         counts = []
         for shard, of_shard in enumerate(self._blocks.rows_of_shards(get_further)):
             counts.append(of_shard)

@@ -138,7 +138,7 @@ def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -
 
 def _number(block: Block, stored: int) -> int | None:
     """The number in a block of the row that is stored as this one; None if it is not in it."""
-    found = np.flatnonzero(block.rows == stored).tolist()
+    found = np.flatnonzero(block.stored_rows == stored).tolist()
     return found[0] if found else None
 
 

@@ -152,7 +152,7 @@ class Block:
         return len(self.splits)
 
     @property
-    def rows(self) -> IntArray:
+    def stored_rows(self) -> IntArray:
         """The number of each row in the block as it is stored in the shard, shape [num_rows]."""
         return np.arange(self.num_rows) if self.numbered is None else self.numbered.astype(np.int64)
 

@@ -204,7 +204,8 @@ class Blocks:
         """What is said of a row of block `index` that cannot be used."""
         address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
         limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.quarantine.has_too_many else ""
-        place = f"row {address.first_row + int(block.rows[row])} of row group {address.row_group} in {address.shard.path.name}"
+        number = address.first_row + int(block.stored_rows[row])
+        place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
         leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
         or_leave_out = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
         return BadRow(

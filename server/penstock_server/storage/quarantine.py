@@ -83,7 +83,7 @@ class Quarantine:
         """Notes what is bad in a block."""
         if block.bad and not self.has_met(index):
             at, first = self._snapshot.block(index), self._snapshot.first_row_of(index)
-            numbers = block.rows.tolist()
+            numbers = block.stored_rows.tolist()
             place = [(numbers[row], reason) for row, reason in sorted(block.bad.items())[: self._num_to_list]]
             rows = [
                 Quarantined(
