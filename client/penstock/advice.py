@@ -103,19 +103,21 @@ def warn_as_advised(advice: Sequence[str]) -> None:
         warnings.warn(text, stacklevel=3)  # where the dataset is made
 
 
-def warn_of_joining(caller: FrameType) -> None:
+def warn_of_joining(caller: FrameType | None) -> None:
     """A DataLoader begins to iterate that will join batches, which are complete, and so add a dimension.
 
     Torch does not tell a dataset of that, but what calls `__iter__` has it in a variable. Who joins by a function of their own
     may mean to; and of several workers one is enough to tell.
     """
+    if caller is None or "auto_collation" not in caller.f_code.co_varnames:
+        return  # before Python 3.13 a look at the variables of a loop would keep what they hold until it ends
     joins, collate_fn, worker = caller.f_locals.get("auto_collation"), caller.f_locals.get("collate_fn"), get_worker_info()
-    is_usual = getattr(collate_fn, "__module__", "").partition(".")[0] in ("torch", "transformers")
+    is_usual = str(getattr(collate_fn, "__module__", "")).partition(".")[0] in ("torch", "transformers")
     if joins and is_usual and (worker is None or worker.id == 0):
         warnings.warn(
             "a DataLoader joins items of this dataset into tensors of one dimension more, and each item is a whole batch. Loop "
             "over the dataset itself, or pass batch_size=None to the DataLoader. In place of Trainer take RemoteTrainer.",
-            stacklevel=8,  # in the loop: before it are four of the loader, its fetcher, __iter__ and this
+            stacklevel=8,  # in the loop, without workers: before it are four of the loader, its fetcher, __iter__ and this
         )
 
 

@@ -195,7 +195,8 @@ class RemoteDataset(IterableDataset[Batch]):
 
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.  Raises PenstockError: the rank has changed.
         """
-        warn_of_joining(sys._getframe(1))
+        if not torch.compiler.is_compiling():  # that knows nothing of frames
+            warn_of_joining(sys._getframe().f_back)
         return Iteration(self._batches())
 
     def _batches(self) -> Generator[Batch, None, None]:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,26 @@ def test_a_loader_that_joins_batches_is_told_to_leave_them(server: Server) -> No
     assert Path(told[0].filename).name == "test_loop.py"
     assert shape(batch_size=None) == (BATCH_SIZE, 8)
     assert shape(batch_size=2, collate_fn=joined) == (2 * BATCH_SIZE, 8)
+
+
+def test_a_loop_lets_go_of_what_it_had_in_the_epoch_before(server: Server) -> None:
+    class Logits:
+        pass
+
+    data, refs = dataset(server), list[weakref.ref[Logits]]()
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        for _ in data:
+            logits = Logits()
+            refs.append(weakref.ref(logits))
+            assert sum(ref() is not None for ref in refs) == 1
+
+
+def test_a_variable_of_a_loaders_name_is_no_loader(server: Server) -> None:
+    def loop(collate_fn: object) -> int:
+        return sum(1 for _ in dataset(server))
+
+    assert loop([].append) == NUM_ROWS // BATCH_SIZE
 
 
 def test_behind_an_error_an_iteration_does_not_pass_for_one_that_ended(serve: Callable[..., Server], tmp_path: Path) -> None:
