@@ -261,9 +261,10 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
     (tmp_path / "x.txt").touch()
     (tmp_path / "x.parquet.gz").touch()
     (tmp_path / "folder.csv").mkdir()
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "data-00000-of-00001.arrow").touch()
-    files = [tmp_path / name for name in ("none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved")]
+    for name in ("saved/dataset_info.json", "saved/data-0.arrow", "zipped/a.csv.gz", "zipped/b.csv.gz", "zipped/c.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    files = [tmp_path / name for name in ("none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved", "zipped")]
     with pytest.raises(ImportRefused) as refused:
         imported(tmp_path / "out", *files, Path("/dev/null"))
     for line, message in zip(
@@ -274,6 +275,7 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
             "JSON lines, a document a line",
             "folder.csv is a folder. Name its files, such as {tmp}/folder.csv/*.jsonl.",
             "saved is a folder. Name its files, such as {tmp}/saved/*.arrow.",
+            "zipped is a folder. Name its files, such as {tmp}/zipped/*.csv.gz.",
             "no regular file",
         ],
         strict=True,

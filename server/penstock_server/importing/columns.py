@@ -188,6 +188,8 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
             continue
         try:
             arrays.append(table.column(field.name).cast(field.type))
+        except MemoryError:
+            raise
         except pa.ArrowException as error:
             raise ValueError(f"column {field.name!r} does not fit {_short(field.type)}: {error}") from error
     return pa.Table.from_arrays(arrays, schema=schema)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -84,9 +85,7 @@ class Import:
             if path.is_dir():
                 return f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
             return f"{path} is no regular file, and files are read twice." if path.exists() else f"{path} does not exist."
-        ending, compressed = path.suffix.lower(), path.suffix.lower() in CODECS
-        if compressed:
-            ending = Path(path.stem).suffix.lower()
+        ending, compressed = _endings_of(path)
         if ending in _JSON:
             return JsonLines(path, self.columns, self.text)
         if ending in _DELIMITERS:
@@ -128,12 +127,19 @@ def _tables(source: Source, survey: Survey, schema: pa.Schema, advance: Advance)
             ) from error
 
 
+def _endings_of(path: Path) -> tuple[str, str]:
+    """The ending that tells what a file holds, and that of its compression, "" for none."""
+    last = path.suffix.lower()
+    return (Path(path.stem).suffix.lower(), last) if last in CODECS else (last, "")
+
+
 def _ending_in(folder: Path) -> str:
-    """The ending of a file in a folder that an import reads, or one that it would."""
-    known = (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET)
+    """What most files in a folder end in of those that an import reads; beside others .json is of their metadata."""
+    found = Counter[str]()
     with suppress(OSError):
-        return next((path.suffix for path in sorted(folder.iterdir()) if path.suffix.lower() in known), _JSON[0])
-    return _JSON[0]
+        endings = [_endings_of(path) for path in folder.iterdir() if path.is_file()]
+        found.update("".join(own) for own in endings if own[0] in (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET))
+    return max(found, key=lambda ending: (ending != ".json", found[ending]), default=_JSON[0])
 
 
 @contextmanager
