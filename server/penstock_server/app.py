@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -19,9 +20,13 @@ from penstock.errors import SpecError
 from penstock.wording import cut
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
+from penstock_server.logs import Seldom
 from penstock_server.problems import BadParameter, IndexNotReady, OutOfMemory, Problem
 from penstock_server.routes.batches import make_batch_router
 from penstock_server.routes.datasets import make_dataset_router
+
+log = logging.getLogger("penstock.app")
+_telling_of_memory = Seldom()
 
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
 
@@ -80,6 +85,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def problem(request: Request, error: Problem) -> JSONResponse:
         more = {"done": error.num_done, "total": error.total} if isinstance(error, IndexNotReady) else {}
         answer = _problem_json(request, error.type, error.title, error.status, str(error), **more)
+        if isinstance(error, OutOfMemory) and _telling_of_memory.is_due():
+            log.warning("%s", error, exc_info=error.__cause__)
         if error.status == 503:
             answer.headers["Retry-After"] = "1"
         return answer
@@ -95,7 +102,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(MemoryError)
     async def out_of_memory(request: Request, error: MemoryError) -> JSONResponse:
-        return await problem(request, OutOfMemory("for this answer", error, "ask for smaller batches"))
+        lack = OutOfMemory("for this answer", error, "ask for less at a time")
+        lack.__cause__ = error
+        return await problem(request, lack)
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001

@@ -702,13 +702,14 @@ def test_a_block_that_no_thread_could_be_started_for_may_be_asked_for_again(
     assert not blocks._store._loads
 
 
+@pytest.mark.parametrize(("error", "told"), [(ZeroDivisionError, ZeroDivisionError), (MemoryError, OutOfMemory)])
 def test_what_goes_wrong_with_a_block_once_it_is_made_reaches_who_waits_for_it(
-    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, error: type[Exception], told: type[Exception]
 ) -> None:
     blocks = open_blocks()
-    monkeypatch.setattr(blocks._store.cache, "read", Mock(side_effect=[None, None, MemoryError]))
+    monkeypatch.setattr(blocks._store.cache, "read", Mock(side_effect=[None, None, error]))
     [future] = loading(blocks, [0])
-    with pytest.raises(MemoryError):
+    with pytest.raises(told):
         future.result(timeout=20)
 
 

@@ -8,15 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 from unittest.mock import Mock
 
 import pytest
 
-from penstock_server.sealed import write_sealed
+from penstock_server.sealed import write_sealed, write_with_seal
 from penstock_server.storage import cache as cache_module
 from penstock_server.storage import shared_count
 from penstock_server.storage.cache import CacheFolder
@@ -102,12 +103,20 @@ def test_what_is_larger_than_the_budget_is_not_stored_and_nothing_makes_room_for
     assert (files(tmp_path), cache.used_bytes) == ({"small.block": KIB + OVERHEAD}, KIB + OVERHEAD)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_what_fails_half_way_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, None])
+def test_what_fails_half_way_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
     cache = CacheFolder(tmp_path, 9 * KIB)
     assert cache.write("a", content(1))
-    monkeypatch.setattr(cache_module, "write_with_seal", Mock(side_effect=OSError(number, os.strerror(number))))
-    with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
+
+    def pieces() -> Iterator[memoryview]:
+        yield content(2, KIB // 2)
+        raise OSError(number, os.strerror(number)) if number else MemoryError
+
+    def write_half(file: BinaryIO, _: Sequence[memoryview], name: str) -> None:
+        write_with_seal(file, pieces(), name)
+
+    monkeypatch.setattr(cache_module, "write_with_seal", write_half)
+    with pytest.raises((OSError, MemoryError)) if number in (None, errno.EIO) else nullcontext():
         assert not cache.write("b", content(2))
     assert (files(tmp_path), cache.used_bytes) == ({"a.block": KIB + OVERHEAD}, KIB + OVERHEAD)
     assert cache.failure == ("Input/output error" if number == errno.EIO else None)

@@ -1,8 +1,10 @@
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from penstock_server.recipes import chat_sandbox
 from penstock_server.recipes.chat import ChatError, ChatTemplate, TemplateError
 from penstock_server.recipes.chat_sandbox import MAX_CHARACTERS
 
@@ -94,3 +96,9 @@ def test_a_chat_at_the_bound_is_written_and_one_past_it_is_not() -> None:
     assert len(template.render(at_bound).text) == MAX_CHARACTERS
     with pytest.raises(ChatError, match="more than 16,777,216 characters"):
         template.render([{**at_bound[0], "more": "x"}])
+
+
+def test_a_lack_of_memory_makes_no_chat_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_sandbox, "render", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        render("", chat())

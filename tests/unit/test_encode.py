@@ -5,6 +5,7 @@ from itertools import count
 from pathlib import Path
 from threading import Barrier
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +125,17 @@ def test_a_tokenizer_that_fails_on_any_text_is_named_with_the_column() -> None:
     failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", nothing, 1))
     with pytest.raises(ValueError, match=r"the tokenizer words.json fails on column 't'"):
         encode(pa.table({"t": ["dog"]}), failing, "uint16", 9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "one"), [([MemoryError], []), ([ValueError, MemoryError], [None]), ([ValueError], [MemoryError])]
+)
+def test_a_lack_of_memory_makes_no_row_bad(batch: list[type[Exception]], one: list[Any]) -> None:
+    """Whether the tokenizer meets it at once, where it fails on some text, or where that is looked for."""
+    lacking = Mock(**{"encode_batch_fast.side_effect": batch, "encode.side_effect": one})
+    short = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", lacking, 1))
+    with pytest.raises(MemoryError):
+        encode(pa.table({"t": ["dog"]}), short, "uint16", 9)
 
 
 def test_texts_are_tokenized_by_several_threads_and_stay_in_order(

@@ -429,17 +429,28 @@ def test_a_link_to_what_cannot_be_reached_is_refused_alone_unless_it_is_a_shard(
         catalog.refresh("other")
 
 
-def test_a_fault_of_ours_in_one_dataset_refuses_that_one_only(
-    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (ZeroDivisionError, "because of a fault in penstock: ZeroDivisionError"),
+        (pa.ArrowMemoryError, "for lack of memory: ArrowMemoryError"),
+    ],
+)
+def test_what_goes_wrong_in_one_dataset_refuses_that_one_only(
+    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, fault: type[Exception], told: str
 ) -> None:
     write_numbered(data / "good", 3)
     write_numbered(data / "odd", 3)
-    monkeypatch.setattr(
-        dataset_module, "read_folder", lambda f, *rest, **more: read_folder(f, *rest, **more) if f.name == "good" else 1 / 0
-    )
+
+    def read(folder: Path, *rest: Any, **more: Any) -> Any:
+        if folder.name == "odd":
+            raise fault
+        return read_folder(folder, *rest, **more)
+
+    monkeypatch.setattr(dataset_module, "read_folder", read)
     catalog = open_all()
     assert list(catalog.datasets) == ["good"]
-    assert "because of a fault in penstock: ZeroDivisionError" in catalog.refused["odd"]
+    assert told in catalog.refused["odd"]
 
 
 @pytest.mark.parametrize(

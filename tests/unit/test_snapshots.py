@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from penstock.spec import Spec
+from penstock_server import app as app_module
 from penstock_server.app import create_app
 from penstock_server.batches.gather import Chunk
 from penstock_server.datasets import dataset as dataset_module
@@ -32,6 +33,7 @@ from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History, Record
 from penstock_server.datasets.watch import watching
 from penstock_server.inflight import InFlight
+from penstock_server.logs import Seldom
 from penstock_server.problems import DatasetRefused, ShardUnavailable, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes, write_note
@@ -111,13 +113,17 @@ def test_a_snapshot_is_served_byte_for_byte_while_its_shards_are_there_and_only_
             assert sorted(held) == sorted(s for s, (shards, _) in known.items() if shards.items() <= there.items())
 
 
-def test_who_meets_a_lack_of_memory_may_ask_again(open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_meets_a_lack_of_memory_may_ask_again(
+    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app_module, "_telling_of_memory", Seldom())
     monkeypatch.setattr(Chunk, "request", Mock(side_effect=MemoryError))
     with TestClient(create_app(open_all(), InFlight(1 << 30))) as client:
         answer = client.get("/v1/datasets/d/epochs/0/ranks/0/batches/0?batch_size=3&seq_len=4&shuffle=none")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     assert answer.json()["type"] == "urn:penstock:problem:out-of-memory"
     assert answer.json()["detail"].startswith("there is not the memory for this answer: it ran out. Whoever asks may try again")
+    assert answer.json()["detail"] in caplog.text
 
 
 def test_of_several_blocks_that_fail_one_is_told_and_the_others_make_no_noise(

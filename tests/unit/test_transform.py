@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -76,6 +77,11 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, name: str, source: str | 
         (tmp_path / "clean.py").write_text(source)
     with pytest.raises(TransformError, match=message):
         load_transform(name, tmp_path)
+
+
+def test_a_lack_of_memory_is_no_fault_of_a_function() -> None:
+    with pytest.raises(MemoryError):
+        Transform("clean:all", "digest", Mock(side_effect=MemoryError))(pa.RecordBatch.from_pylist([]))
 
 
 def test_what_a_function_raises_is_told_with_its_line(tmp_path: Path) -> None:

@@ -198,7 +198,8 @@ class Dataset:
             self._refuse(str(refusal), reading, sight)
             raise
         except Exception as error:  # a fault of ours in one dataset must not stop the others
-            reason = f"{self.folder} cannot be opened because of a fault in penstock: {type(error).__name__}: {error}."
+            why = "for lack of memory" if isinstance(error, MemoryError) else "because of a fault in penstock"
+            reason = f"{self.folder} cannot be opened {why}: {type(error).__name__}: {error}."
             if reason != self._held.error:  # it will be tried again and again
                 log.exception("%s cannot be opened", self.folder)
             self._refuse(reason, None, sight)
@@ -251,7 +252,9 @@ class Dataset:
         blocks = Blocks(snapshot, self._store)
         index = Index(self.name, snapshot, blocks)
         if snapshot.recipe.on_bad_row == "substitute":
-            index.lengths.read()  # or a run would be refused in its midst for bad rows that are counted already
+            # Or a run would be refused in its midst for bad rows that are counted already.
+            index.lengths.read()
+            index.rows.read()
         return Served(self.name, snapshot, blocks, index)
 
     def _log(self, known: str | None, reason: str) -> None:

@@ -130,10 +130,8 @@ def _refusing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
-    except MemoryError as error:
-        raise ImportRefused(
-            f"{path} cannot be imported: there is not the memory for it ({error}). Nothing was written."
-        ) from error
+    except MemoryError:
+        raise
     except (pa.ArrowException, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ImportRefused(

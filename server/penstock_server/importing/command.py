@@ -89,6 +89,9 @@ def _import(arguments: argparse.Namespace) -> int:
     except ImportRefused as refusal:
         print(f"penstock import: {refusal}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"penstock import: there is not the memory for it ({error}). Nothing was written.", file=sys.stderr)
+        return 2
     print(_summary(done, task.out_dir))
     for path, name, number in done.rounded:
         print(f"penstock import: {path}: {_loss(name, number)}", file=sys.stderr)

@@ -156,6 +156,8 @@ class ChatTemplate:
             return chat_sandbox.render(self._template, variables)
         except Refused as error:
             raise ChatError(f"has a chat that its template refuses: {_reason(error)}") from error
+        except MemoryError:  # as a bad row it would be kept, and be one when there is memory again
+            raise
         except Exception as error:  # a template is a program, and fails like one
             raise ChatError(f"has a chat that its template fails on: {_reason(error)}") from error
 

@@ -22,7 +22,7 @@ transform = "clean:strip_html"     # a function over record batches, of clean.py
 validation = 0.005                 # the share of rows in split=validation
 split_by = "document"              # rows of one value stay in one split; default: each row by its place
 on_bad_row = "substitute"          # or "fail"
-max_bad_share = 0.01               # with more bad rows than that the dataset is refused
+max_bad_share = 0.01               # of the rows kept; with more bad ones the dataset is refused
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ class Filter:
         try:
             rows = rows.select(list(self.columns))
             return _evaluate(pa.Table.from_batches([rows]), self._condition(rows.schema).value)
+        except MemoryError:
+            raise
         except (pa.ArrowException, KeyError) as error:
             raise FilterError(f"the filter {self.text!r} fails: {_reason(error)}.") from error
 
@@ -66,6 +68,8 @@ class Filter:
         try:
             schema = fragment.physical_schema
             matching = fragment.subset(filter=self._condition(schema).true_in, schema=schema)
+        except MemoryError:
+            raise
         except (pa.ArrowException, KeyError) as error:
             raise FilterError(f"the filter {self.text!r} fails on {path}: {_reason(error)}.") from error
         return [group.id for group in matching.row_groups]

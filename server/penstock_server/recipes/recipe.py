@@ -65,7 +65,7 @@ class Recipe:
     filter        which rows are served; None for all
     validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
     split_type    what `split_by` is in the first shard
-    max_bad_share more bad rows than this share of all are not substituted: the dataset is refused
+    max_bad_share more bad rows than this share of those kept are not substituted: the dataset is refused
     """
 
     kind: Kind

@@ -119,10 +119,14 @@ class TokenizerFile:
             own = texts[at]
             try:
                 return make(own, at)
+            except MemoryError:
+                raise
             except Exception:  # the library raises it bare, and does not say which text it was
                 own = [self._encodable(text, at.start + n, name, reasons) for n, text in enumerate(own)]
             try:
                 return make(own, at)
+            except MemoryError:
+                raise
             except Exception as error:
                 raise ValueError(f"the tokenizer {self.path.name} fails on column {name!r}: {error}") from error
 
@@ -132,6 +136,8 @@ class TokenizerFile:
         """The text, or "" where the tokenizer fails on it, as where it has no token for a character, nor an unknown one."""
         try:
             self.tokenizer.encode(text, add_special_tokens=False)
+        except MemoryError:
+            raise
         except Exception as error:
             reasons.add(row, f"{name} is a text that the tokenizer fails on: {error}")
             return ""

@@ -41,6 +41,8 @@ class Transform:
         """
         try:
             made = self.function(rows)
+        except MemoryError:
+            raise
         except Exception as error:
             raise TransformError(f"the transform {self.name} raises {_named(error)}") from error
         if not isinstance(made, pa.RecordBatch):

@@ -159,6 +159,8 @@ def _footer(path: Path, file: BinaryIO) -> tuple[pq.FileMetaData, pa.Schema]:
         # that would be as many footers.
         opened = pq.ParquetFile(file, arrow_extensions_enabled=False)
         return opened.metadata, opened.schema_arrow
+    except MemoryError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")  # some span lines
         raise _refused(path, f"has a damaged footer: {reason}") from error

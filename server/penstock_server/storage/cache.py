@@ -141,13 +141,13 @@ class CacheFolder:
             self._sound.forget(path)
             self.failure = None
             return True
-        except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not is_full:
-                self.failure = error.strerror or str(error)
+        except BaseException as error:
             if temporary:
                 self._release(temporary)
-            if not is_full:
+            if not isinstance(error, OSError):
+                raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self.failure = error.strerror or str(error)
                 raise
             self._shrink(error)
             return False

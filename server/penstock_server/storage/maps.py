@@ -94,6 +94,8 @@ class Maps:
             return None
         try:
             block = Block.of(pa.ipc.open_stream(content).read_next_batch())
+        except MemoryError:
+            raise
         except (pa.ArrowException, KeyError, StopIteration) as error:
             log.warning("the cached block %s is damaged and will be made again: %s", key, error)
             self.cache.drop(key)

@@ -21,7 +21,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from penstock_server.machine import num_cores
-from penstock_server.problems import Problem
+from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.side_by_side import side_by_side
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
@@ -155,9 +155,12 @@ class BlockStore:
         try:
             yield
         except BaseException as error:
+            failure = error
+            if isinstance(error, MemoryError):
+                failure = OutOfMemory("for a block of rows", error, "write smaller row groups")
             for number in asked:
                 if future := self._take(wanted, number):
-                    future.set_exception(error)
+                    future.set_exception(failure)
 
     def _missing(self, group: Sequence[str], wanted: _Wanted, asked: list[int]) -> list[int]:
         """Hands out those of the blocks asked for that are stored; the numbers of the others that are still wanted."""
