@@ -222,8 +222,11 @@ def test_prompts_of_an_encoder_are_closed_only_where_the_recipe_does(folder: Fol
     assert "the tokenizer puts </s> behind each text, but here nothing stands behind a prompt" in told
     assert 'set prompt = "{question}</s>" in penstock.toml; prompts of more than seq_len=8 tokens lose it' in told
     assert folder.advice_on(replace(spec, task="causal")) == []
+    shutil.copytree(folder.path, folder.path.with_name("open"))
     folder.write({"question": ["fox"], "response": ["dog"]}, 'prompt = "{question}</s>"\nresponse = "response"')
     assert folder.advice_on(spec) == []
+    [told] = folder.advice_on(replace(spec, mix="d:1,open:1"))
+    assert told.startswith("open: the tokenizer puts </s>")
 
 
 def test_of_pairs_of_which_some_are_text_and_others_chats_it_is_told(folder: Folder) -> None:
