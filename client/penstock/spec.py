@@ -23,11 +23,11 @@ LARGEST_SEQ_LEN = 2**20
 LARGEST_COUNT = 2**53  # counts stay exact in JSON numbers and in float64
 
 
-def _count(default: int, low: int, high: int, doc: str) -> Any:
+def _count(default: int | None, low: int, high: int, doc: str) -> Any:
     return field(default=default, metadata={"low": low, "high": high, "doc": doc})
 
 
-def _choice(default: str, options: tuple[str, ...], doc: str) -> Any:
+def _choice(default: str | None, options: tuple[str, ...], doc: str) -> Any:
     return field(default=default, metadata={"options": options, "doc": doc})
 
 
@@ -74,10 +74,7 @@ class Spec:
         "documents: mark where documents begin in a sequence (packing=concat; best_fit always does)",
     )
     task: str = _choice("causal", ("causal", "seq2seq"), "causal: one stream of tokens; seq2seq: prompt in, response out")
-    target_len: int | None = field(
-        default=None,
-        metadata={"low": 1, "high": 2**20, "doc": "tokens in a response (task=seq2seq); default: seq_len"},
-    )
+    target_len: int | None = _count(None, 1, LARGEST_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
     loss: str = _choice(
         "response", ("response", "all"), "which tokens of prompt/response rows have a label: the response's, or all"
     )
@@ -91,12 +88,10 @@ class Spec:
         default=None,
         metadata={"doc": "datasets and weights of a mixture: wiki:0.7,code:0.3; others from a sample on: a:7,b:3;a:1,b:1@9000"},
     )
-    mix_stop: str | None = field(
-        default=None,
-        metadata={
-            "options": ("first", "all", "never"),
-            "doc": "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
-        },
+    mix_stop: str | None = _choice(
+        None,
+        ("first", "all", "never"),
+        "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
     )
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
 
