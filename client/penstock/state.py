@@ -17,10 +17,8 @@ from penstock.whole import plain
 _VERSION = 1
 # What decides which sample stands where in an epoch. States of earlier versions lack a name that is added: there it has to mean
 # the default, or every checkpoint would be refused.
-_ORDER = ("snapshot", "seed", "shuffle", "window", "split", "packing", "long_rows", "group_by_length", "mix", "mix_stop")
-# What decides it only where rows are joined, cut or sorted; None elsewhere.
-_CUT = ("seq_len", "task")
-_WHERE_IT_MATTERS = (*_CUT, "window")  # and None elsewhere
+_ORDER = "snapshot seed shuffle window split packing long_rows group_by_length mix mix_stop seq_len task".split()
+_AT_TIMES = ("window", "seq_len", "task")  # of these: they decide it under some specs, and under others a state has None
 _OF_MIXTURES = ("mix", "snapshot")  # what may differ from some sample on
 _COUNTS = {"epoch": 0, "step": 0, "offset": 0, "batch_size": 1, "world_size": 1}  # the least that each may be
 
@@ -123,7 +121,7 @@ def order_of(spec: Spec) -> dict[str, Any]:
         "task": spec.cuts_rows and spec.group_by_length,
     }
     # The same keys for every spec: torch.distributed.checkpoint loads by the keys that it finds here.
-    return {name: values[name] if matters.get(name, True) else None for name in (*_ORDER, *_CUT)}
+    return {name: values[name] if matters.get(name, True) else None for name in _ORDER}
 
 
 def goes_on(then: Mapping[str, Any], now: Mapping[str, Any], sample: int) -> bool:
@@ -201,7 +199,7 @@ def _differing(state: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """What decides the order and is not as it was then, each as a text."""
     pairs = [(name, state.get(name), value) for name, value in here.items()]
     # What is None on one side alone differs because something else does, which is told; or it mattered nowhere.
-    told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _WHERE_IT_MATTERS and None in (then, now))]
+    told = [(n, then, now) for n, then, now in pairs if then != now and not (n in _AT_TIMES and None in (then, now))]
     changed: list[str] = []
     with suppress(ValueError):  # no mixture
         changed = _changed_datasets(state, here)
