@@ -130,7 +130,8 @@ def checked_ids(array: pa.Array, bound: int, bos_id: int | None, eos_id: int | N
     values = items.to_numpy() if sound else _marked(items, lengths, bound, reasons)
     for row in np.flatnonzero(lengths == 0).tolist():
         reasons[row] = "is empty" if array[row].is_valid else "is null"
-    return _closed(_opened(Lists(values, lengths), bos_id), eos_id)
+    opened = _bounded(Lists(values, lengths), bos_id, at_end=False)
+    return _bounded(opened, eos_id, at_end=True)
 
 
 def _all_within(items: pa.Array, bound: int) -> bool:
@@ -152,22 +153,15 @@ def _marked(items: pa.Array, lengths: npt.NDArray[np.int64], bound: int, reasons
     return values
 
 
-def _opened(lists: Lists, token: int | None) -> Lists:
-    """The lists, each opened by a token unless it begins with it."""
+def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
+    """The lists, each opened by a token unless it begins with it; `at_end`: closed unless it ends with it."""
     values, lengths = lists.values, lists.lengths
-    starts = np.cumsum(lengths) - lengths
     if token is None or not len(values):
         return lists
-    bare = (lengths > 0) & (values[np.minimum(starts, len(values) - 1)] != token)
-    # Lists of bytes may be closed by an id that is none.
-    return Lists(np.insert(values.astype(np.int64, copy=False), starts[bare], token), lengths + bare)
-
-
-def _closed(lists: Lists, token: int | None) -> Lists:
-    """The lists, each closed by a token unless it ends with it."""
-    values, lengths = lists.values, lists.lengths
     ends = np.cumsum(lengths)
-    if token is None or not len(values):
-        return lists
-    bare = (lengths > 0) & (values[np.maximum(ends - 1, 0)] != token)
-    return Lists(np.insert(values.astype(np.int64, copy=False), ends[bare], token), lengths + bare)
+    begins = ends - lengths
+    borders, items = (ends, ends - 1) if at_end else (begins, begins)
+    # Of an empty list it is another's item, or beyond them all.
+    bare = (lengths > 0) & (values[items.clip(0, len(values) - 1)] != token)
+    # Lists of bytes may be closed by an id that is none.
+    return Lists(np.insert(values.astype(np.int64, copy=False), borders[bare], token), lengths + bare)
