@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
-from penstock_server.geometry.arrays import IntArray, begins_run, by_value, equal_runs, numbered
+from penstock_server.geometry.arrays import IntArray, begins_run, by_value, equal_runs, find, numbered
 from penstock_server.geometry.packing import STREAM, Spans
 from penstock_server.storage.block import Block, Features, RowSpans, TokenRuns, Turn
 from penstock_server.storage.lists import ListColumns
@@ -223,7 +223,7 @@ class Sequences:
         rows_of_ends, begins = np.empty_like(ends), np.empty_like(starts)
         for number, own in equal_runs(blocks[order]):  # thousands: each step here counts
             stream = self.loaded[number].block.stream
-            rows_of_ends[:, own] = found = np.searchsorted(stream, ends[:, own], side="right") - 1
+            rows_of_ends[:, own] = found = find(stream, ends[:, own])
             begins[own] = stream[found[0]]
         back = np.argsort(order)
         (first, last), begins = rows_of_ends[:, back], begins[back]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.counts.turn import turn
-from penstock_server.geometry.arrays import IntArray, starts_of
+from penstock_server.geometry.arrays import IntArray, find_one, starts_of
 from penstock_server.geometry.packing import SplitRows
 from penstock_server.machine import num_cores
 from penstock_server.recipes.encode import is_validation
@@ -64,7 +64,7 @@ class RowLengths:
 
     def of_block(self, block: int, split: str) -> IntArray:
         """Tokens of each row of a block that is in the split, shape [rows]; 0 for a bad row."""
-        shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        shard = find_one(self._first_block, block)
         found, number = self._shards[shard], block - int(self._first_block[shard])
         lengths, inside = _split(found.words[found.starts[number] : found.starts[number + 1]], split)
         return lengths[inside]

@@ -37,6 +37,11 @@ def find(starts: IntArray, slots: IntArray) -> IntArray:
     return np.searchsorted(starts, slots, side="right") - 1
 
 
+def find_one(starts: IntArray, slot: int) -> int:
+    """In which run one slot lies."""
+    return int(np.searchsorted(starts, slot, side="right")) - 1
+
+
 def by_value(values: IntArray) -> Iterator[tuple[int, IntArray]]:
     """Each value once, and where it stands; in the time of a sort, however many there are."""
     order = np.argsort(values, kind="stable")

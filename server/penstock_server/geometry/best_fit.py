@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, numbered, starts_of
+from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, find_one, numbered, starts_of
 from penstock_server.geometry.packing import Spans
 
 _Words = npt.NDArray[np.uint32]
@@ -182,7 +182,7 @@ class BestFit:
 
     def holding(self, block: int, row: int, start: int, stop: int) -> tuple[IntArray, IntArray]:  # noqa: ARG002
         """The bin of the document; several if it is too long for one."""
-        pool = int(find(self._pool_starts, np.array([block]))[0])
+        pool = find_one(self._pool_starts, block)
         document = int(self._first_row[block] - self._first_row[self._pool_starts[pool]]) + row
         found = self._packed.holding(pool, document)
         return np.full(len(found), pool), found

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.mix import Mix
-from penstock_server.geometry.arrays import IntArray, by_value, find, numbered
+from penstock_server.geometry.arrays import IntArray, by_value, find, find_one, numbered
 
 ENDLESS = 1 << 52  # samples of an epoch that never ends; they and what is made of them stay below 2^53
 
@@ -107,13 +107,13 @@ class Mixture:
 
     def num_before(self, dataset: int, sample: int) -> int:
         """Samples of a dataset before this one."""
-        phase = int(find(self._starts, np.array([sample]))[0])
+        phase = find_one(self._starts, sample)
         of_phase = self._periods[phase].num_before(dataset, sample - int(self._starts[phase]))
         return int(self._before[dataset, phase]) + of_phase
 
     def sample(self, dataset: int, number: int) -> int | None:
         """The inverse: the sample that is the given one of a dataset's stream, or None: it never comes."""
-        phase = int(find(self._before[dataset], np.array([number]))[0])
+        phase = find_one(self._before[dataset], number)
         period = self._periods[phase]
         places = period.places[dataset]
         if not len(places):  # it ends with an earlier phase

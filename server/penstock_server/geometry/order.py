@@ -16,7 +16,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, starts_of
+from penstock_server.geometry.arrays import IntArray, concatenated_ranges, find, find_one, starts_of
 
 _WordArray = npt.NDArray[np.uint64]
 _Word = np.uint64
@@ -232,7 +232,7 @@ class EpochOrder:
 
     def window(self, position: int) -> int:
         """In which window a position lies."""
-        return int(self.windows(np.array([position]))[0])
+        return find_one(self._window_starts, position)
 
     def windows(self, positions: IntArray) -> IntArray:
         """In which windows positions lie."""

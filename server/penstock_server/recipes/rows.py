@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock_server.geometry.arrays import find_one
 from penstock_server.recipes.column_types import is_bytes
 
 
@@ -145,7 +146,7 @@ def _marked(items: pa.Array, lengths: npt.NDArray[np.int64], bound: int, reasons
     outside = pc.fill_null(pc.or_(pc.less(ids, 0), pc.greater_equal(ids, bound)), True)
     starts = np.cumsum(lengths) - lengths
     for at in np.flatnonzero(outside.to_numpy(zero_copy_only=False)).tolist():
-        row = int(np.searchsorted(starts, at, side="right")) - 1
+        row = find_one(starts, at)
         item = items[at].as_py()
         what = "a null token" if item is None else f"token id {item}, outside 0 to {bound - 1}"
         reasons.add(row, f"has {what}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.wording import counted
-from penstock_server.geometry.arrays import IntArray, begins_run, find, numbered, starts_of
+from penstock_server.geometry.arrays import IntArray, begins_run, find, find_one, numbered, starts_of
 from penstock_server.geometry.best_fit import Pools, pools_of
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place
@@ -127,13 +127,13 @@ class Snapshot:
 
     def locate(self, row: int) -> tuple[int, int]:
         """The (block, row in the block) of row `row`, in [0, num_rows), of all shards."""
-        index = int(find(self._first_row, np.array([row]))[0])
+        index = find_one(self._first_row, row)
         return index, row - int(self._first_row[index])
 
     def block(self, index: int) -> BlockAddress:
         """Where block `index`, in [0, num_blocks), lies."""
-        group = int(np.searchsorted(self._first_block, index, side="right")) - 1
-        shard = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        group = find_one(self._first_block, index)
+        shard = find_one(self._first_group, group)
         number, size = index - int(self._first_block[group]), int(self._block_size[group])
         return BlockAddress(
             index=index,
