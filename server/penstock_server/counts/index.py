@@ -57,8 +57,7 @@ class Index:
         if split == "all" and self._snapshot.recipe.filter is None:
             return self._snapshot.rows_per_block
         if self.lengths.is_ready:
-            served: IntArray = self.lengths.get().per_block(split)[0]
-            return served
+            return self.lengths.get().per_block(split).rows
         rows = self.rows.get()
         by_split: dict[str, IntArray] = {"train": rows[0], "validation": rows[1], "all": rows[0] + rows[1]}
         return by_split[split]
@@ -88,8 +87,7 @@ class Index:
 
     def tokens_per_block(self, split: str) -> IntArray:
         """Tokens of each block's rows, shape [num_blocks]. Raises BadRow: see row_lengths."""
-        tokens: IntArray = self._sound_lengths(split).per_block(split)[1]
-        return tokens
+        return self._sound_lengths(split).per_block(split).tokens
 
     def row_lengths(self, split: str) -> Callable[[int], IntArray]:
         """Gives the tokens of each row of a block, shape [rows of the split in the block], 0 for bad rows.
@@ -101,8 +99,7 @@ class Index:
 
     def parts_per_block(self, split: str, seq_len: int) -> IntArray:
         """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several. Raises BadRow."""
-        parts: IntArray = self._sound_lengths(split).parts_per_block(split, seq_len)
-        return parts
+        return self._sound_lengths(split).parts_per_block(split, seq_len)
 
     def bins(self, split: str, seq_len: int) -> PackedPools:
         """The bins of each pool of blocks; see best_fit. Raises BadRow."""
@@ -135,7 +132,7 @@ class Index:
 
     def _sound_lengths(self, split: str) -> RowLengths:
         lengths = self.lengths.get()
-        num_bad = lengths.per_block(split)[2]
+        num_bad = lengths.per_block(split).bad_rows
         if num_bad.any() and self._snapshot.recipe.on_bad_row == "fail":
             index = int(np.flatnonzero(num_bad)[0])
             self._blocks.check_bad_rows(self._blocks.get([index], split)[0], index)
@@ -143,7 +140,7 @@ class Index:
 
     def _count_lengths(self, advance: Callable[[int], None]) -> RowLengths:
         lengths = count_lengths(self._snapshot, self._blocks, advance)
-        num_rows, _, num_bad = lengths.per_block("all").sum(axis=1).tolist()
+        num_rows, _, num_bad = lengths.per_block("all").sums()
         self._blocks.quarantine.num_rows, self._blocks.quarantine.num_bad_counted = num_rows, num_bad
         return lengths
 
@@ -164,7 +161,7 @@ class Index:
 
     def _read_rows(self, get_further: Callable[[], None], advance: Callable[[int], None]) -> IntArray:
         if self.lengths.is_ready:
-            return np.stack([self.lengths.get().per_block(split)[0] for split in ("train", "validation")])
+            return np.stack([self.lengths.get().per_block(split).rows for split in ("train", "validation")])
         counts = []
         for shard, of_shard in enumerate(self._blocks.rows_of_shards(get_further)):
             counts.append(of_shard)

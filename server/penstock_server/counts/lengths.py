@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -53,6 +53,18 @@ class _ShardLengths:
 _read: WeakValueDictionary[tuple[CacheFolder, Path], _ShardLengths] = WeakValueDictionary()
 
 
+class Counts(NamedTuple):
+    """What there is in each block, shape [num_blocks] each. Bad rows are rows, too, and have no tokens."""
+
+    rows: IntArray
+    tokens: IntArray
+    bad_rows: IntArray
+
+    def sums(self) -> list[int]:
+        """Rows, tokens and bad rows of all blocks."""
+        return [int(counts.sum()) for counts in self]
+
+
 class RowLengths:
     """The lengths of all rows of a snapshot, by block."""
 
@@ -74,10 +86,10 @@ class RowLengths:
         """What each block takes in the cache, shape [num_blocks]."""
         return np.concatenate([shard.block_bytes for shard in self._shards])
 
-    def _per_block(self, split: str) -> IntArray:
-        """Rows, tokens and bad rows of each block, shape [3, num_blocks]; the last few splits asked for are remembered."""
+    def _per_block(self, split: str) -> Counts:
+        """What there is of a split in each block; the last few splits asked for are remembered."""
         functions = (np.ones_like, lambda lengths: lengths, lambda lengths: lengths == 0)
-        return np.array([self._sum_per_block(split, function) for function in functions])
+        return Counts(*(self._sum_per_block(split, function) for function in functions))
 
     def _parts_per_block(self, split: str, seq_len: int) -> IntArray:
         """Sequences of each block, shape [num_blocks], where rows longer than seq_len are several; the last few remembered."""

@@ -70,9 +70,9 @@ def describe_dataset(served: Served) -> dict[str, Any]:
 
 def _splits(lengths: RowLengths) -> dict[str, dict[str, int]]:
     """What is in each split. Of the train split it is what remains: to count it takes a look at all rows."""
-    every, held_out = (lengths.per_block(split).sum(axis=1) for split in ("all", "validation"))
-    counts = {"train": every - held_out, "validation": held_out}
-    return {split: dict(zip(("rows", "tokens", "bad_rows"), count.tolist(), strict=True)) for split, count in counts.items()}
+    every, held_out = (lengths.per_block(split).sums() for split in ("all", "validation"))
+    counts = {"train": [a - b for a, b in zip(every, held_out, strict=True)], "validation": held_out}
+    return {split: dict(zip(("rows", "tokens", "bad_rows"), count, strict=True)) for split, count in counts.items()}
 
 
 def describe_held(held: Held) -> dict[str, Any]:

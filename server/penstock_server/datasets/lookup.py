@@ -77,7 +77,7 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
     served.index.lengths.read()  # as `penstock prepare` may have counted
     quarantine = served.blocks.quarantine
     if served.index.lengths.is_ready:
-        for index in np.flatnonzero(served.index.lengths.get().per_block("all")[2]).tolist():
+        for index in np.flatnonzero(served.index.lengths.get().per_block("all").bad_rows).tolist():
             if quarantine.is_full:
                 break
             if not quarantine.has_met(index):  # a restart forgets reasons, but not where to find them

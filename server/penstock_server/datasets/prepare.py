@@ -22,8 +22,8 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     """
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
         lengths = served.index.lengths.make(advance)
-    rows, tokens, bad = lengths.per_block("all").sum(axis=1).tolist()
-    held_out = counted(int(lengths.per_block("validation")[0].sum()), "row")
+    rows, tokens, bad = lengths.per_block("all").sums()
+    held_out = counted(int(lengths.per_block("validation").rows.sum()), "row")
     yield (
         f"{served.name}: {counted(rows, 'row')}, {counted(tokens, 'token')}, {counted(bad, 'bad row')}; "
         f"{held_out} in split=validation"
