@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -22,16 +22,6 @@ from penstock_server.storage.block import Block
 _MOST_OCCURRENCES = 1000  # that are told
 # Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
 _FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 100, 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class Occurrence:
-    """One place of an epoch."""
-
-    epoch: int
-    step: int
-    rank: int
-    index: int
 
 
 def show_row(served: Served, row: int) -> dict[str, Any]:
@@ -114,14 +104,14 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, A
     number = _number(block, stored)
     if number is None:  # left out by the filter, or of the other split
         return []
-    found = []
+    places: list[tuple[int, int, int]] = []
     most = max(_FEWEST_PASSES, min(_MOST_PASSES, _MOST_POOLS // member.snapshot.num_blocks))
     for own_epoch in islice(plan.own_epochs(at, epoch), most):
         own = _positions(member, block, index, number, own_epoch)
         for position in plan.positions_of(at, epoch, own, own_epoch):
-            found += [Occurrence(epoch, *place) for place in islice(plan.schedule.locate(position), _MOST_OCCURRENCES)]
-    found.sort(key=lambda o: (o.step, o.rank, o.index))
-    return [asdict(occurrence) for occurrence in found[:_MOST_OCCURRENCES]]
+            places += islice(plan.schedule.locate(position), _MOST_OCCURRENCES)
+    found = sorted(places)[:_MOST_OCCURRENCES]
+    return [{"epoch": epoch, "step": step, "rank": rank, "index": index} for step, rank, index in found]
 
 
 def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:
