@@ -236,28 +236,39 @@ def _vocab_size(shards: Sequence[Shard], recipe: Recipe) -> int | None:
 
 
 def _check_rows(snapshot: Snapshot) -> None:
-    """Refuses what the footers alone show to be unusable."""
-    recipe = snapshot.recipe
+    """Raises DatasetRefused: the footers alone show that rows cannot be used, and the recipe does not substitute."""
     if snapshot.num_rows == 0:
         raise DatasetRefused(f"{snapshot.folder} holds {counted(len(snapshot.shards), 'shard')} and not one row.")
+    if snapshot.recipe.on_bad_row == "fail":
+        _check_ids(snapshot)
+        _check_nulls(snapshot)
+
+
+def _check_ids(snapshot: Snapshot) -> None:
+    recipe, bound = snapshot.recipe, snapshot.token_bound
+    if recipe.filter:  # which may leave such rows out
+        return
     for shard in snapshot.shards:
         low, high = shard.token_range or (0, 0)
-        outside = low < 0 or high >= snapshot.token_bound
-        if outside and recipe.on_bad_row == "fail" and recipe.filter is None:
-            bounds = f"be from 0 to {snapshot.token_bound - 1:,}" if high >= snapshot.token_bound else "not be below 0"
-            advice = "set the right vocab_size" if high >= snapshot.token_bound else 'set on_bad_row = "substitute"'
+        if low < 0 or high >= bound:
+            bounds = f"be from 0 to {bound - 1:,}" if high >= bound else "not be below 0"
+            advice = "set the right vocab_size" if high >= bound else 'set on_bad_row = "substitute"'
             raise DatasetRefused(
                 f"{shard.path}: column {recipe.fields[0][1].text!r} holds token ids from {low:,} to {high:,}, but ids must "
                 f"{bounds}. Mend the shard, or {advice} in penstock.toml."
             )
-        for group, nulls in enumerate(shard.null_rows):
-            if nulls and recipe.on_bad_row == "fail":
-                num_bad = sum(sum(each.null_rows) for each in snapshot.shards)
-                too_many = num_bad > recipe.max_bad_share * snapshot.num_rows
-                are = f"{counted(nulls, 'row')} {'is' if nulls == 1 else 'are'}"
-                limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
-                raise DatasetRefused(
-                    f"{shard.path}, row group {group}: {are} null in {' or '.join(recipe.token_columns)}. Remove "
-                    f"them, or say in penstock.toml {recipe.filter_of_missing} "
-                    f'to leave them out, or on_bad_row = "substitute"{limit} to serve a neighbour in their place.'
-                )
+
+
+def _check_nulls(snapshot: Snapshot) -> None:
+    recipe, shards = snapshot.recipe, snapshot.shards
+    groups = ((shard, number, nulls) for shard in shards for number, nulls in enumerate(shard.null_rows) if nulls)
+    if first := next(groups, None):
+        shard, number, nulls = first
+        are = f"{counted(nulls, 'row')} {'is' if nulls == 1 else 'are'}"
+        too_many = sum(sum(each.null_rows) for each in shards) > recipe.max_bad_share * snapshot.num_rows
+        limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
+        raise DatasetRefused(
+            f"{shard.path}, row group {number}: {are} null in {' or '.join(recipe.token_columns)}. Remove "
+            f"them, or say in penstock.toml {recipe.filter_of_missing} "
+            f'to leave them out, or on_bad_row = "substitute"{limit} to serve a neighbour in their place.'
+        )
