@@ -172,6 +172,11 @@ class _Reader:
                 return made("prompt_response", prompt="prompt", response=answer)
         if "messages" in text:  # as JSON
             return made("messages", messages="messages")
+        raise DatasetRefused(self._why_no_guess(text, chats))
+
+    def _why_no_guess(self, text: set[str], chats: set[str]) -> str:
+        """What is said of columns of which none can be used; `text` and `chats` are those of such a type."""
+        schema = self._schema
         columns = [f"{field.name} ({field.type})" for field in schema]
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
         known = [field for field in schema if field.name in ("input_ids", *ROLES, *_ANSWERS)]
@@ -186,7 +191,7 @@ class _Reader:
             more += " Where all of the first shard is null it has no type: write it with that of the others."
         if others := [field.name for field in schema if is_list_of(field.type, {"from", "value"})]:
             more += f" {others[0]} has from and value: a transform makes messages of it, as docs/data.md shows."
-        raise DatasetRefused(
+        return (
             f"{self._folder}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
             f"response or completion, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, "
             f'for example: text = "content", or prompt = "question" and response = "answer".'
