@@ -227,15 +227,7 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
     if not schedule.num_samples:
         raise BadParameter(f"skip leaves out the whole epoch: all of its {counted(num_positions, 'sequence')}. Skip fewer.")
     if spec.offset == 0 and schedule.num_steps == 0:
-        may_split = spec.cuts_rows and spec.task == "causal"
-        more = "make several sequences of long rows with long_rows=split or packing=concat, " if may_split else ""
-        raise BadParameter(
-            f"no step fits: {dataset}{'' if spec.split == 'all' else f', split={spec.split},'} has "
-            f"{counted(num_positions, 'sequence')}"
-            f"{', of which too many are skipped' if spec.skip else ''}, and one step takes batch_size x world_size = "
-            f"{spec.samples_per_step:,}. Lower one of these, {more}or use tail=wrap, which "
-            f"fills the step from the epoch's start."
-        )
+        raise BadParameter(_no_step(dataset, spec, num_positions))
     plan = Plan(dataset, members, sizes, mixture, spec, schedule)
     if (nbytes := plan.largest_layout.nbytes) > MAX_BATCH_BYTES:
         raise BadParameter(
@@ -257,7 +249,21 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
             )
 
 
+def _no_step(dataset: str, spec: Spec, num_positions: int) -> str:
+    """What is said of an epoch that is too short for a single step."""
+    split = "" if spec.split == "all" else f", split={spec.split},"
+    skipped = ", of which too many are skipped" if spec.skip else ""
+    may_split = spec.cuts_rows and spec.task == "causal"
+    more = "make several sequences of long rows with long_rows=split or packing=concat, " if may_split else ""
+    return (
+        f"no step fits: {dataset}{split} has {counted(num_positions, 'sequence')}{skipped}, and one step takes batch_size x "
+        f"world_size = {spec.samples_per_step:,}. Lower one of these, {more}or use tail=wrap, which fills the step from the "
+        f"epoch's start."
+    )
+
+
 def _no_sequence(member: Member, spec: Spec) -> str:
+    """What is said of a dataset of which not one sequence can be made."""
     name, recipe = member.name, member.snapshot.recipe
     where, ways = "", ""
     if spec.split != "all":
