@@ -91,7 +91,7 @@ def survey(data_dir: Path) -> Survey:
     to each other would have more names than can be listed.
     """
     found = Survey()
-    twice: dict[str, list[Path]] = {}
+    by_name: dict[str, list[Path]] = {}
     pending: list[tuple[Path, bool, frozenset[tuple[int, int]]]] = [(data_dir, False, frozenset())]
     while pending:
         folder, is_by_link, above = pending.pop()
@@ -120,20 +120,25 @@ def survey(data_dir: Path) -> Survey:
             if not (is_by_link and is_link):
                 pending.append((child, is_by_link or is_link, above | {identity}))
         if listing.shards:
-            twice.setdefault(name, []).append(folder)
+            by_name.setdefault(name, []).append(folder)
             found.folders[name], found.shards[name] = folder, listing.shards
         elif listing.has_recipe and folder != data_dir:
-            twice.setdefault(name, []).append(folder)
+            by_name.setdefault(name, []).append(folder)
             found.declared[name] = folder
         elif listing.other:
             found.others[name] = folder / listing.other
-    for name, folders in twice.items():
+    _refuse_shared_names(found, by_name)
+    return found
+
+
+def _refuse_shared_names(found: Survey, by_name: Mapping[str, list[Path]]) -> None:
+    """A name that is of several folders, as a.b is of a/b and of a folder a.b, stands for none of them."""
+    for name, folders in by_name.items():
         if len(folders) > 1:
             for of_one in (found.folders, found.shards, found.declared):
                 of_one.pop(name, None)
             listed = " and ".join(map(str, folders))
             found.refused[name] = f"{listed} would both be the dataset {name!r}. Rename one of the folders."
-    return found
 
 
 def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | None) -> Sight:
