@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_server.geometry.arrays import by_value, distinct, in_order, ranks
+from penstock_server.geometry.arrays import by_value, distinct, in_order, places_in
 
 some = st.lists(st.integers(0, 40), min_size=1, max_size=80)
 
@@ -19,7 +19,7 @@ def test_values_are_found_and_numbered_whether_they_lie_close_together_or_far_ap
     values = least + stride * np.array(numbers)
     ascending, places = np.unique(values, return_inverse=True)
     assert np.array_equal(distinct(values), ascending)
-    assert np.array_equal(ranks(ascending, values), places)
+    assert np.array_equal(places_in(ascending, values), places)
     assert [(value, own.tolist()) for value, own in by_value(values)] == [
         (value, np.flatnonzero(values == value).tolist()) for value in ascending.tolist()
     ]
@@ -28,7 +28,7 @@ def test_values_are_found_and_numbered_whether_they_lie_close_together_or_far_ap
 @pytest.mark.parametrize("far", [0, 1, 10_000])
 def test_values_are_numbered_up_to_where_they_are_too_far_apart(far: int) -> None:
     values = np.array([100 + 7 + far, 100, 100])
-    assert ranks(distinct(values), values).tolist() == [1, 0, 0]
+    assert places_in(distinct(values), values).tolist() == [1, 0, 0]
 
 
 @given(some, some)

@@ -12,7 +12,7 @@ import numpy as np
 from penstock_server.batches.plan import MemberSpans, Plan
 from penstock_server.batches.sequences import LoadedBlock, Sequences
 from penstock_server.batches.stand_ins import usable_rows
-from penstock_server.geometry.arrays import by_value, in_order, ranks
+from penstock_server.geometry.arrays import by_value, in_order, places_in
 from penstock_server.geometry.packing import Spans
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
@@ -95,7 +95,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
             spans = _with_stand_ins(need, found)
             substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
             indices, own = map(list, zip(*sorted(found.items()), strict=True))
-        numbers = len(loaded) + ranks(np.array(indices), spans.blocks)
+        numbers = len(loaded) + places_in(np.array(indices), spans.blocks)
         loaded += map(LoadedBlock, repeat(member), indices, own)
         parts.append(spans._replace(blocks=numbers))
     return Sequences(count, loaded, parts[0] if len(parts) == 1 else Spans(*in_order(parts)), substituted)

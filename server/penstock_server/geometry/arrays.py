@@ -65,7 +65,7 @@ def distinct(values: IntArray) -> IntArray:
     return ascending[begins_run(ascending)]
 
 
-def ranks(ascending: IntArray, values: IntArray) -> IntArray:
+def places_in(ascending: IntArray, values: IntArray) -> IntArray:
     """Where each value, of which all are there, stands among those that ascend."""
     first, last = int(ascending[0]), int(ascending[-1])
     if last - first >= _FEW * len(values):

@@ -83,10 +83,10 @@ class LengthOrder:
         borders = distinct(np.clip(np.arange(start - start % self._run, stop + self._run, self._run), start, stop))
         sizes = np.diff(borders)
         # Cut once they have their places: if the short run were always that of the longest rows, tail=drop would drop those.
-        ranks = permute(np.arange(len(sizes)), len(sizes), np.uint64(self._run_key ^ window))
-        sizes_by_rank = np.empty_like(sizes)
-        sizes_by_rank[ranks] = sizes
-        taken = by_length[concatenated_ranges(starts_of(sizes_by_rank)[ranks], sizes)]
+        parts = permute(np.arange(len(sizes)), len(sizes), np.uint64(self._run_key ^ window))
+        sizes_of_parts = np.empty_like(sizes)  # of what is sorted; run i is its part parts[i]
+        sizes_of_parts[parts] = sizes
+        taken = by_length[concatenated_ranges(starts_of(sizes_of_parts)[parts], sizes)]
         inverse = np.empty(len(taken), np.int32)
         inverse[taken] = np.arange(len(taken), dtype=np.int32)
         return taken.astype(np.int32), inverse
