@@ -24,9 +24,9 @@ _LONG_SECONDS = 2.0
 
 def check_datasets(transport: Transport, known: Mapping[str, Any], dataset: str | None) -> Iterator[Check]:
     """A line a dataset, or for the one that is named. Raises UnknownDataset and what else its description does."""
-    names = [one["name"] for one in known["datasets"]]
-    for name in names if dataset is None else [dataset] if dataset in names else []:
-        yield _dataset(describe_dataset(transport, name))
+    for one in known["datasets"]:
+        if dataset in (None, one["name"]):
+            yield _dataset(describe_dataset(transport, one["name"]))
     for mixture in known["mixtures"]:
         if dataset in (None, mixture["name"]):
             yield Check("ok", "dataset", f"{mixture['name']}: a mixture, {mixture['mix']}")
