@@ -10,6 +10,8 @@ from typing import Any
 
 from penstock.batch import IGNORED, SIDES
 
+MUCH_PADDING = 0.5  # of a sequence, or of a batch: to be looked at
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.commands.address import parse_address, url
 from penstock.commands.arguments import first_of, spec_query
-from penstock.commands.batch_view import SequenceView, view
+from penstock.commands.batch_view import MUCH_PADDING, SequenceView, view
 from penstock.commands.remote import connected, dataset_of, get_json
 from penstock.commands.table import table
 from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal
@@ -17,8 +17,6 @@ from penstock.printable import printable
 from penstock.spec import Spec
 from penstock.urls import batches_path
 from penstock.wording import counted
-
-_MUCH_PADDING = 0.5
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,7 +62,7 @@ def _foot(
         f"{batch['nbytes']:,} bytes"
     )
     spec = Spec.from_query(query.items())
-    if padding >= _MUCH_PADDING and spec.packing == "rows" and "pad" not in query:
+    if padding >= MUCH_PADDING and spec.packing == "rows" and "pad" not in query:
         packings = ", or --packing best_fit or concat" if _can_be_packed(batch) else ""
         yield from terminal.paragraph(f"for less padding use a smaller --seq-len, or --pad longest{packings}", YELLOW)
     if cut := [s for s in sequences if s.num_behind and spec.cuts_rows]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.commands.batch_view import Passage, Run, SequenceView
+from penstock.commands.batch_view import MUCH_PADDING, Passage, Run, SequenceView
 from penstock.commands.terminal import BOLD, CYAN, DIM, PLAIN, RED, YELLOW, Terminal, Unit, abridge, units, wrap
 
 _WIDTHS = (4, 7, 5, 7)  # of the columns below
 _TITLES = ("#", "tokens", "pad", "learned")
-_MUCH_PADDING = 0.5
 _FEWEST_RUN_COLUMNS = 32
 
 
@@ -20,7 +19,7 @@ def table(sequences: Sequence[SequenceView], terminal: Terminal, num_lines: int)
     yield terminal.paint("─" * (sum(_WIDTHS) + len(_WIDTHS)) + "┼" + "─" * (width + 1), DIM)
     for sequence in sequences:
         facts = (f"{sequence.index}", f"{sequence.num_tokens:,}", f"{sequence.padding:.0%}", f"{sequence.num_learned:,}")
-        styles = (PLAIN, PLAIN, YELLOW if sequence.padding >= _MUCH_PADDING else PLAIN, PLAIN if sequence.num_learned else RED)
+        styles = (PLAIN, PLAIN, YELLOW if sequence.padding >= MUCH_PADDING else PLAIN, PLAIN if sequence.num_learned else RED)
         left = _numbers(facts, styles, terminal)
         for line in _text(sequence, terminal, width, num_lines):
             yield f"{left} {_bar(terminal)} {line}".rstrip()
