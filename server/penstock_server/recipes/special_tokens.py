@@ -39,10 +39,10 @@ class SpecialTokens:
 
     def eos_id(self, *, is_closed: bool) -> int | None:
         """What closes a text, a response or a row of ids; None for nothing, as where rows are closed already."""
-        if self._given.get("eos") is False or (is_closed and "eos" not in self._given):
-            return None
         if "eos" in self._given:
-            return self._declared("eos")
+            return None if self._given["eos"] is False else self._declared("eos")
+        if is_closed:
+            return None
         named = load_special_tokens(self._path).get("eos_token") if self._path else None
         found = self._id_of(named)
         if found is None:
