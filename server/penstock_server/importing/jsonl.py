@@ -191,14 +191,19 @@ def _reason(error: ValueError) -> str:
     elif isinstance(error, ColumnsDiffer):
         advice = _MEND_COLUMN
     elif found := _PARSE_ERROR.search(what):
-        what = found[1][:1].lower() + found[1][1:]
-        if column := _COLUMN.search(found[1]):
-            path, before, here = column.groups()
-            name, rest = path.replace("/[]", "[]").replace("/", "."), found[1][column.end() :]
-            what = f"column {name!r}{rest}"
-            if here:
-                what = f"column {name!r} is {here} here, and {before} in lines before it"
-                advice = _MEND_COLUMN
-            elif rest == _TWICE:
-                what, advice = f"column {name!r} is given twice", "Remove one of the two"
+        what, advice = _told_by_pyarrow(found[1], advice)
     return f"{what}. Nothing was written. {advice}."
+
+
+def _told_by_pyarrow(told: str, usual: str) -> tuple[str, str]:
+    """What is wrong by what pyarrow's parser tells, and what to do; `usual` is that where nothing else is known."""
+    column = _COLUMN.search(told)
+    if not column:
+        return told[:1].lower() + told[1:], usual
+    path, before, here = column.groups()
+    name, rest = path.replace("/[]", "[]").replace("/", "."), told[column.end() :]
+    if here:
+        return f"column {name!r} is {here} here, and {before} in lines before it", _MEND_COLUMN
+    if rest == _TWICE:
+        return f"column {name!r} is given twice", "Remove one of the two"
+    return f"column {name!r}{rest}", usual
