@@ -170,9 +170,11 @@ def test_a_number_column_that_turns_to_text_late_is_text_from_its_first_row(tmp_
 
 
 def test_what_the_server_reads_as_text_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.csv", ["prompt", "response", "text", "chosen", "answer", "n"], [range(6)])
+    path = write(tmp_path / "x.csv", ["prompt", "response", "text", "chosen", "answer", "n", "completion"], [range(7)])
     table = imported(tmp_path / "out", path, text=["answer"])
-    assert table.to_pylist() == [{"prompt": "0", "response": "1", "text": "2", "chosen": "3", "answer": "4", "n": 5}]
+    assert table.to_pylist() == [
+        {"prompt": "0", "response": "1", "text": "2", "chosen": "3", "answer": "4", "n": 5, "completion": "6"}
+    ]
 
 
 def test_columns_are_picked_in_the_order_given(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pyarrow.csv as pcsv
 from penstock_server.importing.rows import Kind, Quoting, row_portions
 from penstock_server.importing.source import Advance, ImportRefused, Survey
 from penstock_server.importing.stream import opened, portions
+from penstock_server.recipes.declaration import ANSWERS
 
-_ALWAYS_TEXT = ("text", "prompt", "response", "chosen", "rejected")  # what the server takes for text without being told
+_ALWAYS_TEXT = ("text", "prompt", *ANSWERS, "chosen", "rejected")  # what the server takes for text without being told
 _DELIMITERS = (";", "\t", "|", ",")  # that a header of one column may have been meant to have
 _RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 # Numbers that the type gives back, but for digits far after the point: 007, and a whole number of twenty digits, are text.

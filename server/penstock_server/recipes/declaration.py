@@ -38,6 +38,7 @@ from penstock_server.problems import DatasetRefused
 
 FILE_NAME = "penstock.toml"
 ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")  # of fields
+ANSWERS = ("response", "completion")  # columns that may hold the answer to a prompt
 
 
 def _is_text(value: object) -> bool:

@@ -11,7 +11,7 @@ from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
 from penstock_server.recipes.column_types import is_chats, is_list_of, is_messages, is_text, is_tokens, is_tools
-from penstock_server.recipes.declaration import FILE_NAME, ROLES, read_declaration
+from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
@@ -37,7 +37,6 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("preference", ("chosen", "rejected")),
     ("preference", ("prompt", "chosen", "rejected")),
 )
-_ANSWERS = ("response", "completion")  # to a prompt
 _OF_NO_ROWS = (
     " The transform was called with no rows, to learn its columns: give them types, as in "
     "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
@@ -122,7 +121,7 @@ class _Reader:
         types = {field.name: field.type for field in self._schema}
         if kind == "text" and is_guessed:
             chats = ("messages",) if "messages" in types and is_chats(types["messages"]) else ()
-            texts = [name for name in ("prompt", *_ANSWERS) if name in types and is_text(types[name])]
+            texts = [name for name in ("prompt", *ANSWERS) if name in types and is_text(types[name])]
             return (*chats, *texts[:2]) if "prompt" in texts[:-1] else chats
         # Had the pairs been of its type, it would be their prompt.
         has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
@@ -167,7 +166,7 @@ class _Reader:
             return made("preference", prompt="prompt", chosen="chosen", rejected="rejected")
         if {"chosen", "rejected"} <= text or {"chosen", "rejected"} <= chats:
             return made("preference", chosen="chosen", rejected="rejected")
-        for answer in _ANSWERS:
+        for answer in ANSWERS:
             if {"prompt", answer} <= text:
                 return made("prompt_response", prompt="prompt", response=answer)
         if "messages" in text:  # as JSON
@@ -179,11 +178,11 @@ class _Reader:
         schema = self._schema
         columns = [f"{field.name} ({field.type})" for field in schema]
         found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
-        known = [field for field in schema if field.name in ("input_ids", *ROLES, *_ANSWERS)]
+        known = [field for field in schema if field.name in ("input_ids", *ROLES, *ANSWERS)]
         wrong = [f"{field.name} is {field.type}" for field in known if field.name not in text | chats]
         right = "texts must be strings, token ids lists of whole numbers (no list views), messages lists of role and content"
         more = f" {', '.join(wrong)}: {right}." if wrong else ""
-        if {"prompt", *_ANSWERS} & chats:
+        if {"prompt", *ANSWERS} & chats:
             more += " A prompt and its answer that are chats: a transform makes one list of messages of them."
         if any(pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type) for field in known):
             more += " A transform makes texts of bytes: pyarrow.compute.cast(batch[NAME], pyarrow.string())."
