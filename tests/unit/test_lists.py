@@ -27,7 +27,7 @@ def test_lists_of_several_blocks_are_where_they_are_in_each(of_blocks: list[tupl
         if is_taken:
             taken = data.draw(st.lists(st.integers(0, len(content) - 1), max_size=6)) if content else []
             column, content = column.take(np.array(taken, np.int64)), [content[row] for row in taken]
-        assert column.num_lists == len(content)
+        assert len(column.lengths) == len(content)
         assert column.is_whole != is_taken
         assert column.lengths.tolist() == list(map(len, content))
         columns.append(column)

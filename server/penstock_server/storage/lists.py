@@ -41,11 +41,6 @@ class ListColumn:
         return cls(numpy_type(values.type), _memory(values), _memory(column.offsets), _BOUNDS.itemsize)
 
     @property
-    def num_lists(self) -> int:
-        """How many there are."""
-        return int(self.bounds.size // self.stride) - self.is_whole
-
-    @property
     def is_whole(self) -> bool:
         """Whether the lists are all of the values, end to end."""
         return self.stride == _BOUNDS.itemsize
