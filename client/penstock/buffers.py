@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 _LARGEST_BUFFER = 16 << 20
 _SPARE_BYTES = 32 << 20  # kept for the next connection: a loop that waits for data goes through three runs in turn
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
@@ -28,13 +30,8 @@ class Buffers:
 
     def trim(self) -> None:
         """Drops the buffers that the next connection would rarely need."""
-        total = 0
-        kept = []
-        for buffer in self._buffers:
-            total += len(buffer)
-            if total <= _SPARE_BYTES:
-                kept.append(buffer)
-        self._buffers = kept
+        totals = accumulate(map(len, self._buffers))
+        self._buffers = [buffer for buffer, total in zip(self._buffers, totals, strict=True) if total <= _SPARE_BYTES]
 
 
 def _is_free(buffer: bytearray) -> bool:
