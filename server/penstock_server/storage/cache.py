@@ -111,11 +111,12 @@ class CacheFolder:
 
     def touch(self, name: str) -> bool:
         """Marks a file as used now. False: it is there no more."""
-        with suppress(OSError):  # a folder that became read-only
-            try:
-                os.utime(self._path(name))
-            except FileNotFoundError:  # evicted, by another process too
-                return False
+        try:
+            os.utime(self._path(name))
+        except FileNotFoundError:  # evicted, by another process too
+            return False
+        except OSError:  # a folder that became read-only
+            pass
         return True
 
     def write(self, name: str, *pieces: Piece) -> bool:
