@@ -42,6 +42,11 @@ class MemberEpoch:
         """Sequences of the epoch."""
         return int(self.starts[-1])
 
+    @property
+    def num_pools(self) -> int:
+        """Pools that hold a sequence."""
+        return int(np.count_nonzero(np.diff(self.starts)))
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LookedAt:

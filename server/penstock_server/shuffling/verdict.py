@@ -50,12 +50,12 @@ def windows_of(sample: Sample) -> tuple[Window, ...]:
     """The windows of each dataset that is seen; none where nothing is shuffled."""
     found = {}
     for source in sample.sources if sample.plan.spec.shuffle != "none" else ():
-        count, num_pools = num_windows_of(source.order), int(np.count_nonzero(np.diff(source.starts)))
+        count = num_windows_of(source.order)
         found[source.member] = Window(
             dataset=sample.plan.members[source.member].name,
             windows=count,
             sequences=round(source.num_sequences / count),
-            blocks=-(-num_pools // count),
+            blocks=-(-source.num_pools // count),
             share=1 / count,
         )
     return tuple(window for _, window in sorted(found.items()))
@@ -142,7 +142,7 @@ def _shown(sample: Sample, measures: Mapping[str, list[Measure]]) -> str:
 
 def _advice(sample: Sample, blocks_per_sequence: float) -> str:
     """Which window would do: one of a hundred global batches or more, and of so many blocks for each sequence of one."""
-    per_block = max(source.num_sequences / max(int(np.count_nonzero(np.diff(source.starts))), 1) for source in sample.sources)
+    per_block = max(source.num_sequences / max(source.num_pools, 1) for source in sample.sources)
     wanted = max(sample.samples_per_step * max(100.0, blocks_per_sequence * per_block), 2.0 * sample.plan.spec.window)
     power = 1 << int(np.ceil(np.log2(wanted)))
     if sample.plan.spec.group_by_length:
