@@ -77,9 +77,9 @@ class Held:
         """
         if self.latest and fingerprint in (None, self.latest.snapshot.fingerprint):
             return self.latest
-        if fingerprint and (reason := self.gone.get(fingerprint)):
-            raise self._gone(fingerprint, reason)
         if fingerprint:
+            if reason := self.gone.get(fingerprint):
+                raise self._gone(fingerprint, reason)
             with self._making:
                 if fingerprint not in self._again and (older := self._older(fingerprint, serve)):
                     self._again[fingerprint] = older
@@ -145,7 +145,7 @@ class Held:
         shards: Mapping[str, Shard],
         recipe: Recipe | None,
         records: Mapping[str, Record],
-        error: str | None = None,
+        error: str | None,
     ) -> Held:
         """What is held from now on: of the older snapshots those that agree with the shards."""
         with self._making:
