@@ -45,9 +45,7 @@ class Server:
 
     def children(self) -> list[int]:
         """The processes that serve, where `--processes` asked for several; Linux alone tells."""
-        found = [Path(task / "children").read_text().split() for task in Path(f"/proc/{self.pid}/task").iterdir()]
-        pids = [int(pid) for some in found for pid in some]
-        return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return serving_below(self.pid)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> str:
         """Asks the server to stop; what it wrote to its log."""
@@ -82,3 +80,10 @@ class Server:
         response = self.get(path, **query)
         assert response.status_code == 200, response.text
         return list(wire.decode(response.content))
+
+
+def serving_below(pid: int) -> list[int]:
+    """The processes that serve for the one that was started; Linux alone tells."""
+    found = [Path(task / "children").read_text().split() for task in Path(f"/proc/{pid}/task").iterdir()]
+    pids = [int(pid) for some in found for pid in some]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -6,6 +6,7 @@ nothing that is large.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from penstock_server.settings import Settings, SettingsError
 log = logging.getLogger("penstock.processes")
 
 _GRACE_SECONDS = 6.0  # for what is being sent; a process itself gives up after three
+_PR_SET_PDEATHSIG = 1
 _STEADY_SECONDS = 30.0  # a process that lived for so long is replaced at once
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 16.0
 
@@ -160,6 +162,7 @@ def _stop_signals() -> Iterator[socket.socket]:
 def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None) -> None:
     """What a process does: it serves until it is told to stop, or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who watches over this one tells it to stop
+    _die_with_parent()
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
     print_anything()
     from penstock_server.serve import run
@@ -174,6 +177,12 @@ def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Conn
     except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _die_with_parent() -> None:
+    """Has Linux kill this process with its parent also while it is stopped; else it would keep the port."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

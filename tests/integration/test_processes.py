@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import torch
 from corpora import write_numbered
 from forks import Fork
 from penstock import RemoteDataset
-from serving import Server
+from serving import Server, serving_below
 
 NUM_ROWS = 480
 BATCHES = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -133,6 +134,40 @@ def test_no_process_outlives_the_one_that_was_started(serve: Callable[..., Serve
         if how == signal.SIGKILL:
             server.start()  # on the same port
             assert len(server.frames(BATCHES)) == NUM_ROWS // 8
+
+
+@contextmanager
+def started(data: Path, cache: Path, redirected: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A server of two processes, in the process group of the tests."""
+    command = f"exec {sys.executable} -m penstock.cli serve {data} --cache-dir {cache} --port 0 --processes 2 {redirected}"
+    with subprocess.Popen(["sh", "-c", command]) as process:
+        try:
+            wait_for(lambda: len(serving_below(process.pid)) == 2)
+            yield process
+        finally:
+            process.terminate()
+
+
+@linux
+def test_one_that_is_stopped_ends_with_the_one_that_was_started(data: Path, tmp_path: Path) -> None:
+    with started(data, tmp_path, ">&- 2>&-") as process:
+        pids = serving_below(process.pid)
+        wait_for(lambda: all(len(list(Path(f"/proc/{pid}/task").iterdir())) > 1 for pid in pids))  # one watches the parent
+        os.kill(pids[1], signal.SIGSTOP)
+        process.kill()
+        try:
+            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pids[1], signal.SIGKILL)
+
+
+@linux
+def test_where_nothing_is_open_no_file_is_taken_for_stdout(data: Path, tmp_path: Path) -> None:
+    with started(data, tmp_path, "<&- >&- 2>&-") as process:
+        for pid in (process.pid, *serving_below(process.pid)):
+            assert [str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)] == ["/dev/null"] * 3
+    assert process.returncode == 0
 
 
 @linux

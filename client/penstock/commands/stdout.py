@@ -12,6 +12,11 @@ from pathlib import Path
 
 def print_anything() -> None:
     """From now on stdout and stderr take anything: a terminal without Chinese, or none at all, is no reason to fail."""
+    for number in range(3):  # of one that is closed the next file or socket has the number, and what is printed would go there
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # a stdout that is closed is None
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
