@@ -18,6 +18,7 @@ from penstock_server.geometry.order import EpochOrder
 from penstock_server.recipes.encode import Place, split_hashes
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.snapshots.shard import _file_digest
 from planned import open_snapshot
 from synthetic import synthetic_plan
 
@@ -56,6 +57,15 @@ def test_what_a_recipe_says_that_nobody_wrote(tmp_path: Path) -> None:
 def test_names_of_snapshots(tmp_path: Path) -> None:
     plan = synthetic_plan(tmp_path, {"a": [[5, 3], [4]], "b": [[7]]}, mix="a:1,b:1", batch_size=1)
     assert plan.snapshot == ENGINE["snapshot"]
+
+
+@pytest.mark.parametrize(("sizes", "digest"), ENGINE["digest"].items())
+def test_digests_of_shards(tmp_path: Path, sizes: str, digest: str) -> None:
+    size, footer_bytes = map(int, sizes.split("/"))
+    content = np.arange(size // 4, dtype="<u4").tobytes()[:-8] + footer_bytes.to_bytes(4, "little") + b"PAR1"
+    (tmp_path / "shard").write_bytes(content)
+    with pa.OSFile(str(tmp_path / "shard")) as file:
+        assert _file_digest(file, size) == digest
 
 
 @pytest.mark.parametrize(("window", "samples"), ENGINE["length_order"].items())
