@@ -571,14 +571,18 @@ def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_ser
     assert caplog.text.count("row group 0 of part-000.parquet cannot be read") == 1
 
 
-def test_a_row_group_that_could_be_read_later_is_no_longer_told_of(open_blocks: Callable[[], Blocks]) -> None:
+def test_a_row_group_that_could_be_read_later_is_no_longer_told_of(
+    open_blocks: Callable[[], Blocks], caplog: pytest.LogCaptureFixture
+) -> None:
     blocks, failed, read = open_blocks(), Future[Block](), Future[Block]()
     failed.set_exception(ShardUnreadable("the disk was away"))
-    blocks.quarantine.look_at(0, failed)
-    assert blocks.quarantine.num_unread_groups == 1
+    for _ in range(2):
+        blocks.quarantine.look_at(0, failed)
+        assert blocks.quarantine.num_unread_groups == 1
+        assert caplog.text.count("the disk was away") == 1
     read.set_result(blocks.get([0])[0])
     blocks.quarantine.look_at(0, read)
-    assert blocks.quarantine.num_unread_groups == 0
+    assert (blocks.quarantine.num_unread_groups, blocks.quarantine.num_bad_rows) == (0, 0)
 
 
 @pytest.mark.parametrize(("most", "listed_rows", "num_reads"), [(100_000, [1, 2], 2), (1, [1], 1)])

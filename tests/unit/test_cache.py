@@ -176,9 +176,11 @@ def test_what_takes_the_place_of_a_file_that_was_evicted_is_looked_at(tmp_path: 
     cache.write("first", memoryview(bytes(1000)))
     assert cache.read("first")
     assert cache.read_again("first")
+    (tmp_path / "aside").hardlink_to(tmp_path / "first.block")
     cache.write("second", memoryview(bytes(2500)))
     assert cache.evicted.pop() == "first"
-    (tmp_path / "first.block").write_bytes(bytes(999) + b"torn" * 2 + b"!")  # of the same size, and mostly of the same inode
+    (tmp_path / "aside").rename(tmp_path / "first.block")
+    (tmp_path / "first.block").write_bytes(bytes(999) + b"torn" * 2 + b"!")  # of the same size and the same inode
     assert cache.read_again("first") is None
     assert cache.read("first") is None
 
@@ -394,7 +396,7 @@ def test_the_budget_rises_again_once_the_disk_has_room(
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         assert not cache.write("a", content(0))
-    assert cache.budget_bytes == 0
+    assert (cache.budget_bytes, cache.way_out) == (0, "Free disk space")
     assert not cache.write("a", content(0))  # it still has none
     free[0] = 10 * KIB
     assert cache.write("a", content(0))
@@ -405,6 +407,7 @@ def test_the_budget_rises_again_once_the_disk_has_room(
     free[0] = 1000 * KIB
     assert cache.write("b", content(0))
     assert cache.budget_bytes == cache.configured_bytes == 100 * KIB
+    assert cache.way_out == "Raise --cache-bytes"
     said = [record.getMessage().partition("; ")[2] for record in caplog.records]
     assert said[1:] == [f"the budget of the block cache is {n:,} bytes" for n in (5 * KIB, 11 * KIB + OVERHEAD, 100 * KIB)]
 

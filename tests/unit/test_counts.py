@@ -211,8 +211,29 @@ def test_the_rows_that_a_filter_keeps_are_known_once_rows_or_tokens_are_counted(
         assert (index.num_rows, index.num_counted) == (None, 0)
         index.lengths.num_done = 1
         assert index.num_counted == 1
+        guessed = index.bytes_per_block().tolist()
         getattr(index, name).make(lambda _: None)
         assert (index.num_rows, index.num_counted) == (2, 3 if name == "lengths" else 1)
+        started, other = (open_catalog(folder.parent, tokenizer, BlockStore(cache))["d"].latest.index for _ in range(2))
+        assert (started.num_rows, started.num_counted) == (2, 3 if name == "lengths" else 0)
+        assert other.bytes_per_block().tolist() == index.bytes_per_block().tolist()
+        assert (other.bytes_per_block().tolist() != guessed) == (name == "lengths")
+
+
+def test_what_stops_the_reading_of_counts_is_told_to_who_needs_them_and_to_nobody_else(tmp_path: Path) -> None:
+    counting = Counting("the rows", 1, Mock(side_effect=BadRow("no")), lambda: [tmp_path])
+    counting.read()
+    assert not counting.is_ready
+    with pytest.raises(BadRow):
+        counting.get()
+
+
+def test_counts_that_another_server_drops_meanwhile_are_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "gone.lengths").symlink_to("nowhere")  # as one that is listed, and gone before it is looked at
+    (tmp_path / "old.index").touch()
+    os.utime(tmp_path / "old.index", (MONTH_AGO,) * 2)
+    drop_old_counts(tmp_path)
+    assert not (tmp_path / "old.index").exists()
 
 
 def test_counts_that_cannot_be_stored_are_held_in_memory(

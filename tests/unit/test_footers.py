@@ -207,7 +207,6 @@ def test_what_rows_are_split_by_is_compared_with_a_first_shard_that_comes_later(
     footers = Footers(tmp_path)
     for name, values in (("b", [7]), ("a", [7.0])):
         pq.write_table(pa.table({"tokens": pa.array([[1]], pa.list_(pa.int32())), "n": values}), tmp_path / f"{name}.parquet")
-        age(tmp_path)
         reading = read_folder(tmp_path, list_folder(tmp_path).shards, None, footers, settled=True)
         assert list(reading.shards) == [f"{name}.parquet"]
     assert "b.parquet: split_by reads 'n', which is int64 here and double in the first shard" in reading.failures[0]
@@ -229,6 +228,19 @@ def test_a_file_that_changes_while_it_is_read_is_refused(data: Path, monkeypatch
         return file
 
     monkeypatch.setattr(shard_module, "open_file", overtaken)
+    with pytest.raises(DatasetRefused, match="part-000.parquet is being written to"):
+        read(data, Footers(data))
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = shard_module._file_digest
+
+    def written_to(file: BinaryIO, size: int) -> str:
+        digest = original(file, size)
+        os.utime(file.name, ns=(HOUR_AGO_NS, HOUR_AGO_NS + 1))
+        return digest
+
+    monkeypatch.setattr(shard_module, "_file_digest", written_to)
     with pytest.raises(DatasetRefused, match="part-000.parquet is being written to"):
         read(data, Footers(data))
 

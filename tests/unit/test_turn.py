@@ -105,7 +105,8 @@ def test_who_fails_in_its_turn_gives_it_up_and_all_turns_keep_one_file_open(tmp_
 
 
 def test_without_a_folder_for_locks_nobody_waits(tmp_path: Path) -> None:
-    with turn(tmp_path / "missing" / "a"):
+    with turn(tmp_path / "missing" / "a") as get_further:
+        get_further()
         assert end(other(tmp_path / "missing" / "a")) == "has its turn\n"
 
 
