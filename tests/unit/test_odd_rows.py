@@ -206,6 +206,15 @@ def test_a_filter_moves_no_row_to_the_other_split(data: Path) -> None:
     assert splits[1] == {row: split for row, split in splits[0].items() if row > 4}
 
 
+def test_a_shard_that_comes_before_others_moves_no_row_of_theirs_to_the_other_split(data: Path) -> None:
+    pq.write_table(pa.table({"tokens": pa.array([[1]] * 40, IDS)}), data / "part-1.parquet", row_group_size=20)
+    (data / "penstock.toml").write_text("validation = 0.5")
+    alone = [block.splits.tolist() for block in open_blocks(data).get([0, 1])]
+    write(data, "validation = 0.5", {"tokens": pa.array([[1]] * 30, IDS)})
+    blocks = Blocks(open_snapshot(data, None), BlockStore(CacheFolder(data / "../another cache")))
+    assert [block.splits.tolist() for block in blocks.get([1, 2])] == alone
+
+
 def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
     texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["fox", "the", "dog"]))
     pq.write_table(pa.table({"text": texts}), data / "part-0.parquet", store_schema=False)
