@@ -19,6 +19,7 @@ from corpora import write_numbered, write_shards, write_text, write_tokenizer
 from penstock_server import sealed
 from penstock_server.counts.index import Index
 from penstock_server.counts.lengths import count_lengths
+from penstock_server.datasets.catalog import open_catalog
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_quarantine, show_row
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
@@ -503,6 +504,20 @@ def test_a_block_that_another_process_has_removed_takes_no_disk_space_once_anoth
     path.unlink()
     blocks.get([4])
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_server_that_serves_nothing_lets_go_of_blocks_that_another_has_removed(
+    data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
+    store = BlockStore(CacheFolder(cache_dir))
+    catalog = open_catalog(data.parent, None, store)
+    catalog[data.name].latest.blocks.get([0])
+    for path in cache_dir.glob("*.block"):
+        path.unlink()
+    assert len(store.maps) > 0
+    catalog.poll()
+    assert len(store.maps) == 0
 
 
 def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(

@@ -137,7 +137,11 @@ class Catalog:
                 self._known = self._known.followed_by(found, [dataset])
 
     def poll(self) -> bool:
-        """Takes in what changed in all folders, once nothing changes there any more. False: something does."""
+        """Takes in what changed in all folders, once nothing changes there any more. False: something does.
+
+        Blocks that another process has evicted are let go of, too, so that one that serves nothing holds no disk space.
+        """
+        self._store.maps.let_go()
         with self._looking:
             found = survey(self._data_dir)
             quiet = True

@@ -87,7 +87,7 @@ class Maps:
                 log.warning("the block cache cannot be written to: %s; blocks are decoded each time they are needed", error)
             return 0
         finally:
-            self._let_go()
+            self.let_go()
 
     def _opened(self, key: str, content: pa.Buffer | None) -> Block | None:
         if content is None:
@@ -106,7 +106,7 @@ class Maps:
                 self._open.popitem(last=False)
         return block
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Closes the maps of evicted files: until then they hold disk space that the budget no longer counts."""
         with self._lock:
             while self.cache.evicted:
