@@ -126,6 +126,20 @@ def test_what_fails_half_way_gives_its_room_back(tmp_path: Path, monkeypatch: py
     assert cache.failure is None
 
 
+def test_what_fails_after_its_file_was_taken_for_abandoned_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: BinaryIO, *_: object) -> None:
+        Path(file.name).unlink()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(cache_module, "write_with_seal", fail)
+    cache = CacheFolder(tmp_path, 9 * KIB)
+    with pytest.raises(OSError, match="Input/output error"):
+        cache.write("a", content(1))
+    assert cache.failure == "Input/output error"
+
+
 def test_a_lower_budget_takes_effect_at_the_start(tmp_path: Path) -> None:
     cache = CacheFolder(tmp_path, 100 * KIB)
     for number in range(50):

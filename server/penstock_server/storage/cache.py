@@ -182,7 +182,7 @@ class CacheFolder:
     def _release(self, temporary: Path) -> None:
         with self._locked() as used:
             used.bytes -= _size(temporary)
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)  # to another process it may have looked abandoned
 
     def drop(self, name: str) -> None:
         """Removes a file, if it can be."""
