@@ -24,8 +24,8 @@ class SettingsError(Exception):
 
 
 def default_cache_dir() -> Path:
-    """The user's cache folder, after the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    """The user's cache folder, after the XDG base directory specification; ~ is the user's home, if there is one."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "penstock"
 
 
 def _said(name: str, environment: Mapping[str, str]) -> str | None:
@@ -65,7 +65,12 @@ class Settings:
             problems.append("no data folder is given: name it after the command, or set PENSTOCK_DATA_DIR")
         for name in ("data_dir", "tokenizer", "cache_dir"):
             if name in values:
-                values[name] = Path(values[name]).expanduser()
+                try:
+                    values[name] = Path(values[name]).expanduser()
+                except RuntimeError:
+                    problems.append(
+                        f"{values[name]}: there is no such home. Name another folder with --{name.replace('_', '-')}"
+                    )
         for name, (parse, wanted) in _NUMBERS.items():
             if name in given:
                 values[name] = parse(given[name])

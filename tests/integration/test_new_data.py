@@ -350,6 +350,16 @@ def test_a_link_to_a_mount_that_is_away_ends_no_job(
     assert contents(data) == expected
     (tmp_path / "away").rename(tmp_path / "mount")
     until(lambda: server.json(f"/v1/datasets/{name}")["refresh_error"] is None)
+    (tmp_path / "mount").rename(tmp_path / "away")
+    server.kill()
+    server.start()
+    problem = server.get(f"/v1/datasets/{name}/spec")  # 503: a run asks again until the mount is back
+    assert (problem.status_code, problem.json()["type"]) == (503, "urn:penstock:problem:shard-unavailable")
+    assert f"there is no dataset '{name}' now: " in problem.json()["detail"]
+    assert server.get("/v1/datasets/other/spec").status_code == 404
+    (tmp_path / "away").rename(tmp_path / "mount")
+    until(lambda: server.get(f"/v1/datasets/{name}/spec").status_code == 200)
+    assert contents(RemoteDataset(server.url, name, batch_size=4, seq_len=8)) == expected
     assert contents(data) == expected
 
 

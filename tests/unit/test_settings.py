@@ -1,5 +1,7 @@
+import pwd
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +17,17 @@ def test_a_flag_wins_over_the_environment_and_both_over_the_default() -> None:
 def test_the_address_that_kubernetes_puts_in_place_of_the_port_is_passed_over() -> None:
     """In each pod beside a service that is called penstock."""
     assert Settings.read({"data_dir": "d"}, {"PENSTOCK_PORT": "tcp://10.96.0.1:8000"}).port == 8000
+
+
+def test_who_has_no_home_names_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    with pytest.raises(
+        SettingsError, match=r"^~/\.cache/penstock: there is no such home\. Name another folder with --cache-dir$"
+    ):
+        Settings.read({"data_dir": "d"}, {})
+    assert Settings.read({"data_dir": "d", "cache_dir": "/c"}, {}).cache_dir == Path("/c")
 
 
 @pytest.mark.parametrize(

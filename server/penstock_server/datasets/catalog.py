@@ -18,7 +18,7 @@ from penstock_server.datasets.dataset import Change, Dataset
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.known import Known
-from penstock_server.problems import BadParameter, Busy, DatasetRefused
+from penstock_server.problems import BadParameter, Busy, DatasetRefused, ShardUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
@@ -57,8 +57,19 @@ class Catalog:
         return self._known.refused
 
     def __getitem__(self, name: str) -> Dataset:
-        """The dataset of that name. Raises UnknownDataset, DatasetRefused, BadParameter: see Known.find."""
-        return self._known.find(name)
+        """The dataset of that name. Raises UnknownDataset, DatasetRefused, BadParameter: see Known.find.
+
+        Raises ShardUnavailable: it is none now, but would be if a link led somewhere.
+        """
+        try:
+            return self._known.find(name)
+        except UnknownDataset:
+            folders = (self._data_dir / name, self._data_dir.joinpath(*name.split(".")))
+            if away := next(filter(None, map(_link_to_nothing, folders)), None):
+                raise ShardUnavailable(
+                    f"there is no dataset {name!r} now: {away} is a link to nothing. Bring back what it leads to, or remove it."
+                ) from None
+            raise
 
     def plan(self, name: str, spec: Spec) -> Plan:
         """The spec resolved against a dataset, or against all that its mix names, this one among them.
@@ -190,7 +201,7 @@ class Catalog:
         folder = dataset.folder
         if reason := found.refused.get(dataset.name) or found.why_unread(folder):
             dataset.fail(reason)
-        elif away := next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None):
+        elif away := _link_to_nothing(folder):
             reason = (
                 f"{away} is a link to nothing: what it leads to is away. Bring that back, or restart the server to forget it."
             )
@@ -202,6 +213,13 @@ class Catalog:
             reason = f"{folder} holds no shard any more. Put them back, or restart the server to forget it."
             dataset.fail(reason)
         return reason
+
+
+def _link_to_nothing(folder: Path) -> Path | None:
+    """What leads nowhere of a folder and those that it lies in, as a link to a mount that is away does."""
+    with suppress(OSError, ValueError):  # of a name that can be no file's
+        return next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
+    return None
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)
