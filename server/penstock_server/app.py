@@ -102,9 +102,18 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(MemoryError)
     async def out_of_memory(request: Request, error: MemoryError) -> JSONResponse:
-        lack = OutOfMemory("for this answer", error, "ask for less at a time")
-        lack.__cause__ = error
-        return await problem(request, lack)
+        return await lack(request, error, "for this answer", "ask for less at a time")
+
+    @app.exception_handler(RuntimeError)
+    async def out_of_threads(request: Request, error: RuntimeError) -> JSONResponse:
+        if "start new thread" not in str(error):
+            raise error
+        return await lack(request, error, "for another thread", "raise its limit of processes (ulimit -u, pids.max)")
+
+    async def lack(request: Request, error: Exception, what: str, advice: str) -> JSONResponse:
+        told = OutOfMemory(what, error, advice)
+        told.__cause__ = error
+        return await problem(request, told)
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:  # noqa: ARG001

@@ -94,7 +94,7 @@ class OutOfMemory(Problem):
 
     status, slug, title = 503, "out-of-memory", "There is not the memory for it"
 
-    def __init__(self, what: str, error: MemoryError, advice: str) -> None:
+    def __init__(self, what: str, error: Exception, advice: str) -> None:
         super().__init__(
             f"there is not the memory {what}: {str(error) or 'it ran out'}. Whoever asks may try again; if it stays so, give "
             f"the server more memory, or {advice}."

@@ -113,17 +113,36 @@ def test_a_snapshot_is_served_byte_for_byte_while_its_shards_are_there_and_only_
             assert sorted(held) == sorted(s for s, (shards, _) in known.items() if shards.items() <= there.items())
 
 
-def test_who_meets_a_lack_of_memory_may_ask_again(
-    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "there is not the memory for this answer: it ran out. Whoever asks may try again"),
+        (RuntimeError("can't start new thread"), "there is not the memory for another thread: can't start new thread. "),
+    ],
+)
+def test_who_meets_a_lack_of_memory_or_of_threads_may_ask_again(
+    open_all: Callable[[], Catalog],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    told: str,
 ) -> None:
     monkeypatch.setattr(app_module, "_telling_of_memory", Seldom())
-    monkeypatch.setattr(Chunk, "request", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(Chunk, "request", Mock(side_effect=error))
     with TestClient(create_app(open_all(), InFlight(1 << 30))) as client:
         answer = client.get("/v1/datasets/d/epochs/0/ranks/0/batches/0?batch_size=3&seq_len=4&shuffle=none")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     assert answer.json()["type"] == "urn:penstock:problem:out-of-memory"
-    assert answer.json()["detail"].startswith("there is not the memory for this answer: it ran out. Whoever asks may try again")
+    assert answer.json()["detail"].startswith(told)
     assert answer.json()["detail"] in caplog.text
+
+
+def test_another_fault_is_one_of_the_servers(open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chunk, "request", Mock(side_effect=RuntimeError("odd")))
+    with TestClient(create_app(open_all(), InFlight(1 << 30)), raise_server_exceptions=False) as client:
+        answer = client.get("/v1/datasets/d/epochs/0/ranks/0/batches/0?batch_size=3&seq_len=4&shuffle=none")
+    assert (answer.status_code, answer.json()["type"]) == (500, "urn:penstock:problem:internal-error")
+    assert answer.json()["detail"].startswith("RuntimeError: odd. This is a fault of the server")
 
 
 def test_of_several_blocks_that_fail_one_is_told_and_the_others_make_no_noise(
