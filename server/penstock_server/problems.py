@@ -10,7 +10,7 @@ Problem
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
-├── OutOfMemory       503  there is not the memory for it; another time there may be
+├── OutOfMemory       503  there is not the memory for it, or no thread; another time there may be
 ├── Busy              503  not now: responses in flight take all the memory that they may, or new data is looked at
 ├── IndexNotReady     503  token counts that the packing needs are still being made
 ├── IndexFailed       500  token counts cannot be made
@@ -90,7 +90,10 @@ class ShardUnavailable(Problem):
 
 
 class OutOfMemory(Problem):
-    """There is not the memory for what was asked; another time there may be."""
+    """There is not the memory for what was asked, or no more thread; another time there may be.
+
+    `error` is Python's, `what` it was for, and `advice` what to do beside giving the server more memory.
+    """
 
     status, slug, title = 503, "out-of-memory", "There is not the memory for it"
 
