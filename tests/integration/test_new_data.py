@@ -341,6 +341,8 @@ def test_a_link_to_a_mount_that_is_away_ends_no_job(
 ) -> None:
     write_numbered(tmp_path / "mount" / "wiki", 99)
     (folder.parent / name.partition(".")[0]).symlink_to(tmp_path / "mount" / "wiki" if name == "wiki" else tmp_path / "mount")
+    (folder.parent / "mixed").mkdir()
+    (folder.parent / "mixed" / "penstock.toml").write_text(f'mix = "{folder.name}:0.5,{name}:0.5"')
     server = start(*POLL)
     data = RemoteDataset(server.url, name, batch_size=4, seq_len=8, prefetch_bytes=1)
     expected = contents(data)
@@ -356,9 +358,10 @@ def test_a_link_to_a_mount_that_is_away_ends_no_job(
     problem = server.get(f"/v1/datasets/{name}/spec")  # 503: a run asks again until the mount is back
     assert (problem.status_code, problem.json()["type"]) == (503, "urn:penstock:problem:shard-unavailable")
     assert f"there is no dataset '{name}' now: " in problem.json()["detail"]
+    assert server.get("/v1/datasets/mixed/spec").json()["detail"] == problem.json()["detail"]
     assert server.get("/v1/datasets/other/spec").status_code == 404
     (tmp_path / "away").rename(tmp_path / "mount")
-    until(lambda: server.get(f"/v1/datasets/{name}/spec").status_code == 200)
+    until(lambda: server.get("/v1/datasets/mixed/spec").status_code == 200)
     assert contents(RemoteDataset(server.url, name, batch_size=4, seq_len=8)) == expected
     assert contents(data) == expected
 

@@ -59,16 +59,18 @@ class Catalog:
     def __getitem__(self, name: str) -> Dataset:
         """The dataset of that name. Raises UnknownDataset, DatasetRefused, BadParameter: see Known.find.
 
-        Raises ShardUnavailable: it is none now, but would be if a link led somewhere.
+        Raises ShardUnavailable: it is none now, but would be if a link led somewhere; so would a mixture.
         """
         try:
             return self._known.find(name)
-        except UnknownDataset:
-            folders = (self._data_dir / name, self._data_dir.joinpath(*name.split(".")))
-            if away := next(filter(None, map(_link_to_nothing, folders)), None):
-                raise ShardUnavailable(
-                    f"there is no dataset {name!r} now: {away} is a link to nothing. Bring back what it leads to, or remove it."
-                ) from None
+        except (UnknownDataset, DatasetRefused):
+            for own in self._known.missing.get(name, [name]):
+                folders = (self._data_dir / own, self._data_dir.joinpath(*own.split(".")))
+                if away := next(filter(None, map(_link_to_nothing, folders)), None):
+                    raise ShardUnavailable(
+                        f"there is no dataset {own!r} now: {away} is a link to nothing. Bring back what it leads to, or remove "
+                        f"it."
+                    ) from None
             raise
 
     def plan(self, name: str, spec: Spec) -> Plan:

@@ -19,12 +19,14 @@ class Known:
     """The datasets, opened or not, the mixtures, and names that stand for none; never changed, but followed by another.
 
     unopened  why names of folders stand for no dataset
+    missing   of names that would be mixtures the datasets that they lack
     others    of folders without shards a file that they hold instead
     """
 
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
     mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)
     unopened: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, list[str]] = field(default_factory=dict)
     others: Mapping[str, Path] = field(default_factory=dict)
 
     @property
@@ -69,6 +71,7 @@ class Known:
         # What was declared in a folder that cannot be looked into now is served on, as its datasets are.
         mixtures = {name: one for name, one in self.mixtures.items() if name not in known and found.why_unread(one.folder)}
         unopened = {name: reason for name, reason in found.refused.items() if name not in known and name not in mixtures}
+        lacking: dict[str, list[str]] = {}
         for name, folder in found.declared.items():
             if name in known:
                 continue
@@ -78,10 +81,10 @@ class Known:
                 unopened[name] = str(refusal)
                 continue
             if missing := [own for own in mixture.mix.datasets if own not in known]:
-                unopened[name] = _unmixed(folder, missing, found)
+                unopened[name], lacking[name] = _unmixed(folder, missing, found), missing
             else:
                 mixtures[name] = mixture
-        return Known(dict(sorted(known.items())), mixtures, unopened, found.others)
+        return Known(dict(sorted(known.items())), mixtures, unopened, lacking, found.others)
 
 
 def _unmixed(folder: Path, missing: list[str], found: Survey) -> str:
