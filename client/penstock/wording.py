@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """The number and what it counts: "1 row", "2,000 rows"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Names one after another; of more than `most` the first, and how many there are beside them."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def size(num_bytes: float) -> str:

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,7 +21,8 @@ from fastapi import FastAPI
 from penstock import __version__
 from penstock.commands.stdout import give_stdout_up
 from penstock.ending import ends_at
-from penstock.urls import batches_path
+from penstock.urls import DATASETS, batches_path
+from penstock.wording import counted
 from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog
@@ -37,6 +39,7 @@ log = logging.getLogger("penstock.serve")
 
 _STOP_SECONDS = 3.0  # that answers under way have, once a signal says stop
 _LATEST_SECONDS = 2.0  # after which who was cut off has seen it: a request that waits for blocks looks every second
+_GREETED = 20  # datasets
 _HERE = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "::1"}  # localhost may be 127.0.0.1 alone
 
 
@@ -169,10 +172,12 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
     host = _HERE.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]
-    for name, dataset in catalog.datasets.items():
+    for name, dataset in islice(catalog.datasets.items(), _GREETED):
         headline, recipe = summary(dataset)
         small = _small(dataset.snapshot.num_rows)
         lines += [f"  {headline}", f"    {recipe}", f"    curl '{url}{batches_path(name, 0, 0)}/0?format=json{small}'"]
+    if (more := len(catalog.datasets) - _GREETED) > 0:
+        lines.append(f"  and {counted(more, 'more dataset')}, listed at {url}{DATASETS}")
     lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]

@@ -49,6 +49,23 @@ def test_a_refused_dataset_fails_with_its_reason(server: Server) -> None:
     assert "1 of these must be mended" in shown
 
 
+def test_of_very_many_datasets_the_first_are_told_and_how_many_there_are(serve: Callable[..., Server], tmp_path: Path) -> None:
+    for number in range(1, 24):
+        write_numbered(tmp_path / f"part-{number:02}", 3, num_shards=1)
+    (tmp_path / "part-01" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    server = serve(tmp_path)
+    assert "part-21: 3 rows" in server.greeting
+    assert re.search(r"\n  and 2 more datasets, listed at .*/v1/datasets\n  part-01: NOT SERVED\n", server.greeting)
+    assert "part-22: 3 rows" not in server.greeting
+    shown = penstock("doctor", server.url, no_proxy="127.0.0.1").stdout
+    assert re.search(
+        r"part-21: 3 rows.*\n +fail +dataset +part-01 is not served:.*\n +ok +dataset +2 more are well", shown, re.DOTALL
+    )
+    assert "part-22" not in shown
+    unknown = server.get("/v1/datasets/others").json()["detail"]
+    assert unknown.endswith("part-21 and 2 more. Not served, for reasons that GET /v1/datasets gives: part-01.")
+
+
 def test_a_server_that_is_away_fails_and_an_address_that_is_none_is_refused(server: Server) -> None:
     away = penstock("doctor", "http://me:secret@127.0.0.1:9", no_proxy="127.0.0.1")
     assert (away.returncode, levels(away.stdout)["server"], away.stderr) == (1, "fail", "")

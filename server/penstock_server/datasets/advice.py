@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from penstock.spec import Spec
+from penstock.wording import listed
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import advice_on_room
 from penstock_server.datasets.held import Served
@@ -40,7 +41,7 @@ def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | No
     together = sum(int(served.index.bytes_per_block().sum()) for served in datasets)
     return (
         f"the budget of the block cache, {budget_bytes:,} bytes, is too small for even one of the larger blocks of "
-        f"{', '.join(served.name for served in tight)}, of up to about {largest:,} bytes. Such blocks are not kept, but "
+        f"{listed([served.name for served in tight])}, of up to about {largest:,} bytes. Such blocks are not kept, but "
         f"decoded and tokenized again for every batch that needs them, which is very slow. Raise --cache-bytes (all blocks "
         f"together take about {together:,} bytes), or name a folder on a larger disk with --cache-dir."
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.wording import did_you_mean
+from penstock.wording import did_you_mean, listed
 from penstock_server.datasets.dataset import Dataset
 from penstock_server.datasets.declared import DeclaredMixture, read_mixture
 from penstock_server.datasets.held import Served
@@ -62,8 +62,8 @@ class Known:
             hint = f" {other.parent} holds {other.name} and no file that ends in .parquet: make shards with penstock import."
         else:
             hint = did_you_mean(name, [*served, *refused])
-        kept_out = f" Not served, for reasons that GET /v1/datasets gives: {', '.join(refused)}." if refused else ""
-        raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served: {', '.join(served) or 'none'}.{kept_out}")
+        kept_out = f" Not served, for reasons that GET /v1/datasets gives: {listed(list(refused))}." if refused else ""
+        raise UnknownDataset(f"there is no dataset {name!r}.{hint} Served: {listed(served) or 'none'}.{kept_out}")
 
     def followed_by(self, found: Survey, datasets: Iterable[Dataset]) -> Known:
         """What is known once the folders were found so, with these datasets in them."""

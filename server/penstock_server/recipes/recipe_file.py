@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.wording import listed
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
@@ -177,7 +178,7 @@ class _Reader:
         """What is said of columns of which none can be used; `text` and `chats` are those of such a type."""
         schema = self._schema
         columns = [f"{field.name} ({field.type})" for field in schema]
-        found = ", ".join(columns[:8] + [f"and {len(columns) - 8} more"] * (len(columns) > 8)) or "none"
+        found = listed(columns, most=8) or "none"
         known = [field for field in schema if field.name in ("input_ids", *ROLES, *ANSWERS)]
         wrong = [f"{field.name} is {field.type}" for field in known if field.name not in text | chats]
         right = "texts must be strings, token ids lists of whole numbers (no list views), messages lists of role and content"
