@@ -57,7 +57,10 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
                 status = first.process.exitcode or 1
                 if status > 0:
                     return status
-                print(_killed(-status), file=sys.stderr)  # it could not do so itself
+                print(  # it could not do so itself
+                    f"penstock serve: the first process {_how_it_ended(status)}, before it could serve, so nothing is served.",
+                    file=sys.stderr,
+                )
                 return 1
             children += [_Child.start(settings, listener, seat) for seat in seats[1:]]
             while not _is_told_to_stop(stop, children):
@@ -99,10 +102,9 @@ class _Child:
         now = time.monotonic()
         delay = 0.0 if now - self.started_at > _STEADY_SECONDS else self.delay_seconds
         log.warning(
-            "server process %d ended with %s%s; another takes its place%s",
+            "server process %d %s; another takes its place%s",
             self.process.pid,
-            self.process.exitcode,
-            " (killed: by the kernel, if memory ran out)" if self.process.exitcode == -signal.SIGKILL else "",
+            _how_it_ended(self.process.exitcode or 0),
             f" in {delay:g} seconds" if delay else "",
         )
         longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else _FIRST_DELAY_SECONDS
@@ -116,11 +118,12 @@ class _Child:
             return replace(self, started_at=time.monotonic(), follows_at=None)
 
 
-def _killed(number: int) -> str:
-    return (
-        f"penstock serve: the first process was ended by signal {number} before it could serve, so nothing is served. If "
-        f"nobody sent it, look into the log of the kernel: it sends 9 where memory runs out."
-    )
+def _how_it_ended(exit_code: int) -> str:
+    """What became of a process by its exit code, which of one that was ended by a signal is that signal's, negative."""
+    if exit_code >= 0:
+        return f"ended with status {exit_code}"
+    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+    return f"was ended by {name}{', as the kernel does where memory runs out' if name == 'SIGKILL' else ''}"
 
 
 def _is_told_to_stop(stop: socket.socket, children: list[_Child]) -> bool:

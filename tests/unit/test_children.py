@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock_server.processes import _Child
+from penstock_server.processes import _Child, _how_it_ended
 
 
 def child(seat: Any, *, is_alive: bool, lived_seconds: float, delay_seconds: float = 0.5) -> _Child:
@@ -52,3 +52,17 @@ def test_where_no_process_can_be_started_it_is_tried_again_a_moment_later(monkey
     later = time.monotonic() + 0.5
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert one.followed(Mock(), Mock()).process is again.process
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "said"),
+    [
+        (0, "ended with status 0"),
+        (3, "ended with status 3"),
+        (-11, "was ended by SIGSEGV"),
+        (-9, "was ended by SIGKILL, as the kernel does where memory runs out"),
+        (-99, "was ended by signal 99"),
+    ],
+)
+def test_the_log_names_the_signal_that_ended_a_process(exit_code: int, said: str) -> None:
+    assert _how_it_ended(exit_code) == said
