@@ -56,6 +56,11 @@ class Seat:
         alive = [count for count, at in zip(self._counts, self._told_at, strict=True) if now - at < _HUNG_SECONDS]
         return num_connections <= min(alive) * (1 + _LEAD)
 
+    @property
+    def told_at(self) -> float:
+        """When this process last told the others, by the monotonic clock; minus infinity once it has left."""
+        return self._told_at[self.number]
+
     def leave(self) -> None:
         """Tells the others to wait for this process no more, until it tells them something."""
         self._told_at[self.number] = -math.inf

@@ -32,6 +32,7 @@ log = logging.getLogger("penstock.processes")
 _GRACE_SECONDS = 6.0  # for what is being sent; a process itself gives up after three
 _PR_SET_PDEATHSIG = 1
 _STEADY_SECONDS = 30.0  # a process that lived for so long is replaced at once
+_SILENT_SECONDS = 10.0  # of one that tells the others nothing, until the log says so
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 16.0
 
 # A fork would take over the threads and locks of pyarrow and tokenizers in whatever state they are.
@@ -64,7 +65,7 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
                 return 1
             children += [_Child.start(settings, listener, seat) for seat in seats[1:]]
             while not _is_told_to_stop(stop, children):
-                children = [child.followed(settings, listener) for child in children]
+                children = [child.followed(settings, listener).watched() for child in children]
             return 0
         finally:
             _end(children)
@@ -76,6 +77,7 @@ class _Child:
 
     delay_seconds  that delay
     follows_at     when the other is started, by the monotonic clock; None while this one lives, as far as is known
+    is_silent      whether the log says that it hangs
     """
 
     process: SpawnProcess
@@ -83,6 +85,7 @@ class _Child:
     started_at: float
     delay_seconds: float = _FIRST_DELAY_SECONDS
     follows_at: float | None = None
+    is_silent: bool = False
 
     @staticmethod
     def start(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None = None) -> _Child:
@@ -98,6 +101,18 @@ class _Child:
         assert died.follows_at
         return died if time.monotonic() < died.follows_at else died._replaced(settings, listener)
 
+    def watched(self) -> _Child:
+        """This one, after the log told whether it hangs: it is alive and served, but tells the others nothing any more."""
+        is_silent = not self.follows_at and self.started_at < self.seat.told_at < time.monotonic() - _SILENT_SECONDS
+        if is_silent and not self.is_silent:
+            log.warning(
+                "server process %d hangs, or was stopped: it has done nothing for %d seconds. The others take its connections; "
+                "if it stays so, kill it, and another takes its place.", self.process.pid, _SILENT_SECONDS,
+            )  # fmt: skip
+        elif self.is_silent and not is_silent:
+            log.warning("server process %d is back", self.process.pid)
+        return replace(self, is_silent=is_silent)
+
     def _died(self) -> _Child:
         now = time.monotonic()
         delay = 0.0 if now - self.started_at > _STEADY_SECONDS else self.delay_seconds
@@ -108,7 +123,7 @@ class _Child:
             f" in {delay:g} seconds" if delay else "",
         )
         longer = min(2 * self.delay_seconds, _LONGEST_DELAY_SECONDS) if delay else _FIRST_DELAY_SECONDS
-        return replace(self, delay_seconds=longer, follows_at=now + delay)
+        return replace(self, delay_seconds=longer, follows_at=now + delay, is_silent=False)
 
     def _replaced(self, settings: Settings, listener: socket.socket) -> _Child:
         try:
@@ -127,9 +142,9 @@ def _how_it_ended(exit_code: int) -> str:
 
 
 def _is_told_to_stop(stop: socket.socket, children: list[_Child]) -> bool:
-    """Waits until this process is told to stop, which is True, or one of the others dies or is to be followed by another."""
+    """Waits until this process is told to stop, which is True, or one of the others dies or is to be followed or looked at."""
     due = [child.follows_at for child in children if child.follows_at]
-    seconds = max(0.0, min(due) - time.monotonic()) if due else None
+    seconds = max(0.0, min(_SILENT_SECONDS, *(at - time.monotonic() for at in due))) if due else _SILENT_SECONDS
     return stop in wait([stop, *(child.process.sentinel for child in children if not child.follows_at)], seconds)
 
 

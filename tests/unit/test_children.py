@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from penstock_server.accepting import Seat
 from penstock_server.processes import _Child, _how_it_ended
 
 
@@ -66,3 +67,37 @@ def test_where_no_process_can_be_started_it_is_tried_again_a_moment_later(monkey
 )
 def test_the_log_names_the_signal_that_ended_a_process(exit_code: int, said: str) -> None:
     assert _how_it_ended(exit_code) == said
+
+
+def test_the_log_tells_once_that_a_process_hangs_and_that_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def at(seconds: float) -> None:
+        monkeypatch.setattr(time, "monotonic", lambda: began + seconds)
+
+    began = time.monotonic()
+    [seat] = Seat.of(1)
+    at(-100)
+    seat.tell(5)  # the process whose place it took
+    at(0)
+    one = child(seat, is_alive=True, lived_seconds=0)
+    at(60)
+    one = one.watched()  # it has not begun to serve
+    seat.tell(1)
+    at(69)
+    one = one.watched()
+    assert not caplog.text
+    for seconds in (71, 90):
+        at(seconds)
+        one = one.watched()
+    assert caplog.text.count("server process 7 hangs, or was stopped: it has done nothing for 10 seconds") == 1
+    seat.tell(1)
+    one = one.watched().watched()
+    assert caplog.text.count("server process 7 is back") == 1
+    at(200)
+    one.watched()
+    assert caplog.text.count("hangs, or was stopped") == 2
+    caplog.clear()
+    seat.leave()  # as one that is to stop
+    one.watched()
+    assert not caplog.text
