@@ -16,6 +16,7 @@ from penstock.commands.address import Address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
 from penstock.transport import Transport
 from penstock.urls import DATASETS, dataset_path
+from penstock.wording import listed
 
 RETRY_SECONDS = 2.0  # a person waits: long enough for a hiccup, not for a restart
 _GREETING_SECONDS = 5.0
@@ -72,7 +73,7 @@ def dataset_of(address: Address, transport: Transport) -> str:
     names = [one["name"] for kind in ("datasets", "mixtures") for one in known[kind]]
     example = f"{address.server}/{quote(names[0], safe='')}" if names else ""
     raise SpecError(
-        f"which dataset? {address.server} has {', '.join(names) or 'none that can be served'}."
+        f"which dataset? {address.server} has {listed(names) or 'none that can be served'}."
         + (f" Name it after the server: {example}" if names else ""),
         ("dataset",),
     )

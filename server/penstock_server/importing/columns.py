@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.wording import did_you_mean
+from penstock.wording import did_you_mean, listed
 from penstock_server.importing.source import ImportRefused, Survey
 from penstock_server.recipes.column_types import is_tokens
 
@@ -111,7 +111,7 @@ def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | 
     for path, survey in surveys:
         if columns and survey.names and not len(survey.schema):
             raise ImportRefused(
-                f"{path} has none of the columns {', '.join(columns)}; its columns are {', '.join(survey.names)}. All of its "
+                f"{path} has none of the columns {', '.join(columns)}; its columns are {listed(survey.names)}. All of its "
                 f"rows would be null: leave the file out, or choose other columns."
             )
         try:
@@ -153,7 +153,7 @@ def check_names(option: str, columns: Sequence[str], surveys: Sequence[tuple[Pat
     for name in columns:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ImportRefused(f"{option}: no file has a column {name!r}.{hint} There are: {', '.join(known)}.")
+            raise ImportRefused(f"{option}: no file has a column {name!r}.{hint} There are: {listed(known)}.")
 
 
 def _writable(type_: pa.DataType, name: str, left_out: list[str]) -> pa.DataType | None:

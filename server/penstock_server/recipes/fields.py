@@ -13,7 +13,7 @@ from string import Formatter
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.wording import perhaps
+from penstock.wording import listed, perhaps
 
 _Path = tuple[str, ...]
 
@@ -102,7 +102,7 @@ def _type(path: _Path, schema: pa.Schema) -> pa.DataType:
     if columns.count(column) > 1:
         raise FieldError(f"{columns.count(column)} columns are called {column!r}. Rename all but one")
     if column not in columns:
-        raise FieldError(f"there is no column {column!r}; there are: {', '.join(columns)}{perhaps(column, columns)}")
+        raise FieldError(f"there is no column {column!r}; there are: {listed(columns)}{perhaps(column, columns)}")
     type_ = schema.field(column).type
     for depth, name in enumerate(path[1:], 1):
         inside = ".".join(path[:depth])
@@ -110,7 +110,7 @@ def _type(path: _Path, schema: pa.Schema) -> pa.DataType:
             raise FieldError(f"column {inside!r} is {type_}, which has no fields, so no {name!r}")
         names = [type_.field(i).name for i in range(type_.num_fields)]
         if name not in names:
-            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {', '.join(names)}{perhaps(name, names)}")
+            raise FieldError(f"column {inside!r} has no field {name!r}; it has: {listed(names)}{perhaps(name, names)}")
         type_ = type_.field(name).type
     return type_
 

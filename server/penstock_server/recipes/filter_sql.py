@@ -11,7 +11,7 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.errors import ParseError, SqlglotError
 
-from penstock.wording import did_you_mean
+from penstock.wording import did_you_mean, listed
 from penstock_server.recipes import filter_functions as functions
 from penstock_server.recipes import filter_terms as terms
 from penstock_server.recipes.filter_terms import Mismatch, Term
@@ -93,7 +93,7 @@ class Meaning:
             names = [type_.field(i).name for i in range(type_.num_fields)]
             if names.count(name) != 1:
                 what = f"a field {name!r} of {owner}" if owner else f"a column {name!r}"
-                there = "There are two of them" if name in names else f"There is none; there are: {', '.join(names)}"
+                there = "There are two of them" if name in names else f"There is none; there are: {listed(names)}"
                 raise FilterError(f"the filter reads {what}. {there}.{self._hint(node, path, name, names)}")
             type_ = type_.field(name).type
         if path[0] not in self.columns:
