@@ -50,6 +50,18 @@ def before(ranges: Ranges, position: int) -> int:
     return position - sum(min(stop, position) - start for start, stop in ranges if start < position)
 
 
+def first_beyond(ranges: Ranges, known: Ranges) -> int | None:
+    """The first position that ranges leave out and the known ones do not; None if there is none."""
+    for start, stop in ranges:
+        first = start
+        for begin, end in known:
+            if begin <= first < end:
+                first = end
+        if first < stop:
+            return first
+    return None
+
+
 def kept(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
     """The runs of the first `num_positions` positions between what is skipped, half-open, none of them empty."""
     inside = [(start, stop) for start, stop in ranges if start < num_positions]

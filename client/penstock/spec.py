@@ -82,7 +82,10 @@ class Spec:
     offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = field(
         default=None,
-        metadata={"doc": "steps to leave out, such as 41000-41200,50000-50010; or samples:1000-1999, over all ranks"},
+        metadata={
+            "doc": "steps to leave out, such as 41000-41200,50000-50010, counted as if none were; "
+            "or samples:1000-1999, over all ranks"
+        },
     )
     mix: str | None = field(
         default=None,

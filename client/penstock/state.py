@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import SpecError, StateMismatch
 from penstock.mix import first_other, parse_mix
-from penstock.skip import behind, parse_skip
+from penstock.skip import behind, first_beyond, parse_skip
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.whole import plain
 
@@ -87,6 +87,12 @@ def read_state(
             f"To leave out what was left out then, pass skip={state['skip']!r}.",
             stacklevel=4,  # of load_state_dict
         )
+    if added := _added_step(state, spec):
+        warnings.warn(
+            f"skip counts steps as if none were left out: what the run of this state, which left out {state['skip']}, counted "
+            f"as step {added[0]:,} of an epoch is {added[1]:,} there, and {added[0]:,} is another.",
+            stacklevel=4,  # of load_state_dict
+        )
     if differing or not counts_like(state, spec):
         return Position(epoch=at.epoch, offset=consumed)
     return at
@@ -96,6 +102,23 @@ def counts_like(state: Mapping[str, Any], spec: Spec) -> bool:
     """Whether the steps of a state that was read are those of the spec: of as many samples, less the same ones."""
     samples_per_step = state["batch_size"] * state["world_size"]
     return bool(samples_per_step == spec.samples_per_step and state.get("skip") == spec.skip)
+
+
+def _added_step(state: Mapping[str, Any], spec: Spec) -> tuple[int, int] | None:
+    """The first step that the spec skips and the state did not, if the state's run counted it as another, and as which.
+
+    None also where a step had another size.
+    """
+    size = spec.samples_per_step
+    if not state.get("skip") or state["batch_size"] * state["world_size"] != size:
+        return None
+    skipped = parse_skip(state["skip"], size)
+    added = first_beyond(spec.skipped(), skipped)
+    if added is None:
+        return None
+    step = added // size
+    there = behind(skipped, 0, step * size) // size
+    return (step, there) if there != step else None
 
 
 def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:

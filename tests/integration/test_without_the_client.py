@@ -40,6 +40,7 @@ SPECS: list[tuple[str, dict[str, Any]]] = [
     ("numbers", {"packing": "concat", "boundaries": "documents"}),
     ("numbers", {"packing": "best_fit", "seq_len": 13}),
     ("numbers", {"mix": "numbers:2,other:1", "tail": "wrap"}),
+    ("große Zahlen", {}),
     ("pairs", {}),
     ("pairs", {"loss": "all"}),
     ("pairs", {"packing": "best_fit"}),
@@ -55,7 +56,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tmp_path_factory.mktemp("data")
     write_tokenizer(data / "tokenizer.json")
     rows = [[number] + [1] * (number % 7) for number in range(NUM_ROWS)]
-    for name in ("numbers", "other"):
+    for name in ("numbers", "other", "große Zahlen"):
         write_shards(data / name, "tokens", [rows[:30], rows[30:]], type_=pa.list_(pa.int32()), row_group_size=9)
     write_pairs(data / "pairs", [("fox" * (n % 4 + 1), " dog" * (n % 5 + 1)) for n in range(NUM_ROWS)])
     turns = [
@@ -121,6 +122,7 @@ def test_its_client_gives_what_remote_dataset_gives(server: Server, dataset: str
     assert [step for step, _ in seen] == list(range(len(batches)))
     assert [plain(batch) for _, batch in seen] == batches
     assert all(value.dtype == np.int64 for name, value in seen[0][1].items() if name.endswith(("ids", "labels", "mask")))
+    assert seen[0][1].get("cu_seqlens", np.zeros(1, np.int32)).dtype == np.int32
     later = list(client(server.url).batches(dataset, epoch=1, rank=rank, step=2, **spec))
     assert [plain(batch) for _, batch in later] == batches[2:]
 
@@ -136,10 +138,11 @@ def test_its_client_loses_nothing_on_the_way(server: Server) -> None:
 def test_its_client_waits_for_a_server_that_is_at_work() -> None:
     problems = [problem(slug, 503, "Retry-After: 2") for slug in ("index-not-ready", "busy", "shard-unavailable")]
     damaged = response(b"[2]", "200 OK", f"Content-Digest: {content_digest(b'[1]')}")
-    with answering.server(*problems, b"", response(b"Oops", "502 Bad Gateway"), damaged, response(b"[1]")) as url:
+    of_proxies = [response(b"Oops", status) for status in ("502 Bad Gateway", "429 Too Many Requests", "404 Not Found")]
+    with answering.server(*problems, b"", *of_proxies, damaged, response(b"[1]")) as url:
         patient = client(url)
         assert patient.ask("numbers/spec", json.loads, 60) == [1]
-        assert patient.waits == [2, 2, 2, 1, 1, 1]
+        assert patient.waits == [2, 2, 2, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("slug", "is_at_work"), [("index-not-ready", True), ("busy", True), ("shard-unavailable", False)])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import SpecError
-from penstock.skip import behind, kept, parse_skip, spell_skip
+from penstock.skip import Ranges, behind, first_beyond, kept, parse_skip, spell_skip
 from penstock_server.geometry.schedule import Schedule
 
 ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), min_size=1, max_size=4).map(
@@ -36,6 +36,12 @@ def test_ranges_hold_what_their_text_names_and_are_as_few_as_can_be(pairs: list[
     steps = {step for first, more in pairs for step in range(first, first + more + 1)}
     assert [p for start, stop in skipped for p in range(start, stop)] == [p for p in range(200) if p // per_step in steps]
     assert all(one[1] < two[0] for one, two in pairwise(skipped))
+
+
+@given(ranges, ranges)
+def test_the_first_beyond_what_is_known_is_the_least_of_the_others(some: Ranges, known: Ranges) -> None:
+    positions, others = ({at for start, stop in each for at in range(start, stop)} for each in (some, known))
+    assert first_beyond(some, known) == min(positions - others, default=None)
 
 
 @given(schedules)

@@ -206,6 +206,19 @@ def test_of_steps_that_are_other_samples_now_it_is_told_what_they_were() -> None
         read(state, "a", replace(here, skip=skip))  # nothing to tell
 
 
+def test_of_a_range_that_is_added_it_is_told_where_the_run_counted_its_first_step() -> None:
+    then = Spec(batch_size=4, world_size=2, skip="2-4")
+    state = write_state("a", then, Position(step=15))
+    with pytest.warns(
+        UserWarning, match=r"which left out 2-4, counted as step 20 of an epoch is 23 there, and 20 is another\.$"
+    ):
+        read(state, "a", replace(then, skip="2-4,20-21"))
+    for spec in (replace(then, skip="0-1,2-4"), replace(then, skip="3"), replace(then, skip=None), replace(then, skip="2-4")):
+        read(state, "a", spec)  # nothing to tell
+    read(state, "a", replace(then, batch_size=2, world_size=4, skip="2-4"))
+    read(state, "a", replace(then, batch_size=2, skip="20"))  # in steps of another size
+
+
 def test_of_a_mixture_the_datasets_are_told_whose_data_changed() -> None:
     then = Spec(mix="a:3,b:1,c:1", mix_stop="first", snapshot="one+two+three")
     with pytest.raises(StateMismatch, match=r"'one\+two\+three' then, 'one\+new\+three' now \(another of b\)"):
