@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.parquet import encryption
 from tokenizers import Tokenizer, models
 
 from corpora import REAL_DATA, needs_real_data, write_numbered, write_pairs, write_shards, write_text, write_tokenizer
@@ -242,6 +244,68 @@ def test_truncated_and_foreign_files_are_named_one_by_one(data: Path, broken_fir
     for line, text in zip(lines, expected, strict=True):
         assert text in line
         assert "Write it again, or move it out of the folder" in line
+
+
+def with_footer(whole: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    length = int.from_bytes(whole[-8:-4], "little")
+    footer = edit(whole[-8 - length : -8])
+    return whole[: -8 - length] + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+def of_another_type(footer: bytes) -> bytes:
+    """That of int32 lists, as Thrift writes it, with int64 for the type of the column's statistics."""
+    assert footer.count(b"\x15\x02\x19") == 1
+    return footer.replace(b"\x15\x02\x19", b"\x15\x04\x19")
+
+
+def with_a_short_histogram(footer: bytes) -> bytes:
+    """That of lists with three of the four counts of their levels."""
+    assert footer.count(b"\x19\x46") == 1
+    at = footer.index(b"\x19\x46")
+    return footer[:at] + b"\x19\x36" + footer[at + 3 :]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [(of_another_type, "the types of its columns contradict each other"), (with_a_short_histogram, "size: 3, expected: 4")],
+)
+def test_a_footer_is_refused_at_whose_columns_pyarrow_would_end_the_process(
+    data: Path, edit: Callable[[bytes], bytes], reason: str
+) -> None:
+    write_shards(data, "tokens", [[[1, 2, 3], [4], [5]]], type_=pa.list_(pa.int32()), row_group_size=3)
+    path = data / "part-000.parquet"
+    path.write_bytes(with_footer(path.read_bytes(), edit))
+    with pytest.raises(DatasetRefused, match=f"part-000.parquet has a damaged footer: .*{reason}. Write it again"):
+        snapshot_of(data)
+
+
+class Keys(encryption.KmsClient):  # type: ignore[misc]
+    def wrap_key(self, key: bytes, _: str) -> bytes:
+        return b64encode(key)
+
+
+@pytest.mark.parametrize("of_footer", [True, False])
+def test_an_encrypted_shard_is_refused(data: Path, of_footer: bool) -> None:
+    table = pa.table({"text": ["a", "b"], "other": [1, 2]})
+    config = encryption.EncryptionConfiguration("footer", column_keys={"key": ["other"]}, plaintext_footer=not of_footer)
+    made = encryption.CryptoFactory(lambda _: Keys()).file_encryption_properties(encryption.KmsConnectionConfig(), config)
+    data.mkdir()
+    with pq.ParquetWriter(data / "a.parquet", table.schema, encryption_properties=made) as writer:
+        writer.write_table(table)
+    with pytest.raises(DatasetRefused, match="a.parquet is encrypted, which is not supported"):
+        snapshot_of(data)
+
+
+def test_a_type_that_is_not_supported_is_no_damage(data: Path) -> None:
+    """Numbers of 128 bits, as Polars writes them."""
+    data.mkdir()
+    path = data / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"], "n": [1]}), path)
+    told = pq.read_metadata(path).metadata[b"ARROW:schema"]
+    other = b64encode(b64decode(told).replace((64).to_bytes(4, "little"), (128).to_bytes(4, "little")))
+    path.write_bytes(with_footer(path.read_bytes(), lambda footer: footer.replace(told, other)))
+    with pytest.raises(DatasetRefused, match="a.parquet has a column of a type that is not supported: .* Write it as another"):
+        snapshot_of(data)
 
 
 def test_a_file_that_may_not_be_read_need_not_be_written_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EINVAL
 from hashlib import blake2b
+from io import RawIOBase
 from pathlib import Path
 from stat import S_ISREG
 from typing import BinaryIO, NamedTuple
@@ -158,12 +159,67 @@ def _footer(path: Path, file: BinaryIO) -> tuple[pq.FileMetaData, pa.Schema]:
         # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
         # that would be as many footers.
         opened = pq.ParquetFile(file, arrow_extensions_enabled=False)
-        return opened.metadata, opened.schema_arrow
+        footer, schema = opened.metadata, opened.schema_arrow
+        _check_chunks(footer, file.seek(0, os.SEEK_END))
     except MemoryError:
         raise
+    except pa.ArrowNotImplementedError as error:
+        raise DatasetRefused(
+            f"{path} has a column of a type that is not supported: {_reason(error)}. Write it as another type, or without it."
+        ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")  # some span lines
-        raise _refused(path, f"has a damaged footer: {reason}") from error
+        what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {_reason(error)}"
+        raise _refused(path, what) from error
+    return footer, schema
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")  # some span lines
+
+
+def _check_chunks(footer: pq.FileMetaData, size: int) -> None:
+    """Raises OSError: to look at what the footer says of a column would end the process, since pyarrow does not catch that.
+
+    Before it reads rows pyarrow looks at all columns, and catches what it meets; here it comes to no row.
+    """
+    opened = pq.ParquetFile(_Unread(size), metadata=footer, pre_buffer=True)
+    try:
+        next(opened.iter_batches(1, row_groups=range(footer.num_row_groups), use_threads=False), None)
+    except _NoRows as error:
+        error.__traceback__ = None  # which `opened` is in, and would be held by: again as many footers
+    except pa.ArrowException:
+        pass
+    schema = pq.ParquetSchema(footer)  # not footer.schema, see above
+    types = [schema.column(c).physical_type for c in range(footer.num_columns)]
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        if [group.column(c).physical_type for c in range(group.num_columns)] != types:  # of its statistics
+            raise OSError("the types of its columns contradict each other")
+
+
+class _NoRows(Exception):
+    """Rows are not to be read."""
+
+
+class _Unread(RawIOBase):
+    """A file of which nothing but its size is known."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, _whence: int = os.SEEK_SET) -> int:
+        return offset
+
+    def tell(self) -> int:
+        return self._size
+
+    def read(self, _size: int = -1) -> bytes:
+        raise _NoRows
 
 
 def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
