@@ -265,11 +265,19 @@ def with_a_short_histogram(footer: bytes) -> bytes:
     return footer[:at] + b"\x19\x36" + footer[at + 3 :]
 
 
+def with_no_text_for_a_name(footer: bytes) -> bytes:
+    return footer.replace(b"tokens", b"tok\xffns")
+
+
 @pytest.mark.parametrize(
     ("edit", "reason"),
-    [(of_another_type, "the types of its columns contradict each other"), (with_a_short_histogram, "size: 3, expected: 4")],
+    [
+        (of_another_type, "the types of its columns contradict each other"),
+        (with_a_short_histogram, "size: 3, expected: 4"),
+        (with_no_text_for_a_name, "'utf-8' codec can't decode byte 0xff in position 3: invalid start byte"),
+    ],
 )
-def test_a_footer_is_refused_at_whose_columns_pyarrow_would_end_the_process(
+def test_a_footer_in_which_a_bit_flipped_is_refused_and_never_a_crash(
     data: Path, edit: Callable[[bytes], bytes], reason: str
 ) -> None:
     write_shards(data, "tokens", [[[1, 2, 3], [4], [5]]], type_=pa.list_(pa.int32()), row_group_size=3)

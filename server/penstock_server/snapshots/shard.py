@@ -76,27 +76,28 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     """
     with _opened(path) as file:
         date = Date.of(os.fstat(file.fileno()))
-        metadata, schema = _footer(path, file)
-        _check_columns(path, schema, recipe)
+        footer = _read_footer(path, file)
+        _check_columns(path, footer.schema, recipe)
         digest = _file_digest(file, date.size_bytes)
         if Date.of(path.stat()) != date:  # by now it may be half of one file and half of another
             raise being_written(path)
-    groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+    groups = [footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups)]
+    read = _chunks_read(footer, recipe)
     return Shard(
         path=path,
         date=date,
         digest=digest,
         rows_per_group=numbers(g.num_rows for g in groups),
-        bytes_per_group=numbers(_bytes(g, recipe) for g in groups),
-        null_rows=numbers(_null_rows(g, recipe) for g in groups),
-        token_range=_token_range(groups, schema, recipe),
+        bytes_per_group=numbers(sum(g.column(c).total_uncompressed_size for c in read) for g in groups),
+        null_rows=numbers(_null_rows(footer, g, recipe) for g in groups),
+        token_range=_token_range(footer, groups, recipe),
     )
 
 
 def read_schema(path: Path) -> pa.Schema:
     """The columns of a Parquet file. Raises DatasetRefused: it is truncated, damaged or no Parquet."""
     with _opened(path) as file:
-        return _footer(path, file)[1]
+        return _read_footer(path, file).schema
 
 
 def being_written(what: Path | str) -> DatasetRefused:
@@ -153,14 +154,24 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise _refused(path, what) from error
 
 
-def _footer(path: Path, file: BinaryIO) -> tuple[pq.FileMetaData, pa.Schema]:
+class _Footer(NamedTuple):
+    """A footer, the columns that it tells of, and the path of each column chunk that a row group has, in their order."""
+
+    metadata: pq.FileMetaData
+    schema: pa.Schema
+    paths: list[str]
+
+
+def _read_footer(path: Path, file: BinaryIO) -> _Footer:
     _check_footer(path, file)
     try:
         # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
         # that would be as many footers.
         opened = pq.ParquetFile(file, arrow_extensions_enabled=False)
-        footer, schema = opened.metadata, opened.schema_arrow
-        _check_chunks(footer, file.seek(0, os.SEEK_END))
+        columns = pq.ParquetSchema(opened.metadata)
+        paths = [columns.column(c).path for c in range(opened.metadata.num_columns)]
+        _check_chunks(opened.metadata, columns, file.seek(0, os.SEEK_END))
+        return _Footer(opened.metadata, opened.schema_arrow, paths)
     except MemoryError:
         raise
     except pa.ArrowNotImplementedError as error:
@@ -170,14 +181,13 @@ def _footer(path: Path, file: BinaryIO) -> tuple[pq.FileMetaData, pa.Schema]:
     except (pa.ArrowException, OSError, ValueError) as error:
         what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {_reason(error)}"
         raise _refused(path, what) from error
-    return footer, schema
 
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")  # some span lines
 
 
-def _check_chunks(footer: pq.FileMetaData, size: int) -> None:
+def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:
     """Raises OSError: to look at what the footer says of a column would end the process, since pyarrow does not catch that.
 
     Before it reads rows pyarrow looks at all columns, and catches what it meets; here it comes to no row.
@@ -189,8 +199,7 @@ def _check_chunks(footer: pq.FileMetaData, size: int) -> None:
         error.__traceback__ = None  # which `opened` is in, and would be held by: again as many footers
     except pa.ArrowException:
         pass
-    schema = pq.ParquetSchema(footer)  # not footer.schema, see above
-    types = [schema.column(c).physical_type for c in range(footer.num_columns)]
+    types = [columns.column(c).physical_type for c in range(footer.num_columns)]
     for group in map(footer.row_group, range(footer.num_row_groups)):
         if [group.column(c).physical_type for c in range(group.num_columns)] != types:  # of its statistics
             raise OSError("the types of its columns contradict each other")
@@ -268,31 +277,31 @@ def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
     return digest.hexdigest()
 
 
-def _bytes(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
-    columns, read = [group.column(c) for c in range(group.num_columns)], recipe.read_columns
+def _chunks_read(footer: _Footer, recipe: Recipe) -> list[int]:
+    """Which column chunks of a row group are of columns that the recipe reads."""
+    read = recipe.read_columns
     # A column's own name may hold a dot.
-    names = [(c, {c.path_in_schema, c.path_in_schema.split(".")[0]}) for c in columns]
-    return sum(c.total_uncompressed_size for c, name in names if read is None or not name.isdisjoint(read))
+    return [c for c, path in enumerate(footer.paths) if read is None or path in read or path.split(".")[0] in read]
 
 
-def _null_rows(group: pq.RowGroupMetaData, recipe: Recipe) -> int:
+def _null_rows(footer: _Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:
     """Rows of a group that the footer knows to be null and to be served."""
     # In nested columns a null may as well be an empty list, and what a filter leaves out may be null.
     if recipe.transform or recipe.filter or recipe.kind == "tokens":
         return 0
-    columns = [group.column(c) for c in range(group.num_columns)]
-    found = [c.statistics for c in columns if c.path_in_schema in recipe.token_columns and c.physical_type == "BYTE_ARRAY"]
+    columns = [group.column(c) for c, path in enumerate(footer.paths) if path in recipe.token_columns]
+    found = [column.statistics for column in columns if column.physical_type == "BYTE_ARRAY"]
     return max((s.null_count for s in found if s and s.has_null_count), default=0)
 
 
-def _token_range(groups: list[pq.RowGroupMetaData], schema: pa.Schema, recipe: Recipe) -> tuple[int, int] | None:
+def _token_range(footer: _Footer, groups: list[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
     """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
     if recipe.kind != "tokens" or recipe.transform:
         return None
     name = recipe.fields[0][1].text
     if name not in recipe.token_columns:
         return None  # inside a struct
-    leaf = _leaf(groups[0], schema, name) if groups else 0  # in all of them the same
+    leaf = _leaf(footer, name)
     chunks = [group.column(leaf) for group in groups]
     found = [c.statistics for c in chunks if c.num_values]
     unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
@@ -302,12 +311,12 @@ def _token_range(groups: list[pq.RowGroupMetaData], schema: pa.Schema, recipe: R
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 
-def _leaf(group: pq.RowGroupMetaData, schema: pa.Schema, name: str) -> int:
+def _leaf(footer: _Footer, name: str) -> int:
     """Which column chunk holds the values of a column of lists."""
     # A column called "tokens.n" is no part of the lists in "tokens". Leaves stand in the order of the columns.
     # Lists as protobuf writes them are a leaf of the very name.
-    leaves = [c for c in range(group.num_columns) if f"{group.column(c).path_in_schema}.".startswith(f"{name}.")]
-    before = [field for field in list(schema)[: schema.names.index(name)] if field.name.startswith(f"{name}.")]
+    leaves = [c for c, path in enumerate(footer.paths) if f"{path}.".startswith(f"{name}.")]
+    before = [field for field in list(footer.schema)[: footer.schema.names.index(name)] if field.name.startswith(f"{name}.")]
     return leaves[sum(_num_leaves(field.type) for field in before)]
 
 
