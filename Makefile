@@ -56,12 +56,11 @@ memory-test: install  ## serve 10 GB from a container of 512 MB, every block of 
 BENCH_VENVS := benchmarks/.venv benchmarks/.venv-mosaicml
 define install_peers
 $(PYTHON) -m venv $(@D)
-$(@D)/bin/pip install --quiet --requirement $< || { \
+if $(@D)/bin/pip install --quiet --requirement $<; then touch $@; else \
 	sed 's/\[[^]]*\]//' $< >$(@D)/constraints.txt; \
 	grep -v '^#' $< | while read -r peer; do \
 		$(@D)/bin/pip install --quiet --constraint $(@D)/constraints.txt "$$peer" || true; \
-	done; }
-@touch $@
+	done; fi
 endef
 
 benchmarks/.venv/.installed: benchmarks/requirements.txt

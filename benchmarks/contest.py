@@ -94,7 +94,7 @@ class Contest:
         if not peer.serve:
             yield []
             return
-        with serving(self._command(loader, peer, "serve")) as server:
+        with serving(self._command(loader, peer, "serve"), environment=_environment(self.corpus.folder)) as server:
             yield ["--address", server.address, "--server-pid", str(server.pid)]
 
     def _ask(self, loader: Loader, peer: Peer, verb: str, *flags: str, timeout_seconds: float) -> dict[str, Any]:
@@ -119,7 +119,9 @@ def _python(environment: str) -> Path:
 
 def _environment(work: Path) -> Mapping[str, str]:
     """Libraries neither ask anything of the internet nor write to the user's home."""
+    (home := work / "home").mkdir(exist_ok=True)
     return {
+        "HOME": str(home),
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(work / "hf-home"),
         "LITDATA_DISABLE_VERSION_CHECK": "1",

@@ -43,9 +43,14 @@ class Corpus:
         return cls(folder, (folder / "tokens.bin").stat().st_size // (2 * SEQ_LEN))
 
     @property
+    def tokens_file(self) -> Path:
+        """Where all of it lies."""
+        return self.folder / "tokens.bin"
+
+    @property
     def tokens(self) -> Tokens:
         """All of it, mapped: shape [num_sequences, SEQ_LEN]."""
-        return np.memmap(self.folder / "tokens.bin", np.uint16, "r", shape=(self.num_sequences, SEQ_LEN))
+        return np.memmap(self.tokens_file, np.uint16, "r", shape=(self.num_sequences, SEQ_LEN))
 
     @property
     def parquet(self) -> Path:
@@ -63,10 +68,10 @@ def numbers_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return numbers
 
 
-def warm(folder: Path) -> None:
-    """Reads every file below a folder, so that it lies in the page cache."""
+def warm(file_or_folder: Path) -> None:
+    """Reads a file, or every file below a folder, so that it lies in the page cache."""
     buffer = bytearray(8 << 20)
-    for path in sorted(folder.rglob("*")):
+    for path in [file_or_folder, *sorted(file_or_folder.rglob("*"))]:
         if path.is_file():
             with path.open("rb", buffering=0) as file:
                 while file.readinto(buffer):

@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import corpus as corpora
-from check import check
+from check import check, check_batch
 from peers import Peer, Setup, load
 from processes import adopt_orphans, cpu_seconds, end_below
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_KEPT_SECONDS = 0.25  # between the batches that are checked once the time is taken
 
 
 def main() -> None:
@@ -59,8 +61,11 @@ def main() -> None:
         elif asked.verb == "check":
             result = asdict(check(peer.batches(setup), corpus, asked.sequences))
         else:
-            corpora.warm(folder if any(folder.iterdir()) else asked.corpus / "parquet")
-            result = timed(peer.batches(setup), asked.seconds, asked.warm_up, asked.server_pid)
+            for path in [folder] if any(folder.iterdir()) else [corpus.parquet, corpus.tokens_file]:
+                corpora.warm(path)
+            result, kept = timed(peer.batches(setup), asked.seconds, asked.warm_up, asked.server_pid)
+            for batch in kept:
+                check_batch(batch, corpus)
         print("\n" + json.dumps(result), flush=True)
         status = 0
     except Exception:
@@ -71,8 +76,10 @@ def main() -> None:
     os._exit(status)
 
 
-def timed(batches: Iterator[Tensor], seconds: float, warm_up_seconds: float, server_pid: int) -> dict[str, Any]:
-    """Consumes batches for a while, touching nothing but their shape, and tells what it took.
+def timed(
+    batches: Iterator[Tensor], seconds: float, warm_up_seconds: float, server_pid: int
+) -> tuple[dict[str, Any], list[Tensor]]:
+    """Consumes batches for a while, touching nothing but their shape; what it took, and a batch now and then, to be checked.
 
     CPU time is of this process and of all below it, that of the server apart; what it took before is left out.
     """
@@ -84,19 +91,23 @@ def timed(batches: Iterator[Tensor], seconds: float, warm_up_seconds: float, ser
         next(batches)
     cpu, server, start = cpu_seconds(os.getpid()), _server_seconds(server_pid), time.perf_counter()
     tokens, end = 0, start + seconds
+    kept: list[Tensor] = []
     for batch in batches:
         lines, width = batch.shape
         tokens += lines * width
-        if time.perf_counter() >= end:
+        if (now := time.perf_counter()) >= start + _KEPT_SECONDS * len(kept):
+            kept.append(batch)
+        if now >= end:
             break
     took = time.perf_counter() - start
-    return {
+    result = {
         "tokens": tokens,
         "seconds": took,
         "trainer_cpu_seconds": cpu_seconds(os.getpid()) - cpu,
         "server_cpu_seconds": _server_seconds(server_pid) - server if server_pid else None,
         "first_batch_seconds": first,
     }
+    return result, kept
 
 
 def _server_seconds(pid: int) -> float:

@@ -24,18 +24,6 @@ def describe() -> list[str]:
     return said
 
 
-def have_at_hand(nbytes: int, folder: Path) -> None:
-    """Has so much free memory given to this machine, if it is a virtual one, by a file that is written and removed.
-
-    Hosts take back what lies free for some seconds. To write to a page that has to come from there takes ten times as long.
-    """
-    path, zeros = folder / "at-hand", bytes(1 << 20)
-    with path.open("wb", buffering=0) as file:
-        for _ in range(nbytes >> 20):
-            file.write(zeros)
-    path.unlink()
-
-
 def _processor() -> str:
     with suppress(OSError):
         found = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

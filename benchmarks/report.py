@@ -14,7 +14,16 @@ from plot import draw
 from ratios import Ratio
 from results import Figure, Loader, Results
 
-_LOADER_HEAD = ("loader", "tokens/s", "low to high", "trainer CPU, ms per M tokens", "server CPU", "spread", "shuffle")
+_LOADER_HEAD = (
+    "loader",
+    "tokens/s",
+    "low to high",
+    "trainer CPU, ms per M tokens",
+    "server CPU",
+    "first batch",
+    "spread",
+    "shuffle",
+)
 _REASON_WIDTH = 60  # in the table; all of it stands below
 _RATIO_HEAD = ("what", "ours", "against", "theirs", "ratio")
 
@@ -39,9 +48,10 @@ def page(results: Results, picture: str) -> str:
         *_markdown([_LOADER_HEAD, *map(_loader_row, results.by_speed())]),
         "",
         " ".join(results.settings),
-        "Figures are medians. CPU is that of the trainer's process and of its loader workers; a server's stands apart. In "
-        "brackets is the number of loader workers that gave the better figure, where several were tried. Spread is the mean "
-        "distance in the corpus between neighbours in the epoch, 1 in a uniform shuffle.",
+        "Figures are medians. CPU is that of the trainer's process and of its loader workers; a server's stands apart. First "
+        "batch is how long it takes to make the loader and get one, all servers running. In brackets is the number of loader "
+        "workers that gave the better figure, where several were tried. Spread is the mean distance in the corpus between "
+        "neighbours in the epoch, 1 in a uniform shuffle.",
         "",
         f"![tokens a second, and CPU of the trainer]({picture})",
         "",
@@ -59,16 +69,17 @@ def page(results: Results, picture: str) -> str:
 
 
 def _loader_row(loader: Loader) -> tuple[str, ...]:
-    rate, trainer, server = loader.tokens_per_second, loader.trainer_cpu, loader.server_cpu
+    rate, trainer, server, first = loader.tokens_per_second, loader.trainer_cpu, loader.server_cpu, loader.first_batch
     if not rate or not trainer:
         reason = loader.failures[0] if loader.failures else "not measured"
-        return (loader.name, f"failed: {shorten(reason, _REASON_WIDTH)}", "", "", "", "", loader.shuffle)
+        return (loader.name, f"failed: {shorten(reason, _REASON_WIDTH)}", *[""] * (len(_LOADER_HEAD) - 3), loader.shuffle)
     return (
         loader.name,
         f"{_millions(rate.median)}{_workers(loader, rate)}",
         f"{_millions(rate.low)} to {_millions(rate.high)}",
         f"{trainer.median * 1e9:.2f}{_workers(loader, trainer)}",
         f"{server.median * 1e9:.2f}" if server else "",
+        _quantity(first.median, "s") if first else "",
         f"{loader.spread:.2f}" if loader.spread is not None else "",
         loader.shuffle,
     )
@@ -91,20 +102,27 @@ def _not_first(results: Results) -> list[str]:
         return []
     paragraphs = [text for loader in results.by_speed() if (text := _ahead(loader, ours))]
     if not paragraphs:
-        return ["", "Penstock gives the most tokens a second, and takes the least CPU of the trainer."]
+        return ["", "Of the loaders measured here Penstock gives the most tokens a second, and takes the least CPU."]
     return ["", "## Where Penstock is not first", "", "\n\n".join(paragraphs)]
 
 
 def _ahead(loader: Loader, ours: Loader) -> str:
-    rate, cpu, our_rate, our_cpu = loader.tokens_per_second, loader.trainer_cpu, ours.tokens_per_second, ours.trainer_cpu
-    if not loader.ahead or not (rate and cpu and our_rate and our_cpu):
+    if not (loader.ahead and loader.samples):
         return ""
     said = []
-    if rate.median > our_rate.median:
-        said.append(f"gives {rate.median / our_rate.median:.1f} times the tokens a second")
-    if cpu.median < our_cpu.median:
-        said.append(f"takes {cpu.median / our_cpu.median:.2f} of the trainer's CPU")
-    return f"**{loader.name}** {' and '.join(said)}: {loader.ahead}" if said else ""
+    if (rate := _relation(loader.tokens_per_second, ours.tokens_per_second)) > 1:
+        said.append(f"gives {rate:.1f} times the tokens a second")
+    if (trainer := _relation(loader.trainer_cpu, ours.trainer_cpu)) < 1:
+        said.append(f"takes {trainer:.2f} of the trainer's CPU")
+    if (all_cpu := _relation(loader.cpu, ours.cpu)) < 1:
+        said.append(f"takes {all_cpu:.2f} of the CPU of trainer and server together")
+    return f"**{loader.name}** {', '.join(said)}: {loader.ahead}" if said else ""
+
+
+def _relation(theirs: Figure | None, ours: Figure | None) -> float:
+    assert theirs
+    assert ours
+    return theirs.median / ours.median
 
 
 def _failures(results: Results) -> list[str]:

@@ -34,6 +34,10 @@ class Figure:
     num_workers: int
 
 
+def _median(figure: Figure) -> float:
+    return figure.median
+
+
 @dataclass(kw_only=True, slots=True)
 class Loader:
     """One loader: how it was set up, how its order lies, what it took, and what went wrong."""
@@ -55,17 +59,27 @@ class Loader:
     @property
     def tokens_per_second(self) -> Figure | None:
         """With the number of workers that gives the most."""
-        return max(self._figures(lambda sample: sample.tokens_per_second), key=lambda f: f.median, default=None)
+        return max(self._figures(lambda sample: sample.tokens_per_second), key=_median, default=None)
 
     @property
     def trainer_cpu(self) -> Figure | None:
         """Seconds per token, with the number of workers that takes the least."""
-        return min(self._figures(lambda sample: sample.trainer_cpu), key=lambda f: f.median, default=None)
+        return min(self._figures(lambda sample: sample.trainer_cpu), key=_median, default=None)
 
     @property
     def server_cpu(self) -> Figure | None:
         """Seconds per token, of those that have a server."""
-        return min(self._figures(lambda sample: sample.server_cpu), key=lambda f: f.median, default=None)
+        return min(self._figures(lambda sample: sample.server_cpu), key=_median, default=None)
+
+    @property
+    def cpu(self) -> Figure | None:
+        """Seconds per token of trainer and server together, with the number of workers that takes the least."""
+        return min(self._figures(lambda sample: sample.trainer_cpu + (sample.server_cpu or 0)), key=_median, default=None)
+
+    @property
+    def first_batch(self) -> Figure | None:
+        """Seconds until the first batch, with the number of workers that takes the least."""
+        return min(self._figures(lambda sample: sample.first_batch_seconds), key=_median, default=None)
 
     def _figures(self, value: Callable[[Sample], float | None]) -> Iterator[Figure]:
         for num_workers in sorted({sample.num_workers for sample in self.samples}):

@@ -2,7 +2,8 @@
 
     python benchmarks/run.py [--quick] [--peers NAME,NAME] [--no-ratios] [--sequences N] [--rounds N] [--seconds S]
 
-A full run on the usual corpus writes RESULTS.md, results.json and results.png beside this file; any other, below work/.
+A full run, of all loaders and ratios on the usual corpus, writes RESULTS.md, results.json and results.png beside this file; any
+other writes them to work/.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -37,7 +39,7 @@ def main() -> None:
     work.mkdir(exist_ok=True)
     scale = (ratios.quick if asked.quick else ratios.full)(work, asked.minutes)
     num_sequences = asked.sequences or scale.num_sequences
-    names = tuple(asked.peers.split(",")) if asked.peers else peers.QUICK if asked.quick else peers.NAMES
+    names = asked.peers or (peers.QUICK if asked.quick else peers.NAMES)
     rounds, seconds, warm_up = asked.rounds or (1 if asked.quick else 3), asked.seconds or (2 if asked.quick else 10), 2.0
     results = Results(
         date=datetime.now(UTC).date().isoformat(),
@@ -48,7 +50,10 @@ def main() -> None:
             f"one trainer; a loop touches nothing but each batch's shape. {rounds} rounds in turn, {seconds:g} seconds each."
         ],
     )
-    corpus = Corpus(work / f"corpus-{num_sequences}", num_sequences)
+    try:
+        corpus = Corpus(work / f"corpus-{num_sequences}", num_sequences)
+    except ValueError as error:
+        sys.exit(f"--sequences: {error}")
     _tell("writing the corpus")
     write_corpus(corpus)
     contest = Contest(corpus=corpus, names=names, num_rounds=rounds, seconds=seconds, warm_up_seconds=warm_up, tell=_tell)
@@ -58,8 +63,8 @@ def main() -> None:
             _add_ratio(results, name, work, asked)
         _add_planning(results, work, _PLANNED_BLOCKS // 10 if asked.quick else _PLANNED_BLOCKS)
     print(report.terminal(results))
-    is_usual = not (asked.quick or asked.peers or asked.no_ratios or asked.sequences or asked.rounds or asked.seconds)
-    out = _HERE if is_usual else work
+    is_full = not (asked.quick or asked.peers or asked.no_ratios or asked.sequences)
+    out = _HERE if is_full else work
     report.write(results, out / "results.json", out / "RESULTS.md")
     print(f"\nwritten: {out / 'RESULTS.md'}, results.json and results.png beside it")
 
@@ -67,13 +72,23 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small corpus, one round, few peers, nothing installed for it")
-    parser.add_argument("--peers", help=f"only these, of {', '.join(peers.NAMES)}")
+    parser.add_argument("--peers", type=_names, metavar="NAME,NAME", help=f"only these, of {', '.join(peers.NAMES)}")
     parser.add_argument("--no-ratios", action="store_true", help="the loaders only")
     parser.add_argument("--sequences", type=int, help="of the corpus that the loaders read")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float, help="for each loader in each round")
     parser.add_argument("--minutes", type=float, help="that many ranks ask at once")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if any(value is not None and value <= 0 for value in (asked.rounds, asked.seconds, asked.minutes)):
+        parser.error("--rounds, --seconds and --minutes have to be above 0")
+    return asked
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in peers.NAMES]:
+        raise argparse.ArgumentTypeError(f"not known: {', '.join(unknown)}; known are {', '.join(peers.NAMES)}")
+    return names
 
 
 def _add_ratio(results: Results, name: str, work: Path, asked: argparse.Namespace) -> None:
@@ -100,8 +115,15 @@ def _tell(what: str) -> None:
     print(f"[{time.perf_counter() - _BEGAN:5.0f} s] {what}", file=sys.stderr, flush=True)
 
 
+def _end(number: int, _: object) -> None:
+    """Ends as an error does, so that what was started is ended, too."""
+    sys.exit(f"ended by {signal.Signals(number).name}")
+
+
 _BEGAN = time.perf_counter()
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
     main()

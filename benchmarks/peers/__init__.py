@@ -33,7 +33,7 @@ NAMES = (
     "webdataset_tar",
     "mosaicml_mds",
 )
-QUICK = (OURS, "numpy_samples", "parquet_generator")  # those that need nothing but the product's environment
+QUICK = (OURS, "numpy_memmap", "numpy_samples", "parquet_generator")  # those that need nothing but the product's environment
 
 SHUFFLE_BUFFER = 10_000  # sequences, where a peer shuffles in a buffer and its documentation names no other size
 SEED = 7

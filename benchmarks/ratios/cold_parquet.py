@@ -11,41 +11,31 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 import data
-import machine
 from corpus import BATCH_SIZE, SEQ_LEN, warm
 from penstock import RemoteDataset
 from ratios import Ratio, Scale, in_turn, seconds
 from servers import penstock
-
-_AT_HAND = "begun when as much memory as it takes had just been freed: the host of a virtual machine takes back what lies free"
-_MEMORY_BYTES_A_TOKEN = 4  # two in the page cache, for the cached blocks, and what server and trainer take
 
 
 def measure(scale: Scale) -> list[Ratio]:
     folder = data.corpus(scale).parquet
     warm(folder)
     tokens = scale.num_sequences * SEQ_LEN
-    epoch = partial(_epoch, folder, scale.work / "cold-cache")
-    theirs, *ours = in_turn(
-        scale.num_repeats, partial(_decode, folder), partial(epoch, 0), partial(epoch, _MEMORY_BYTES_A_TOKEN * tokens)
-    )
+    theirs, ours = in_turn(scale.num_repeats, partial(_decode, folder), partial(_epoch, folder, scale.work / "cold-cache"))
     return [
         Ratio(
-            what=f"first epoch from zstd Parquet, window shuffle, cache empty{memory}",
+            what="first epoch from zstd Parquet, window shuffle, cache empty",
             against="pyarrow that decodes the same files on the same cores",
-            ours=tokens / took,
+            ours=tokens / ours,
             theirs=tokens / theirs,
             unit="tokens/s",
-            note=note,
         )
-        for (memory, note), took in zip((("", ""), (", free memory at hand", _AT_HAND)), ours, strict=True)
     ]
 
 
-def _epoch(folder: Path, cache: Path, memory_bytes: int) -> float:
+def _epoch(folder: Path, cache: Path) -> float:
     shutil.rmtree(cache, ignore_errors=True)
     with penstock(folder, cache) as server:
-        machine.have_at_hand(memory_bytes, cache.parent)
         return seconds(partial(_consume, server.address))
 
 

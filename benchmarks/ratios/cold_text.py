@@ -1,63 +1,64 @@
 """A first epoch from text, the cache empty, against `tokenizers` alone on the same texts and cores.
 
-Where mimalloc is installed, also of a server that allocates with it, as the one in the image does.
+Where mimalloc is installed, also with it as the allocator of both, as the server in the image has it.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
+import sys
 from collections.abc import Mapping
 from ctypes.util import find_library
 from functools import partial
-from itertools import product
 from pathlib import Path
-
-import pyarrow.parquet as pq
-from tokenizers import Tokenizer
+from typing import Any
 
 import data
+import tokenizers_alone
 from corpus import BATCH_SIZE
 from penstock import RemoteDataset
+from processes import run
 from ratios import Ratio, Scale, in_turn, seconds
 from servers import penstock
 
+_DATASET = "stories"
 _SEQ_LEN = 256  # longer than any of the texts
-_TEXTS = 1_000  # encoded in one call
+_PACKINGS = ("rows", "concat")
+_ALONE_SECONDS = 600
 _MIMALLOC = find_library("mimalloc")
 _ALLOCATORS: dict[str, dict[str, str]] = {"": {}} | ({", with mimalloc": {"LD_PRELOAD": _MIMALLOC}} if _MIMALLOC else {})
 
 
 def measure(scale: Scale) -> list[Ratio]:
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    folder = data.texts(scale)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [
-        text for path in sorted((folder / "stories").glob("*.parquet")) for text in pq.read_table(path)["text"].to_pylist()
-    ]
-    tokens = sum(_encode(tokenizer, texts))
-    cache = scale.work / "cold-cache"
-    ways = list(product(("rows", "concat"), _ALLOCATORS))
+    return [ratio for name, environment in _ALLOCATORS.items() for ratio in _with_allocator(scale, name, environment)]
+
+
+def _with_allocator(scale: Scale, name: str, environment: Mapping[str, str]) -> list[Ratio]:
+    folder, cache = data.texts(scale), scale.work / "cold-cache"
+    tokens = _alone(folder, environment)["tokens"]
     alone, *ours = in_turn(
         scale.num_repeats,
-        partial(seconds, lambda: _encode(tokenizer, texts)),
-        *(partial(_epoch, folder, cache, packing, _ALLOCATORS[allocator]) for packing, allocator in ways),
+        lambda: _alone(folder, environment)["seconds"],
+        *(partial(_epoch, folder, cache, packing, environment) for packing in _PACKINGS),
     )
     return [
         Ratio(
-            what=f"first epoch from text, packing={packing}, cache empty{allocator}",
-            against="tokenizers alone, same texts, same cores",
+            what=f"first epoch from text, packing={packing}, cache empty{name}",
+            against=f"tokenizers alone, same texts, same cores{name}",
             ours=tokens / took,
             theirs=tokens / alone,
             unit="tokens/s",
         )
-        for (packing, allocator), took in zip(ways, ours, strict=True)
+        for packing, took in zip(_PACKINGS, ours, strict=True)
     ]
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    batches = (texts[start : start + _TEXTS] for start in range(0, len(texts), _TEXTS))
-    return [len(found.ids) for batch in batches for found in tokenizer.encode_batch_fast(batch)]
+def _alone(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What tokenizers_alone.py prints."""
+    command = [sys.executable, tokenizers_alone.__file__, str(folder), _DATASET]
+    told: dict[str, Any] = json.loads(run(command, timeout_seconds=_ALONE_SECONDS, environment=environment))
+    return told
 
 
 def _epoch(folder: Path, cache: Path, packing: str, environment: Mapping[str, str]) -> float:
@@ -67,5 +68,5 @@ def _epoch(folder: Path, cache: Path, packing: str, environment: Mapping[str, st
 
 
 def _consume(address: str, packing: str) -> None:
-    for _ in RemoteDataset(address, "stories", batch_size=BATCH_SIZE, seq_len=_SEQ_LEN, packing=packing, pad="longest"):
+    for _ in RemoteDataset(address, _DATASET, batch_size=BATCH_SIZE, seq_len=_SEQ_LEN, packing=packing, pad="longest"):
         pass

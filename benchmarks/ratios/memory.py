@@ -40,12 +40,13 @@ def measure(scale: Scale) -> list[Ratio]:
 
 def _most_bytes(scale: Scale, times: int) -> float:
     folder, cache = scale.work / f"memory-{times}", scale.work / "memory-cache"
+    for left_over in (folder, cache):
+        shutil.rmtree(left_over, ignore_errors=True)
     try:
         for shard in sorted((data.corpus(scale).parquet / "tokens").glob("*.parquet")):
             for number in range(times):
                 copy = folder / "tokens" / f"{shard.stem}-{number}.parquet"
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.unlink(missing_ok=True)
                 os.link(shard, copy)
         with penstock(folder, cache) as server, closing(_Watch(server.pid)) as watch:
             for _ in RemoteDataset(server.address, "tokens", batch_size=BATCH_SIZE, seq_len=SEQ_LEN, columns=["input_ids"]):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from check import CheckFailed, check
-from corpus import BATCH_SIZE, Corpus
+from corpus import BATCH_SIZE, SEQ_LEN, Corpus
 from generate import write_corpus
 
 
@@ -35,9 +35,29 @@ def test_a_uniform_shuffle_of_the_corpus_passes_and_its_spread_is_one(corpus: Co
     assert 0.9 < order.spread < 1.1
 
 
-def test_the_order_of_the_corpus_is_no_shuffle(corpus: Corpus) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        np.arange(1024),
+        np.arange(1024)[::-1],
+        np.concatenate([np.arange(0, 1024, 2), np.arange(1, 1024, 2)]),
+        np.arange(1024).reshape(-1, 2)[:, ::-1].reshape(-1),
+    ],
+    ids=["as-it-is", "backwards", "every-second", "neighbours-changed-about"],
+)
+def test_the_order_of_the_corpus_is_no_shuffle(corpus: Corpus, numbers: np.ndarray) -> None:
     with pytest.raises(CheckFailed, match="not shuffled"):
-        check(batches(corpus, np.arange(1024)), corpus, 1024)
+        check(batches(corpus, numbers), corpus, 1024)
+
+
+def test_a_batch_that_the_next_one_overwrites_is_found(corpus: Corpus) -> None:
+    def overwriting() -> Iterator[torch.Tensor]:
+        buffer = torch.empty(BATCH_SIZE, SEQ_LEN, dtype=torch.int64)
+        for batch in batches(corpus, shuffled(corpus)):
+            yield buffer.copy_(batch)
+
+    with pytest.raises(CheckFailed, match="1,024 sequences came twice"):
+        check(overwriting(), corpus, 1024)
 
 
 def test_a_sequence_that_comes_twice_is_found(corpus: Corpus) -> None:
