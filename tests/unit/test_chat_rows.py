@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from corpora import EOS, write_tokenizer
 from penstock import Spec
 from penstock_server.datasets.advice import advice_on_data, advice_on_run
 from penstock_server.datasets.catalog import open_catalog
+from penstock_server.datasets.held import Served
 from penstock_server.problems import DatasetRefused
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -60,8 +63,7 @@ class Folder:
 
     def rows(self, feature: str = "tokens") -> list[str]:
         """The text of each row, what is not learned in brackets; of a bad one the reason."""
-        served = open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))["d"].latest
-        [block], tokenizer = served.blocks.get([0]), served.snapshot.recipe.tokenizer
+        [block], tokenizer = self.served.blocks.get([0]), self.served.snapshot.recipe.tokenizer
         assert tokenizer
         texts = []
         for row in range(block.num_rows):
@@ -70,9 +72,12 @@ class Folder:
             texts.append(block.bad.get(row, "".join(parts)))
         return texts
 
+    @property
+    def served(self) -> Served:
+        return open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))["d"].latest
+
     def advice(self) -> str:
-        catalog = open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))
-        return "\n".join(advice_on_data([catalog["d"].latest], 1 << 30))
+        return "\n".join(advice_on_data([self.served], 1 << 30))
 
 
 @pytest.fixture
@@ -88,6 +93,38 @@ def test_json_is_given_to_the_template_as_it_is_and_of_structs_what_is_not_null(
     assert folder.rows() == ["[{}].[{}].[{}]".format(*written)]
     folder.write({"messages": [[CHAT[0], call]], "tools": [tools]}, "", {"chat_template": AS_JSON})
     assert "null" not in folder.rows()[0]
+
+
+def test_maps_are_objects_and_decimals_are_numbers(folder: Folder) -> None:
+    def written(arguments: pa.DataType, value: object) -> str:
+        message = pa.struct({"role": pa.string(), "content": pa.string(), "arguments": arguments})
+        chat = [{"role": "assistant", "content": "fox", "arguments": value}]
+        folder.write({"messages": pa.array([chat], pa.list_(message))}, "", {"chat_template": AS_JSON})
+        return folder.rows()[0]
+
+    begin, end = '[{"role": "assistant", "content": "fox", "arguments": ', "}].[null]"
+    texts = pa.map_(pa.string(), pa.string())
+    assert written(texts, [("x", "1"), ("unit", None)]) == begin + '{"x": "1", "unit": null}' + end
+    structs = pa.struct({"a": pa.list_(pa.map_(pa.string(), pa.struct({"b": pa.int8(), "c": pa.int8()}))), "none": texts})
+    assert written(structs, {"a": [[("k", {"b": 1})], None]}) == begin + '{"a": [{"k": {"b": 1}}, null]}' + end
+    assert written(texts, None) == '[{"role": "assistant", "content": "fox"}].[null]'
+    assert written(pa.decimal128(5, 2), Decimal("1.50")) == begin + "1.5" + end
+    assert written(pa.decimal128(38, 0), Decimal(2**90)) == begin + str(2**90) + end
+    assert "a date has no place in JSON" in written(pa.date32(), date(2020, 1, 1))
+
+
+def test_what_other_builds_made_of_maps_is_not_taken_for_what_is_made_now(folder: Folder) -> None:
+    def is_told(column: pa.DataType, name: str) -> bool:
+        message = {"role": pa.string(), "content": pa.string()}
+        kinds = {"messages": pa.list_(pa.struct(message)), name: column}
+        folder.write({key: pa.nulls(1, kind) for key, kind in kinds.items()}, "", {"chat_template": AS_JSON})
+        return "has_maps" in folder.served.snapshot.recipe.identity
+
+    maps = pa.list_(pa.struct({"role": pa.string(), "content": pa.list_(pa.map_(pa.string(), pa.string()))}))
+    assert is_told(maps, "messages")
+    assert is_told(maps, "tools")
+    assert is_told(pa.list_(pa.struct({"content": pa.string(), "role": pa.decimal128(3, 1)})), "messages")
+    assert not is_told(maps, "other")
 
 
 @pytest.mark.parametrize("recipe", ["", 'messages = "messages"'])

@@ -25,8 +25,9 @@ from penstock_server.counts.index import Index
 from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes.chat import says_something
-from penstock_server.recipes.rows import Reasons, python_values
+from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.tokenizer import load_tokenizer
+from penstock_server.recipes.values import python_values
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
@@ -303,11 +304,31 @@ def test_a_message_may_hold_a_time_of_nanoseconds(data: Path) -> None:
 )
 def test_times_are_cut_to_the_microsecond_wherever_they_stand(type_: pa.DataType, value: object) -> None:
     assert python_values(pa.array([7_999], type_)) == [value]
-    for kind in (pa.list_(type_), pa.large_list(type_)):
+    for kind in (pa.list_(type_), pa.large_list(type_), pa.list_(type_, 1)):
         assert python_values(pa.array([[7_999], None], kind)) == [[value], None]
+    assert python_values(pa.array([[("a", 7_999)], None], pa.map_(pa.string(), type_))) == [[("a", value)], None]
     assert python_values(pa.array([{"a": [7_999], "b": "fox"}], pa.struct({"a": pa.list_(type_), "b": pa.string()}))) == [
         {"a": [value], "b": "fox"}
     ]
+
+
+def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:
+    times = [datetime(2500, 1, 1), datetime(2020, 1, 1)]
+    (data / "penstock.toml").write_text('filter = "at > \'2400-01-01\'"\nsplit_by = "at"')
+    table = pa.table({"tokens": pa.array([[1], [2]], IDS), "at": pa.array(times, pa.timestamp("us"))})
+    for number, is_96_bits in enumerate((True, False)):
+        pq.write_table(table, data / f"part-{number}.parquet", use_deprecated_int96_timestamps=is_96_bits, store_schema=False)
+    blocks = open_blocks(data)
+    first, second = blocks.get([0, 1])
+    assert rows_of(first) == rows_of(second) == [[1]]
+    assert first.splits.tolist() == second.splits.tolist()
+
+
+def test_of_a_time_zone_that_is_not_known_it_is_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"^of timestamp\[us, tz=Mars/Base\] the time zone is not known here; install tzdata, or"
+    ):
+        python_values(pa.array([7], pa.timestamp("us", "Mars/Base")))
 
 
 @pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])

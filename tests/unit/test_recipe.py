@@ -21,6 +21,7 @@ RECIPE = Recipe(kind="tokens", fields=(("tokens", IDS),), columns=(COLUMN,))
 WORDS = TokenizerFile(Path("words.json"), "digest", Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox")), 1)
 
 CHANGES: dict[str, Any] = {
+    "has_maps": True,
     "fields": (("tokens", NUMBER),),
     "tokenizer": WORDS,
     "vocab_size": 100,

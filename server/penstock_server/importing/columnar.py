@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock_server.importing.columns import may_be_wide, normal_schema, wide_columns
 from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
 from penstock_server.importing.stream import unreadable
+from penstock_server.parquet import open_parquet
 from penstock_server.recipes.rows import take_rows
 
 _FILE_MAGIC = b"ARROW1"
@@ -53,8 +53,8 @@ class ParquetFile:
 
     def survey(self, advance: Advance) -> Survey:
         """The columns of the footer. Raises ImportRefused: it is no Parquet file, or is damaged."""
-        with _refusing(self.path):
-            schema = pq.read_schema(self.path)
+        with _refusing(self.path), open_parquet(self.path) as file:
+            schema = file.schema_arrow
         return _survey(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
@@ -65,7 +65,7 @@ class ParquetFile:
         if not names:
             return
         size = self.path.stat().st_size
-        with _refusing(self.path), pq.ParquetFile(self.path, buffer_size=1 << 20, pre_buffer=False) as file:
+        with _refusing(self.path), open_parquet(self.path, buffer_size=1 << 20, pre_buffer=False) as file:
             metadata = file.metadata
             nbytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
             rows = max(1, min(_MOST_ROWS, metadata.num_rows * TABLE_BYTES // max(nbytes, 1)))

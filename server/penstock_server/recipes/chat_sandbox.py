@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NoReturn
 
 import jinja2
@@ -110,7 +111,15 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     # Jinja's own escapes < > & and ' for HTML, which would put \u003c where the model is to see <.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_number
+    )
+
+
+def _number(value: object) -> int | float:
+    if isinstance(value, Decimal):  # JSON has but one kind of number
+        return int(value) if value.as_tuple().exponent == 0 else float(value)
+    raise TypeError(f"a {type(value).__name__} has no place in JSON")
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 
+from penstock_server.parquet import parquet_fragment
 from penstock_server.recipes.filter_sql import FilterError, Meaning, parse
 from penstock_server.recipes.filter_terms import Term
 
@@ -64,7 +64,7 @@ class Filter:
 
         Raises FilterError: the file at `path` lacks a column, or has another type in it. OSError: it cannot be read.
         """
-        fragment = ds.ParquetFileFormat().make_fragment(file)
+        fragment = parquet_fragment(file)
         try:
             schema = fragment.physical_schema
             matching = fragment.subset(filter=self._condition(schema).true_in, schema=schema)

@@ -57,6 +57,7 @@ class Recipe:
     eos_id        closes a text or a response, likewise
     chat          renders messages
     tools         the definitions of tools that it is given, if rows have any
+    has_maps      whether maps or decimals are in the chats or the tools of the first shard
     columns       what travels beside the tokens
     unused        columns that say which ids of pre-tokenized rows are learned, or are padding: here every id is learned; or the
                   prompts of pairs that are of another type; or chats or answers beside texts, of which every token is learned
@@ -77,6 +78,7 @@ class Recipe:
     pad_id: int = 0
     chat: ChatTemplate | None = None
     tools: Field | None = None
+    has_maps: bool = False
     columns: tuple[Column, ...] = ()
     unused: tuple[str, ...] = ()
     unsaid_bos: str | None = None
@@ -161,7 +163,10 @@ class Recipe:
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,
         }
-        where_set = {"tools": self.tools.text if self.tools else None}
+        where_set = {
+            "tools": self.tools.text if self.tools else None,
+            "has_maps": self.has_maps or None,  # builds before 2026-11-26 rendered them otherwise
+        }
         return always | {key: value for key, value in where_set.items() if value is not None}
 
     def is_like(self, other: Recipe) -> bool:

@@ -68,30 +68,6 @@ def raw_texts(array: pa.Array) -> pa.Array:
     return pc.cast(array, pa.large_binary())
 
 
-def python_values(array: pa.Array) -> list[Any]:
-    """The values as Python objects, times cut to the microsecond: Python has none that are finer.
-
-    Raises UnicodeDecodeError: a text is not UTF-8. Raises OverflowError: a date is outside the years 1 to 9999.
-    """
-    coarse = _coarse(array.type)
-    values: list[Any] = (array if coarse == array.type else array.cast(coarse, safe=False)).to_pylist()
-    return values
-
-
-def _coarse(kind: pa.DataType) -> pa.DataType:
-    """The type with microseconds for nanoseconds, inside lists and structs, too."""
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_coarse(field.type)) for field in kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        item = kind.value_field.with_type(_coarse(kind.value_type))
-        return pa.list_(item) if pa.types.is_list(kind) else pa.large_list(item)
-    if not pa.types.is_temporal(kind) or getattr(kind, "unit", "") != "ns":
-        return kind
-    if pa.types.is_timestamp(kind):
-        return pa.timestamp("us", kind.tz)
-    return pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us")
-
-
 def _vectors(array: pa.Array, name: str, reasons: Reasons) -> pa.Array:
     size, item = array.type.list_size, array.type.value_type
     if not (array.null_count or array.flatten().null_count):

@@ -13,8 +13,9 @@ from penstock_server.geometry.arrays import concatenated_ranges, starts_of
 from penstock_server.recipes.chat import ChatError, says_something
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Lists, Reasons, python_values, raw_texts
+from penstock_server.recipes.rows import Lists, Reasons, raw_texts
 from penstock_server.recipes.tokenizer import Ids
+from penstock_server.recipes.values import json_values
 
 _Chat = list[Any] | None
 
@@ -78,29 +79,16 @@ def _parsed(text: str) -> Any:
 
 
 def _nested(array: pa.Array, name: str, reasons: Reasons) -> list[Any]:
-    """The values of a nested column, or of a text, as Python objects, None for a bad one.
-
-    A field that is null is left out: no column of a struct can be missing from a row in Parquet.
-    """
-    return [_without_nulls(value) for value in _python_objects(array, name, reasons)]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _python_objects(array: pa.Array, name: str, reasons: Reasons) -> list[Any]:
+    """The values of a nested column, or of a text, as JSON would have them, None for a bad one."""
     try:
-        return python_values(array)
+        return json_values(array)
     except (UnicodeDecodeError, OverflowError):
         return [_one_nested(array[row : row + 1], row, name, reasons) for row in range(len(array))]
 
 
 def _one_nested(one: pa.Array, row: int, name: str, reasons: Reasons) -> Any:
     try:
-        return python_values(one)[0]
+        return json_values(one)[0]
     except UnicodeDecodeError:
         reasons.add(row, f"{name} is not valid UTF-8")
     except OverflowError:

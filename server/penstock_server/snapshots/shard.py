@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock_server.parquet import open_parquet
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.fields import FieldError
 from penstock_server.recipes.filter_sql import FilterError
@@ -167,7 +168,7 @@ def _read_footer(path: Path, file: BinaryIO) -> _Footer:
     try:
         # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
         # that would be as many footers.
-        opened = pq.ParquetFile(file, arrow_extensions_enabled=False)
+        opened = open_parquet(file, arrow_extensions_enabled=False)
         columns = pq.ParquetSchema(opened.metadata)
         paths = [columns.column(c).path for c in range(opened.metadata.num_columns)]
         _check_chunks(opened.metadata, columns, file.seek(0, os.SEEK_END))
@@ -192,7 +193,7 @@ def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int)
 
     Before it reads rows pyarrow looks at all columns, and catches what it meets; here it comes to no row.
     """
-    opened = pq.ParquetFile(_Unread(size), metadata=footer, pre_buffer=True)
+    opened = open_parquet(_Unread(size), metadata=footer, pre_buffer=True)
     try:
         next(opened.iter_batches(1, row_groups=range(footer.num_row_groups), use_threads=False), None)
     except _NoRows as error:

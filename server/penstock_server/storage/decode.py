@@ -9,8 +9,8 @@ from errno import ESTALE
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import select, split_hashes
 from penstock_server.recipes.transform import TransformError
@@ -34,7 +34,7 @@ def rows_of_group(
     # Page by page: a row group of gigabytes must not be in memory as a whole. JSON is text, as read_shard has it.
     with (
         _opened(snapshot, address.shard) as (source, opened),
-        pq.ParquetFile(
+        open_parquet(
             source,
             metadata=_footers.of(address.shard.path, source, opened),
             buffer_size=_BUFFER_BYTES,

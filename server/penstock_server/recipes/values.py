@@ -1,0 +1,69 @@
+"""Columns as Python objects: what texts cannot be taken of at once, as nested columns, times and dates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+
+def python_values(array: pa.Array) -> list[Any]:
+    """The values as Python objects, times cut to the microsecond: Python has none that are finer.
+
+    Raises UnicodeDecodeError: a text is not UTF-8. Raises OverflowError: a date is outside the years 1 to 9999. Raises
+    ValueError: a time zone is not known here.
+    """
+    coarse = _coarse(array.type)
+    try:
+        values: list[Any] = (array if coarse == array.type else array.cast(coarse, safe=False)).to_pylist()
+    except pa.ArrowInvalid as error:
+        if "zoneinfo" not in str(error):
+            raise
+        raise ValueError(f"of {array.type} the time zone is not known here; install tzdata, or write times in UTC") from error
+    return values
+
+
+def json_values(array: pa.Array) -> list[Any]:
+    """The values as JSON would have them: structs and maps are objects.
+
+    A field of a struct that is null is left out, since no column of it can be missing from a row in Parquet; a key of a map
+    that is null is there. Raises what `python_values` raises.
+    """
+    return [_as_json(value, array.type) for value in python_values(array)]
+
+
+def holds_maps_or_decimals(kind: pa.DataType) -> bool:
+    """Whether a map or a decimal is in values of this type."""
+    if pa.types.is_map(kind) or pa.types.is_decimal(kind):
+        return True
+    return any(holds_maps_or_decimals(kind.field(n).type) for n in range(kind.num_fields))
+
+
+def _as_json(value: Any, kind: pa.DataType) -> Any:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if isinstance(value, dict):
+        fields = [(field.name, field.type) for field in kind]
+        return {name: _as_json(value[name], type_) for name, type_ in fields if value[name] is not None}
+    if pa.types.is_map(kind) and value is not None:
+        return {key: _as_json(item, kind.item_type) for key, item in value}
+    return [_as_json(item, kind.value_type) for item in value] if isinstance(value, list) else value
+
+
+def _coarse(kind: pa.DataType) -> pa.DataType:
+    """The type with microseconds for nanoseconds, inside of others, too."""
+    types = pa.types
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_coarse(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(kind.key_field.with_type(_coarse(kind.key_type)), kind.item_field.with_type(_coarse(kind.item_type)))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_coarse(kind.value_type)), kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        item = kind.value_field.with_type(_coarse(kind.value_type))
+        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
+    if not types.is_temporal(kind) or getattr(kind, "unit", "") != "ns":
+        return kind
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    return pa.duration("us") if types.is_duration(kind) else pa.time64("us")
