@@ -33,6 +33,7 @@ from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.decode import completed
 from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
@@ -322,6 +323,25 @@ def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:
     first, second = blocks.get([0, 1])
     assert rows_of(first) == rows_of(second) == [[1]]
     assert first.splits.tolist() == second.splits.tolist()
+
+
+def test_rows_that_come_in_two_parts_are_joined() -> None:
+    kinds = {"text": pa.string(), "raw": pa.binary(), "list": pa.list_(pa.string())}
+    parts = [pa.record_batch({name: pa.nulls(rows, kind) for name, kind in kinds.items()}) for rows in (3, 1, 2)]
+    more = iter(parts[1:])
+    joined = completed(parts[0], more, 4)
+    assert joined.num_rows == 4
+    assert joined.schema.types == [pa.large_string(), pa.large_binary(), pa.list_(pa.string())]
+    assert completed(joined, more, 8).num_rows == 6  # there are no more
+
+
+def test_lists_that_reach_two_gibibytes_are_told() -> None:
+    ends = [pa.py_buffer(np.array(at, np.int32)) for at in ([0, 1 << 30], [0, 1])]
+    text = pa.Array.from_buffers(pa.string(), 1, [None, ends[0], pa.py_buffer(np.zeros(1 << 30, np.uint8))])
+    lists = pa.Array.from_buffers(pa.list_(pa.string()), 1, [None, ends[1]], children=[text])
+    part = pa.record_batch({"list": lists})
+    with pytest.raises(ValueError, match="2 of its rows hold more than 2 GiB; write row groups of fewer rows"):
+        completed(part, iter([part]), 2)
 
 
 def test_of_a_time_zone_that_is_not_known_it_is_told() -> None:

@@ -46,11 +46,29 @@ def rows_of_group(
         for index in snapshot.blocks_of_group(address.group):
             at = snapshot.block(index)
             rows = next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
+            if rows.num_rows < at.num_rows:
+                rows = completed(rows, batches, at.num_rows)
             if rows.num_rows != at.num_rows:
                 raise ValueError(f"block {at.number} has {rows.num_rows} rows, not {at.num_rows}")
             rows.validate()
             _check_unwritten(source, opened)
             yield at, rows
+
+
+def completed(rows: pa.RecordBatch, more: Iterator[pa.RecordBatch], num_rows: int) -> pa.RecordBatch:
+    """As many rows, if there are: pyarrow ends a batch early where its texts reach 2 GiB. Theirs are large texts then.
+
+    Raises ValueError: they are nested in lists or structs, which hold no more.
+    """
+    parts = [rows]
+    while sum(part.num_rows for part in parts) < num_rows and (part := next(more, None)):
+        parts.append(part)
+    large = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+    schema = pa.schema([field.with_type(large.get(field.type, field.type)) for field in rows.schema])
+    try:
+        return pa.concat_batches([part.cast(schema) for part in parts])
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{num_rows:,} of its rows hold more than 2 GiB; write row groups of fewer rows") from error
 
 
 def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddress, npt.NDArray[np.uint32]]]:
