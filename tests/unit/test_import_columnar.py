@@ -169,6 +169,21 @@ def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path, name: st
         assert list(tmp_path.iterdir()) == [path]
 
 
+def test_categories_as_polars_writes_them_become_text(tmp_path: Path) -> None:
+    numbers, texts = pa.array([1, 0, None], pa.uint32()), pa.array(["fox", "dog"], pa.string_view())
+    table = pa.table({"c": pa.DictionaryArray.from_arrays(numbers, texts), "n": [1, 2, 3]})
+    read = imported(tmp_path / "out", write(tmp_path / "file.arrow", table, 2))
+    assert read.to_pydict() == {"c": ["dog", "fox", None], "n": [1, 2, 3]}
+
+
+def test_feather_of_version_1_is_told(tmp_path: Path) -> None:
+    (path := tmp_path / "old.feather").write_bytes(b"FEA1" + bytes(100) + b"FEA1")
+    with pytest.raises(
+        ImportRefused, match=r"cannot be imported: it is Feather of version 1, which is not read; version 2 is\."
+    ):
+        imported(tmp_path / "out", path)
+
+
 @pytest.mark.parametrize("name", ["file.arrow", "x.parquet"])
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path, name: str) -> None:
     broken = pa.Array.from_buffers(TEXT, 2, [None, pa.array([0, 1, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")])

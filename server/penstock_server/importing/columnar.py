@@ -15,7 +15,7 @@ from penstock_server.importing.stream import unreadable
 from penstock_server.parquet import open_parquet
 from penstock_server.recipes.rows import take_rows
 
-_FILE_MAGIC = b"ARROW1"
+_FILE_MAGIC, _OLD_FEATHER_MAGIC = b"ARROW1", b"FEA1"
 _MOST_ROWS = 65_536  # of a table, however small its rows
 _CASTABLE_BYTES = 1 << 30  # offsets of 32 bits reach no further than twice that
 
@@ -78,9 +78,11 @@ class ParquetFile:
 
 
 def _open(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    is_file = mapped.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+    magic = mapped.read(len(_FILE_MAGIC))
+    if magic.startswith(_OLD_FEATHER_MAGIC):
+        raise ValueError("it is Feather of version 1, which is not read; version 2 is")
     mapped.seek(0)
-    return pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+    return pa.ipc.open_file(mapped) if magic == _FILE_MAGIC else pa.ipc.open_stream(mapped)
 
 
 def _batches(

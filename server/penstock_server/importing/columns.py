@@ -187,12 +187,22 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
             arrays.append(pa.nulls(table.num_rows, field.type))
             continue
         try:
-            arrays.append(table.column(field.name).cast(field.type))
+            arrays.append(_without_dictionary_of_views(table.column(field.name)).cast(field.type))
         except MemoryError:
             raise
         except pa.ArrowException as error:
             raise ValueError(f"column {field.name!r} does not fit {_short(field.type)}: {error}") from error
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _without_dictionary_of_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column, as categories of Polars are stored, that pyarrow can cast: it decodes no dictionary of views."""
+    if not (pa.types.is_dictionary(column.type) and pa.types.is_string_view(column.type.value_type)):
+        return column
+    return pa.chunked_array(
+        [pa.DictionaryArray.from_arrays(each.indices, each.dictionary.cast(pa.large_string())) for each in column.chunks],
+        pa.dictionary(column.type.index_type, pa.large_string()),
+    )
 
 
 def wide_columns(table: pa.Table) -> frozenset[str]:
