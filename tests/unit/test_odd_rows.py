@@ -360,6 +360,23 @@ def test_bytes_of_every_type_travel(data: Path, type_: pa.DataType) -> None:
     assert block.columns["raw"].to_pylist() == [b"\xff", b""]
 
 
+def test_a_column_may_be_of_another_arrow_type_in_every_shard_if_it_is_sent_as_the_same(data: Path) -> None:
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string()), pa.string_view()]
+    shards = [
+        {"tokens": pa.array([[1]], IDS), "lang": pa.array(["en"], kind), "x": pa.array([0.5], number)}
+        for kind, number in zip(kinds, [pa.float32(), pa.float16()] * 2, strict=True)
+    ]
+    write(data, 'columns = ["lang", "x"]', *shards)
+    for block in open_blocks(data).get([0, 1, 2, 3]):
+        assert {name: (str(column.type), *column.to_pylist()) for name, column in block.columns.items()} == {
+            "lang": ("large_string", "en"),
+            "x": ("float", 0.5),
+        }
+    write(data, 'columns = ["x"]', shards[0], shards[1] | {"x": pa.array([0.5], pa.float64())})
+    with pytest.raises(DatasetRefused, match="column 'x' is double, but float in the first shard"):
+        open_snapshot(data, None)
+
+
 def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None:
     write(data, 'text = "{raw}!"', {"raw": pa.array([b"fox", b"\xff"], pa.binary())})
     [block] = open_blocks(data).get([0])

@@ -28,6 +28,15 @@ def is_raw(type_: pa.DataType) -> bool:
     return is_text(type_) or is_bytes(type_)
 
 
+def travelling_as(type_: pa.DataType) -> pa.DataType:
+    """The type that a column which travels is stored and sent as, whatever Arrow calls it: see `rows.travelling`."""
+    if pa.types.is_dictionary(type_) and not is_text(type_):
+        return travelling_as(type_.value_type)
+    if is_raw(type_):
+        return pa.large_string() if is_text(type_) else pa.large_binary()
+    return pa.float32() if pa.types.is_float16(type_) else type_
+
+
 def is_tokens(type_: pa.DataType) -> bool:
     """Whether a column of this type holds lists of integers."""
     return _is_list(type_) and bool(pa.types.is_integer(type_.value_type))

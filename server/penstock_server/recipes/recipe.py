@@ -11,7 +11,16 @@ import pyarrow as pa
 
 from penstock.batch import TENSOR_NAMES
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.column_types import are_told_alike, is_chats, is_messages, is_raw, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import (
+    are_told_alike,
+    is_chats,
+    is_messages,
+    is_raw,
+    is_text,
+    is_tokens,
+    is_tools,
+    travelling_as,
+)
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.tokenizer import TokenizerFile
@@ -199,8 +208,8 @@ class Recipe:
         if self.tools:
             check_tools(self.tools, schema)
         for column in self.columns:
-            if column.field.type(schema) != column.type:
-                raise FieldError(f"column {column.name!r} is {column.field.type(schema)}, but {column.type} in the first shard")
+            if travelling_as(own := column.field.type(schema)) != travelling_as(column.type):
+                raise FieldError(f"column {column.name!r} is {own}, but {column.type} in the first shard")
 
     def describe(self) -> str:
         """The recipe in a line, for people."""
