@@ -21,7 +21,7 @@ from penstock.wording import cut
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.logs import Seldom
-from penstock_server.problems import BadParameter, IndexNotReady, OutOfMemory, Problem
+from penstock_server.problems import MORE_THREADS, BadParameter, IndexNotReady, OutOfMemory, Problem, lacks_threads
 from penstock_server.routes.batches import make_batch_router
 from penstock_server.routes.datasets import make_dataset_router
 
@@ -106,9 +106,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RuntimeError)
     async def out_of_threads(request: Request, error: RuntimeError) -> JSONResponse:
-        if "start new thread" not in str(error):
+        if not lacks_threads(error):
             raise error
-        return await lack(request, error, "for another thread", "raise its limit of processes (ulimit -u, pids.max)")
+        return await lack(request, error, "for another thread", MORE_THREADS)
 
     async def lack(request: Request, error: Exception, what: str, advice: str) -> JSONResponse:
         told = OutOfMemory(what, error, advice)

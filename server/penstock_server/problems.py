@@ -104,6 +104,14 @@ class OutOfMemory(Problem):
         )
 
 
+MORE_THREADS = "raise its limit of processes (ulimit -u, pids.max)"
+
+
+def lacks_threads(error: Exception) -> bool:
+    """Whether this is what Python raises where no thread can be started."""
+    return isinstance(error, RuntimeError) and "start new thread" in str(error)
+
+
 class Busy(Problem):
     """Not now: the responses in flight take all the memory that they may, or new data is being looked at."""
 

@@ -506,10 +506,11 @@ def test_a_link_to_what_cannot_be_reached_is_refused_alone_unless_it_is_a_shard(
     [
         (ZeroDivisionError, "because of a fault in penstock: ZeroDivisionError"),
         (pa.ArrowMemoryError, "for lack of memory: ArrowMemoryError"),
+        (RuntimeError("can't start new thread"), "for lack of threads (for the server: raise its limit of processes"),
     ],
 )
 def test_what_goes_wrong_in_one_dataset_refuses_that_one_only(
-    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, fault: type[Exception], told: str
+    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, fault: type[Exception] | Exception, told: str
 ) -> None:
     write_numbered(data / "good", 3)
     write_numbered(data / "odd", 3)

@@ -23,7 +23,7 @@ from penstock.wording import counted
 from penstock_server.counts.index import Index
 from penstock_server.datasets.held import Held, Served
 from penstock_server.datasets.history import History, newest_first
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import MORE_THREADS, DatasetRefused, lacks_threads
 from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, list_folder, look
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import open_notes
@@ -198,8 +198,7 @@ class Dataset:
             self._refuse(str(refusal), reading, sight)
             raise
         except Exception as error:  # a fault of ours in one dataset must not stop the others
-            why = "for lack of memory" if isinstance(error, MemoryError) else "because of a fault in penstock"
-            reason = f"{self.folder} cannot be opened {why}: {type(error).__name__}: {error}."
+            reason = f"{self.folder} cannot be opened {_why(error)}: {type(error).__name__}: {error}."
             if reason != self._held.error:  # it will be tried again and again
                 log.exception("%s cannot be opened", self.folder)
             self._refuse(reason, None, sight)
@@ -260,3 +259,9 @@ class Dataset:
     def _log(self, known: str | None, reason: str) -> None:
         if reason != known:
             log.warning("%s: %s", self.name, reason)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "for lack of memory"
+    return f"for lack of threads (for the server: {MORE_THREADS})" if lacks_threads(error) else "because of a fault in penstock"
