@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from penstock.wording import did_you_mean, listed
 from penstock_server.importing.source import ImportRefused, Survey
-from penstock_server.recipes.column_types import is_tokens
+from penstock_server.recipes.column_types import is_tokens, num_leaves
 
 _MOST_LEAVES = 1_000  # columns, those within objects counted too; each takes memory in a writer
 _INT32 = (-(2**31), 2**31 - 1)
@@ -78,8 +78,8 @@ def merge(known: pa.Schema, new: pa.Schema) -> pa.Schema:
             if field.name in known.names:
                 _merge_one(known.field(field.name), field)
         raise
-    if (count := sum(map(_num_leaves, merged.types))) > _MOST_LEAVES:
-        largest = max(merged, key=lambda field: _num_leaves(field.type)).name
+    if (count := sum(map(num_leaves, merged.types))) > _MOST_LEAVES:
+        largest = max(merged, key=lambda field: num_leaves(field.type)).name
         raise ColumnsDiffer(
             f"there would be {count:,} columns, those within objects counted too, of {_MOST_LEAVES:,} at most; most are in "
             f"{largest!r}. Keys that are data make no columns: write them as a list of pairs"
@@ -94,10 +94,6 @@ def _merge_one(known: pa.Field, new: pa.Field) -> None:
         raise ColumnsDiffer(
             f"column {new.name!r} is {_short(new.type)} here, and {_short(known.type)} in what was read before"
         ) from error
-
-
-def _num_leaves(type_: pa.DataType) -> int:
-    return sum(_num_leaves(type_.field(n).type) for n in range(type_.num_fields)) if type_.num_fields else 1
 
 
 def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:

@@ -97,6 +97,12 @@ _KINDS = (
 )
 
 
+def num_leaves(type_: pa.DataType) -> int:
+    """How many columns without others inside a Parquet file has for one of this type."""
+    type_ = type_.storage_type if isinstance(type_, pa.BaseExtensionType) else type_
+    return sum(num_leaves(type_.field(n).type) for n in range(type_.num_fields)) if pa.types.is_nested(type_) else 1
+
+
 @lru_cache(maxsize=32)
 def numpy_type(type_: pa.DataType) -> np.dtype[Any]:
     """What numpy calls a type of numbers. Arrow's own word for it needs pandas in many a version."""

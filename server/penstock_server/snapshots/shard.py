@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.column_types import num_leaves
 from penstock_server.recipes.fields import FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.recipe import Recipe
@@ -318,10 +319,4 @@ def _leaf(footer: _Footer, name: str) -> int:
     # Lists as protobuf writes them are a leaf of the very name.
     leaves = [c for c, path in enumerate(footer.paths) if f"{path}.".startswith(f"{name}.")]
     before = [field for field in list(footer.schema)[: footer.schema.names.index(name)] if field.name.startswith(f"{name}.")]
-    return leaves[sum(_num_leaves(field.type) for field in before)]
-
-
-def _num_leaves(kind: pa.DataType) -> int:
-    """How many column chunks a column of this type has."""
-    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-    return sum(_num_leaves(kind.field(n).type) for n in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
+    return leaves[sum(num_leaves(field.type) for field in before)]
