@@ -120,6 +120,15 @@ def test_a_chat_that_the_tokenizer_fails_on_is_bad_alone(letters: TokenizerFile)
     assert str(reasons[1]).startswith("messages is a text that the tokenizer fails on: ")
 
 
+def test_a_text_on_which_the_tokenizer_panics_is_bad_alone() -> None:
+    words = Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    named = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", words, 1))
+    batch = encode(pa.table({"t": ["fox", "a" * 40 + "!"]}), named, "uint16", 9)
+    assert batch["tokens"].to_pylist() == [[0], None]
+    assert batch["bad"][1].as_py().startswith("t is a text that the tokenizer fails on: the library panics: ")
+
+
 def test_a_tokenizer_that_fails_on_any_text_is_named_with_the_column() -> None:
     nothing: Any = object()
     failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", nothing, 1))

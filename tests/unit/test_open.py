@@ -389,6 +389,42 @@ def test_what_is_no_file_is_refused_and_not_waited_for(data: Path, open_all: Ope
         assert f"{name}/x.parquet cannot be read: it is neither a file nor a link to one." in catalog.refused[name]
 
 
+def test_no_pipe_and_no_device_is_read_as_a_recipe_or_what_it_names(data: Path, tokenizer: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    odd = {
+        "recipe": ("", "penstock.toml"),
+        "tokenizer": ('tokenizer = "x.json"', "x.json"),
+        "template": (f'tokenizer = "{tokenizer}"\nchat_template = "x.jinja"', "x.jinja"),
+        "transform": ('transform = "clean:strip"', "clean.py"),
+    }
+    message = pa.struct({"role": pa.string(), "content": pa.string()})
+    for name, (toml, file) in odd.items():
+        write_shards(
+            data / name, "messages", [[[{"role": "assistant", "content": "fox"}]]], type_=pa.list_(message), row_group_size=1
+        )
+        if toml:
+            (data / name / "penstock.toml").write_text(toml)
+        if name == "template":
+            (data / name / file).symlink_to("/dev/zero")
+        else:
+            os.mkfifo(data / name / file)
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    for name in odd:
+        assert "it is neither a file nor a link to one" in catalog.refused[name]
+
+
+@pytest.mark.parametrize("text", [f"x = {'[' * 100_000}", f"{'a.' * 3_000}a = 1"], ids=["lists", "tables"])
+def test_a_recipe_that_is_nested_too_deeply_refuses_one_dataset(data: Path, open_all: Opener, text: str) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "deep", 3)
+    (data / "deep" / "penstock.toml").write_text(text)
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    assert "penstock.toml" in catalog.refused["deep"]
+    catalog.poll()  # and looks at the others
+
+
 def test_links_that_lead_back_are_followed_once(data: Path, open_all: Opener) -> None:
     write_numbered(data / "n", 3)
     (data / "n" / "up").symlink_to(data)

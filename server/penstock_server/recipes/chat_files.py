@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from penstock_server.files import read_text
 from penstock_server.recipes.chat import TemplateError
 
 _JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
@@ -77,7 +78,7 @@ def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, ValueError) as error:
         raise TemplateError(f"{path} cannot be read: {error}.") from error
 
@@ -87,6 +88,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TemplateError(f"{path} cannot be read: {error}.") from error
     return content if isinstance(content, dict) else {}

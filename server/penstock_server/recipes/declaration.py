@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.wording import perhaps
+from penstock_server.files import read_text
 from penstock_server.problems import DatasetRefused
 
 FILE_NAME = "penstock.toml"
@@ -97,7 +98,7 @@ def read_declaration(folder: Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """What a file of TOML says. Raises DatasetRefused: it cannot be read, or is none."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte order mark
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_text(path, "utf-8-sig"))  # editors on Windows write a byte order mark
+    except (OSError, ValueError, RecursionError) as error:
         quotes = " In TOML, texts need quotes." if str(error).startswith("Invalid value") else ""
         raise DatasetRefused(f"{path} cannot be read: {error}.{quotes}") from error

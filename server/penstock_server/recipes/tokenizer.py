@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
+from penstock_server.files import read_file
 from penstock_server.machine import num_cores
+from penstock_server.panics import panics_are_errors
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.rows import Reasons
 from penstock_server.side_by_side import side_by_side
@@ -98,14 +100,17 @@ class TokenizerFile:
     def _example(self) -> tuple[list[str], list[str]]:
         """The tokens of a text, with the special ones that the tokenizer adds if asked to, and without."""
         try:
-            with_special, plain = (self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False))
+            with panics_are_errors():
+                encoded = [self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False)]
         except Exception:  # of the library: it has no token for that text
             return [], []
+        with_special, plain = encoded
         return with_special, plain
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        with panics_are_errors():
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _by_portion(
         self, make: Callable[[list[str], slice], _Made], texts: list[str], name: str, reasons: Reasons
@@ -118,13 +123,15 @@ class TokenizerFile:
         def made(at: slice) -> _Made:
             own = texts[at]
             try:
-                return make(own, at)
+                with panics_are_errors():
+                    return make(own, at)
             except MemoryError:
                 raise
             except Exception:  # the library raises it bare, and does not say which text it was
                 own = [self._encodable(text, at.start + n, name, reasons) for n, text in enumerate(own)]
             try:
-                return make(own, at)
+                with panics_are_errors():
+                    return make(own, at)
             except MemoryError:
                 raise
             except Exception as error:
@@ -135,7 +142,8 @@ class TokenizerFile:
     def _encodable(self, text: str, row: int, name: str, reasons: Reasons) -> str:
         """The text, or "" where the tokenizer fails on it, as where it has no token for a character, nor an unknown one."""
         try:
-            self.tokenizer.encode(text, add_special_tokens=False)
+            with panics_are_errors():
+                self.tokenizer.encode(text, add_special_tokens=False)
         except MemoryError:
             raise
         except Exception as error:
@@ -166,9 +174,10 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 
 @lru_cache(maxsize=64)
 def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another
-    content = path.read_bytes()
+    content = read_file(path)
     try:
-        tokenizer = Tokenizer.from_buffer(content)
+        with panics_are_errors():
+            tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise DatasetRefused(
             f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes; "

@@ -21,6 +21,9 @@ from types import ModuleType
 
 import pyarrow as pa
 
+from penstock_server.files import read_file
+from penstock_server.panics import panics_are_errors
+
 
 class TransformError(ValueError):
     """The function cannot be had, or what it does is not what a transform must do."""
@@ -40,7 +43,8 @@ class Transform:
         Raises TransformError: the function raises, or returns something else than a RecordBatch with as many rows.
         """
         try:
-            made = self.function(rows)
+            with panics_are_errors():
+                made = self.function(rows)
         except MemoryError:
             raise
         except Exception as error:
@@ -68,7 +72,7 @@ def load_transform(name: str, folder: Path) -> Transform:
     if path is None:
         raise TransformError(f"there is no module {module_name!r}: neither {beside} nor an installed one")
     try:
-        source = path.read_bytes()
+        source = read_file(path)
     except OSError as error:
         raise TransformError(f"{path} cannot be read: {error.strerror}") from error
     digest = blake2b(source, digest_size=16).hexdigest()

@@ -163,13 +163,15 @@ def is_quiet(date: Date, seconds: float) -> bool:
     return date.mtime_ns / 1e9 + QUIET_SECONDS <= seconds
 
 
-def _texts(value: object) -> Iterator[str]:
+def _texts(document: object) -> Iterator[str]:
     """Every text in a TOML document, of which those that are names of files are; the others are names of none."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+    pending = [document]  # and no recursion: a key of thousands of parts is as many tables, each in the next
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            pending += value.values() if isinstance(value, dict) else value
 
 
 def _date_of_file(path: Path) -> Date | None:

@@ -1,0 +1,31 @@
+"""Files that people name: whole ones, which end."""
+
+from __future__ import annotations
+
+import io
+import os
+from errno import EINVAL
+from pathlib import Path
+from stat import S_ISREG
+
+_MOST_BYTES = 1 << 30  # of a tokenizer, a template or a recipe; the largest are some 20 MB
+
+
+def read_file(path: Path) -> bytes:
+    """All of a file. Raises OSError: it cannot be read, or is a pipe, which may be waited for, or a device without an end."""
+    with open(path, "rb", opener=_without_waiting) as file:
+        stat = os.fstat(file.fileno())
+        if not S_ISREG(stat.st_mode):
+            raise OSError(EINVAL, "it is neither a file nor a link to one", str(path))
+        if stat.st_size > _MOST_BYTES:
+            raise OSError(EINVAL, f"it has {stat.st_size:,} bytes, too many for such a file", str(path))
+        return file.read()
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a file, lines ending as they do in Python. Raises what `read_file` raises, and ValueError: it is no text."""
+    return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding).read()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
