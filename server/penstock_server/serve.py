@@ -28,6 +28,7 @@ from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.describe import summary
 from penstock_server.datasets.watch import watching
+from penstock_server.heads import BoundedHeads
 from penstock_server.inflight import InFlight
 from penstock_server.listening import listen
 from penstock_server.logs import begin_log
@@ -98,7 +99,13 @@ class Server(uvicorn.Server):
         latest = math.ceil(stop_seconds + _LATEST_SECONDS)
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_graceful_shutdown=latest, lifespan="off", ws="none"
+                app,
+                http=BoundedHeads,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=latest,
+                lifespan="off",
+                ws="none",
             )
         )
         self._stalled_seconds, self._silent_seconds = stalled_seconds, silent_seconds

@@ -1,0 +1,92 @@
+"""Heads of requests, and trailers, that do not end: a real server cuts them off, and goes on with the others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import pytest
+
+from corpora import write_numbered
+from penstock_server.app import create_app
+from penstock_server.datasets.catalog import open_catalog
+from penstock_server.inflight import InFlight
+from penstock_server.serve import Server
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+
+PIECE = 1 << 15
+BEGINS = {
+    "url": (b"GET /", b"x" * PIECE),
+    "header": (b"GET / HTTP/1.1\r\nx: ", b"x" * PIECE),
+    "headers": (b"GET / HTTP/1.1\r\n", b"a:b\r\n" * (PIECE // 5)),
+    "trailer": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nx: ", b"x" * PIECE),
+    "trailers": (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"a:b\r\n" * (PIECE // 5)),
+}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("served")
+    write_numbered(folder / "data" / "numbers", 96)
+    store = BlockStore(CacheFolder(folder / "cache"))
+    server = Server(create_app(open_catalog(folder / "data", None, store), InFlight(1 << 30)), stop_seconds=0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            store.close()
+
+
+def sent(address: str, begin: bytes, piece: bytes) -> tuple[int, bytes]:
+    """How many bytes are taken until the server hangs up, a megabyte at most, and what it answers."""
+    with socket.create_connection((urlsplit(address).hostname, urlsplit(address).port), timeout=30) as connection:
+        connection.sendall(begin)
+        answer, num_sent = b"", 0
+        try:
+            for _ in range((1 << 20) // PIECE):
+                connection.sendall(piece)
+                num_sent += len(piece)
+                connection.settimeout(0.02)
+                try:
+                    answer += (got := connection.recv(1 << 16))
+                    if not got or b"more than" in answer:
+                        break
+                except TimeoutError:
+                    pass
+                connection.settimeout(30)
+        except ConnectionError:
+            pass
+        return num_sent, answer
+
+
+@pytest.mark.parametrize("name", BEGINS)
+def test_what_does_not_end_is_cut_off(address: str, name: str) -> None:
+    num_sent, answer = sent(address, *BEGINS[name])
+    assert num_sent <= 1 << 18
+    if name in ("url", "header", "headers"):
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.endswith(b"The head of this request has more than 131,072 bytes.")
+    assert urlopen(f"{address}/readyz").status == 200
+
+
+def test_as_many_requests_as_anybody_sends_and_bodies_of_any_size_are_taken(address: str) -> None:
+    host, port = urlsplit(address).hostname, urlsplit(address).port
+    with socket.create_connection((host, port), timeout=30) as connection, connection.makefile("rb") as answers:
+        for _ in range(3):
+            connection.sendall(b"GET /readyz HTTP/1.1\r\nx: " + b"x" * 60_000 + b"\r\n\r\n")
+            assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+            while (line := answers.readline()) != b"\r\n":
+                if line.lower().startswith(b"content-length: "):
+                    length = int(line.split()[1])
+            answers.read(length)
+        head = b"POST /v1/datasets/numbers/refresh HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"".join(b"8000\r\n" + b"x" * 0x8000 + b"\r\n" for _ in range(20)) + b"0\r\n\r\n")
+        assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
