@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from anyio import CancelScope
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
 
 _T = TypeVar("_T")
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and gives what it returns
@@ -22,6 +23,7 @@ InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a fu
 _REMEMBERED_EPOCHS = 1000
 _two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # digests release the lock
 _two_for_people = ThreadPoolExecutor(2, thread_name_prefix="penstock-json")
+_two_for_facts = ThreadPoolExecutor(2, thread_name_prefix="penstock-facts")
 
 
 async def in_two_threads(make: Callable[[], _T], threads: ThreadPoolExecutor = _two) -> _T:
@@ -39,6 +41,28 @@ async def in_two_threads(make: Callable[[], _T], threads: ThreadPoolExecutor = _
 async def in_two_for_people(make: Callable[[], _T]) -> _T:
     """What `make` gives, which takes long, and on its way much more memory than what it gives: text of many tokens."""
     return await in_two_threads(make, _two_for_people)
+
+
+async def while_asked(request: Request, make: Callable[[], _T]) -> _T:
+    """What `make` gives, which takes long and tells people something; once who asked for it has left, it is not begun.
+
+    Else whoever asks a hundred times, and leaves, keeps others waiting. Raises ClientDisconnect: it has left.
+    """
+    making = asyncio.create_task(in_two_threads(make, _two_for_facts))
+    leaving = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            raise ClientDisconnect
+        return making.result()
+    finally:
+        making.cancel()
+        leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def in_one_of_many(make: Callable[[], _T]) -> _T:

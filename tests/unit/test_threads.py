@@ -6,12 +6,14 @@ import asyncio
 import gc
 import threading
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from anyio import CancelScope
+from starlette.requests import ClientDisconnect
 
 from penstock_server import threads
-from penstock_server.threads import Epochs, in_two_for_people, in_two_threads
+from penstock_server.threads import Epochs, in_two_for_people, in_two_threads, while_asked
 
 
 def test_who_is_cancelled_stays_until_what_has_begun_is_done_and_what_has_not_is_never_made() -> None:
@@ -39,6 +41,47 @@ def test_who_is_cancelled_stays_until_what_has_begun_is_done_and_what_has_not_is
         assert sorted(made) == [0, 1]
 
     asyncio.run(run())
+
+
+def test_what_was_not_begun_when_who_asked_for_it_left_is_never_made() -> None:
+    may_end, begun, made = threading.Event(), threading.Semaphore(0), list[int]()
+
+    def make(number: int) -> int:
+        begun.release()
+        assert may_end.wait(30)
+        made.append(number)
+        if number == 1:
+            raise ZeroDivisionError
+        return number
+
+    async def run() -> None:
+        leaves, requests = asyncio.Event(), [Mock() for _ in range(4)]
+        for number, request in enumerate(requests):
+            request.receive = _stays if number < 2 else partial(_leaves, leaves)
+        tasks = [asyncio.create_task(while_asked(request, partial(make, n))) for n, request in enumerate(requests)]
+        for _ in range(2):
+            assert await asyncio.to_thread(begun.acquire, timeout=30)
+        leaves.set()
+        for task in tasks[2:]:
+            with pytest.raises(ClientDisconnect):
+                await task
+        may_end.set()
+        assert await tasks[0] == 0
+        with pytest.raises(ZeroDivisionError):
+            await tasks[1]
+        assert sorted(made) == [0, 1]
+
+    asyncio.run(run())
+
+
+async def _stays() -> dict[str, str]:
+    await asyncio.sleep(30)
+    return {"type": "http.disconnect"}
+
+
+async def _leaves(leaves: asyncio.Event) -> dict[str, str]:
+    await leaves.wait()
+    return {"type": "http.disconnect"}
 
 
 def test_who_is_cancelled_again_and_again_as_anyio_does_it_stays_too() -> None:

@@ -23,6 +23,7 @@ from penstock_server.storage.block import Block, Turn
 
 _MOST_TOKENS = 1 << 21  # of a batch
 _MOST_SEQUENCES = 1 << 14  # of all batches that are made at a time
+_MOST_PARTS = 1 << 17  # of rows, of which provenance is told: as text 25 MB
 
 
 def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], None] = lambda: None) -> list[str]:
@@ -50,6 +51,15 @@ def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], Non
         _batch(chunk.plan, frame, sequences, range(number * size, (number + 1) * size), before_each)
         for number, frame in enumerate(wire.decode(frames(chunk, blocks)))
     ]
+
+
+def check_readable(sequences: Sequences) -> None:
+    """Whether somebody can read of which rows these are. Raises BadParameter: they are of more parts of rows."""
+    if (num_parts := len(sequences.documents.rows)) > _MOST_PARTS:
+        raise BadParameter(
+            f"a batch of {num_parts:,} rows, or parts of them, is too large for its provenance to be shown: that is for "
+            f"people. At most {_MOST_PARTS:,} are shown: lower batch_size."
+        )
 
 
 def shown_columns(block: Block, row: int) -> dict[str, Any]:

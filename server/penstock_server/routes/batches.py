@@ -7,18 +7,20 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
 
 from penstock import wire
 from penstock.spec import Spec
 from penstock.urls import DATASETS
 from penstock_server.batches.gather import chunks, gather, load
+from penstock_server.batches.readable import check_readable
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
 from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
 from penstock_server.routes.plain import PlainRoute
-from penstock_server.threads import Epochs, InThread, in_one_of_many
+from penstock_server.threads import Epochs, InThread, in_one_of_many, while_asked
 
 # An example is what the documentation page fills in: with the defaults a try would fetch a whole epoch, and the page hang.
 Format = Annotated[
@@ -94,13 +96,18 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         return await answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
 
     @router.get(_BATCHES + "/{step}/provenance", summary="Where a batch comes from", **batch)
-    def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> dict[str, Any]:
+    async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> Response:
         """The rows that each sequence of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
-        plan = catalog.plan(dataset, spec_of(request))
-        plan.check(epoch, step, rank)
-        [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
-        sequences = gather(chunk, load(chunk))
-        lines = [{"index": i, "sources": [asdict(s) for s in sequences.sources(i)]} for i in range(sequences.count)]
-        return {"step": step, "rank": rank, "sequences": lines}
+
+        def make() -> Response:
+            plan = catalog.plan(dataset, spec_of(request))
+            plan.check(epoch, step, rank)
+            [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
+            sequences = gather(chunk, load(chunk))
+            check_readable(sequences)
+            lines = [{"index": i, "sources": [asdict(s) for s in sequences.sources(i)]} for i in range(sequences.count)]
+            return JSONResponse({"step": step, "rank": rank, "sequences": lines})
+
+        return await while_asked(request, make)
 
     return router

@@ -22,6 +22,7 @@ from penstock_server.problems import BadParameter
 from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Name, Row, check_once, spec_of
 from penstock_server.shuffling.picture import draw_png
 from penstock_server.shuffling.report import report
+from penstock_server.threads import while_asked
 
 
 def make_dataset_router(catalog: Catalog) -> APIRouter:
@@ -82,15 +83,19 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         responses={200: {"content": {"image/png": {}}, "description": "the measures and a verdict, or a picture"}},
         openapi_extra=SPEC_PARAMETERS,
     )
-    def shuffle_report(
+    async def shuffle_report(
         request: Request,
         dataset: Name,
         epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
         format: Annotated[Literal["json", "png"], Query(description="json: numbers and sentences; png: a picture")] = "json",
     ) -> Any:
         """How far apart neighbours in the source are served, how evenly shards are spread, and a verdict."""
-        found = report(plan_of(request, dataset, "epoch", "format"), epoch)
-        return found.to_dict() if format == "json" else Response(draw_png(found), media_type="image/png")
+
+        def make() -> Response:
+            found = report(plan_of(request, dataset, "epoch", "format"), epoch)
+            return JSONResponse(found.to_dict()) if format == "json" else Response(draw_png(found), media_type="image/png")
+
+        return await while_asked(request, make)
 
     @router.get("/{dataset}/rows/{row}", summary="One row", tags=["rows"], dependencies=bare)
     def one_row(dataset: Name, row: Row) -> dict[str, Any]:
