@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 
 _SELDOM_SECONDS = 60.0
 
@@ -12,6 +13,7 @@ def begin_log(*, tells_news: bool) -> None:
     """From now on. How datasets change is told only with `tells_news`: all processes see it, and one of them is to tell it."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     logging.getLogger("penstock.dataset").setLevel(logging.INFO if tells_news else logging.ERROR)
+    logging.getLogger("uvicorn.error").addFilter(_FewWarnings())
 
 
 class Seldom:
@@ -27,3 +29,14 @@ class Seldom:
             return False
         self._due_at = now + _SELDOM_SECONDS
         return True
+
+
+class _FewWarnings(logging.Filter):
+    """Lets each of uvicorn's warnings through once a minute: whoever sends it what is no HTTP has it write one each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seldom = defaultdict[str, Seldom](Seldom)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING or self._seldom[str(record.msg)].is_due()

@@ -101,6 +101,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=BoundedHeads,
+                log_config=None,  # it writes as all others do
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=latest,
