@@ -116,9 +116,9 @@ def _added_step(state: Mapping[str, Any], spec: Spec) -> tuple[int, int] | None:
     added = first_beyond(spec.skipped(), skipped)
     if added is None:
         return None
-    step = added // size
+    step, is_inside = divmod(added, size)  # inside of a step: it was not counted in steps
     there = behind(skipped, 0, step * size) // size
-    return (step, there) if there != step else None
+    return (step, there) if there != step and not is_inside else None
 
 
 def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 
@@ -174,6 +175,12 @@ def test_categories_as_polars_writes_them_become_text(tmp_path: Path) -> None:
     table = pa.table({"c": pa.DictionaryArray.from_arrays(numbers, texts), "n": [1, 2, 3]})
     read = imported(tmp_path / "out", write(tmp_path / "file.arrow", table, 2))
     assert read.to_pydict() == {"c": ["dog", "fox", None], "n": [1, 2, 3]}
+
+
+def test_times_of_96_bits_are_imported_beyond_the_year_2262(tmp_path: Path) -> None:
+    table = pa.table({"at": pa.array([datetime(2500, 1, 1)], pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "x.parquet", use_deprecated_int96_timestamps=True)
+    assert imported(tmp_path / "out", tmp_path / "x.parquet").to_pydict() == {"at": [datetime(2500, 1, 1)]}
 
 
 def test_feather_of_version_1_is_told(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
@@ -28,6 +29,7 @@ from penstock_server.recipes.chat import says_something
 from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.recipes.values import python_values
+from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
@@ -313,6 +315,21 @@ def test_times_are_cut_to_the_microsecond_wherever_they_stand(type_: pa.DataType
     ]
 
 
+def test_a_dataset_with_times_of_96_bits_is_another_where_they_are_read_otherwise(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"tokens": pa.array([[1]], IDS), "at": pa.array([datetime(2020, 1, 1)], pa.timestamp("us"))})
+    found = set()
+    for is_96_bits in (True, False):
+        pq.write_table(table, data / "part.parquet", use_deprecated_int96_timestamps=is_96_bits)
+        for toml in ("", "split_by = 'at'"):
+            (data / "penstock.toml").write_text(toml)
+            for unit in ("us", "ns"):
+                monkeypatch.setattr(shard_module, "INT96_UNIT", unit)
+                found.add(open_snapshot(data, None).fingerprint)
+    assert len(found) == 5  # of the four kinds only where they are of 96 bits and are read it matters
+
+
 def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:
     times = [datetime(2500, 1, 1), datetime(2020, 1, 1)]
     (data / "penstock.toml").write_text('filter = "at > \'2400-01-01\'"\nsplit_by = "at"')
@@ -320,9 +337,11 @@ def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:
     for number, is_96_bits in enumerate((True, False)):
         pq.write_table(table, data / f"part-{number}.parquet", use_deprecated_int96_timestamps=is_96_bits, store_schema=False)
     blocks = open_blocks(data)
+    os.utime(data / "part-0.parquet", (0, 0))  # a new date on the same content is no change
     first, second = blocks.get([0, 1])
     assert rows_of(first) == rows_of(second) == [[1]]
     assert first.splits.tolist() == second.splits.tolist()
+    assert index_of(blocks, data).rows.make(lambda _: None).sum() == 2
 
 
 def test_rows_that_come_in_two_parts_are_joined() -> None:
@@ -333,6 +352,20 @@ def test_rows_that_come_in_two_parts_are_joined() -> None:
     assert joined.num_rows == 4
     assert joined.schema.types == [pa.large_string(), pa.large_binary(), pa.list_(pa.string())]
     assert completed(joined, more, 8).num_rows == 6  # there are no more
+
+
+def test_blocks_that_are_read_in_two_parts_are_whole(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(data, "columns = ['n']", {"tokens": pa.array([[n] for n in range(9)], IDS), "n": list(range(9))})
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def in_parts(file: pq.ParquetFile, *given: Any, **more: Any) -> Iterator[pa.RecordBatch]:
+        for rows in iter_batches(file, *given, **more):
+            yield rows.slice(0, 4)
+            yield rows.slice(4)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", in_parts)
+    [block] = open_blocks(data).get([0])
+    assert rows_of(block) == [[n] for n in range(9)]
 
 
 def test_lists_that_reach_two_gibibytes_are_told() -> None:

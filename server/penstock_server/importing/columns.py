@@ -127,7 +127,7 @@ def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | 
             fields.append(pa.field(name, pa.list_(pa.int32()) if narrow else type_))
     if not fields:
         raise ImportRefused(
-            f"{', '.join(str(path) for path, _ in surveys)}: there is no column to import: no row holds a value. Nothing was "
+            f"{listed([str(path) for path, _ in surveys])}: there is no column to import: no row holds a value. Nothing was "
             f"written."
         )
     for field in fields:

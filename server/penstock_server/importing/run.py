@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 from tqdm import tqdm
 
+from penstock.wording import listed
 from penstock_server.importing.columnar import ArrowFile, ParquetFile
 from penstock_server.importing.columns import check_names, conform, one_schema
 from penstock_server.importing.delimited import Delimited
@@ -66,7 +67,7 @@ class Import:
             )
             written = write_shards(row_groups(tables, self.shape), folder, schema, self.shape)
             if not written.num_rows:
-                raise ImportRefused(f"{', '.join(map(str, self.files))}: there is not one row to import. Nothing was written.")
+                raise ImportRefused(f"{listed([*map(str, self.files)])}: there is not one row to import. Nothing was written.")
         rounded = [(path, name, number) for path, survey in found for name, number in survey.rounded.items()]
         lacking = {
             field.name: [path for path, survey in found if survey.names and field.name not in survey.names] for field in schema

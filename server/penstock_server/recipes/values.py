@@ -59,7 +59,7 @@ def _coarse(kind: pa.DataType) -> pa.DataType:
         return pa.map_(kind.key_field.with_type(_coarse(kind.key_type)), kind.item_field.with_type(_coarse(kind.item_type)))
     if types.is_fixed_size_list(kind):
         return pa.list_(kind.value_field.with_type(_coarse(kind.value_type)), kind.list_size)
-    if types.is_list(kind) or types.is_large_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind):  # of list views pyarrow casts none
         item = kind.value_field.with_type(_coarse(kind.value_type))
         return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
     if not types.is_temporal(kind) or getattr(kind, "unit", "") != "ns":

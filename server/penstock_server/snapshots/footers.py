@@ -24,7 +24,7 @@ from penstock_server.snapshots.folders import is_quiet
 from penstock_server.snapshots.notes import read_note, write_note
 from penstock_server.snapshots.shard import Date, Shard, being_written, numbers, read_schema, read_shard
 
-_FORMAT = 1  # of the note: to be raised when a field of Shard comes to mean something else
+_FORMAT = 2  # of the note: to be raised when a field of Shard comes to mean something else
 _THREADS = 16  # waiting for disks, not for cores
 # All fields travel, in their order, and a note with other fields or other types of them is dropped.
 _FIELDS = tuple(f for f in fields(Shard) if f.name != "path")
