@@ -14,6 +14,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(map(spelled_out, text))
 
 
+def printable_lines(text: str) -> str:
+    """The text, printable but for the ends of its lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 @lru_cache(maxsize=4096)
 def spelled_out(character: str) -> str:
     """One character; see printable."""

@@ -6,12 +6,16 @@ import logging
 import time
 from collections import defaultdict
 
+from penstock.printable import printable_lines
+
 _SELDOM_SECONDS = 60.0
 
 
 def begin_log(*, tells_news: bool) -> None:
     """From now on. How datasets change is told only with `tells_news`: all processes see it, and one of them is to tell it."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("penstock.dataset").setLevel(logging.INFO if tells_news else logging.ERROR)
     logging.getLogger("uvicorn.error").addFilter(_FewWarnings())
 
@@ -29,6 +33,13 @@ class Seldom:
             return False
         self._due_at = now + _SELDOM_SECONDS
         return True
+
+
+class _Printable(logging.Formatter):
+    """Lines that a terminal does not obey, whatever files and folders are called."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
+        return printable_lines(super().formatMessage(record))
 
 
 class _FewWarnings(logging.Filter):

@@ -147,6 +147,24 @@ def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Cal
     assert penstock("prepare", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--cache-bytes", "1MB").stderr == ""
 
 
+def test_no_name_of_a_folder_is_obeyed_by_a_terminal(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "good", 3)
+    for name in ("red\x1b[31m", "title\x9b2J"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-0.parquet").write_bytes(b"no shard")
+    server = serve(tmp_path, "--poll-seconds", "0.1")
+    (tmp_path / "red\x1b[31m" / "part-0.parquet").write_bytes(b"another")
+    assert "red␛[31m: NOT SERVED\n" in server.greeting
+    assert "title<U+009B>2J: NOT SERVED\n" in server.greeting
+    deadline = time.monotonic() + 30
+    while "7 bytes" not in server.json("/v1/datasets")["refused"][0]["error"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    log = server.stop()
+    assert "red␛[31m: " in log
+    assert not re.search("[\x1b\x9b]", server.greeting + log)
+
+
 def test_labels_and_masks_that_are_not_used_are_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
     (tmp_path / "data" / "padded").mkdir(parents=True)
     rows = {"input_ids": [[1, 2, 0]] * 9, "attention_mask": [[1, 1, 0]] * 9, "labels": [[-100, 2, -100]] * 9}
