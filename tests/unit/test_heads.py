@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -11,12 +10,8 @@ from urllib.request import urlopen
 import pytest
 
 from corpora import write_numbered
-from penstock_server.app import create_app
-from penstock_server.datasets.catalog import open_catalog
+from in_thread import serving
 from penstock_server.inflight import InFlight
-from penstock_server.serve import Server
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 
 PIECE = 1 << 15
 BEGINS = {
@@ -32,17 +27,8 @@ BEGINS = {
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("served")
     write_numbered(folder / "data" / "numbers", 96)
-    store = BlockStore(CacheFolder(folder / "cache"))
-    server = Server(create_app(open_catalog(folder / "data", None, store), InFlight(1 << 30)), stop_seconds=0.5)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-            store.close()
+    with serving(folder / "data", folder / "cache", InFlight(1 << 30), stop_seconds=0.5) as found:
+        yield found
 
 
 def sent(address: str, begin: bytes, piece: bytes) -> tuple[int, bytes]:

@@ -13,15 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 
+import in_thread
 from corpora import write_numbered
 from penstock_server import stalled as stalled_module
-from penstock_server.app import create_app
-from penstock_server.datasets.catalog import open_catalog
 from penstock_server.inflight import InFlight
-from penstock_server.serve import Server
 from penstock_server.storage.blocks import Blocks, EncodedBlocks
-from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.store import BlockStore
 from slow import slow_readers
 
 RUN = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -33,18 +29,15 @@ STOP_SECONDS = 0.5
 @contextmanager
 def serving(folder: Path, in_flight: InFlight, silent_seconds: float = 60.0) -> Iterator[str]:
     write_numbered(folder / "data" / "numbers", 96)
-    store = BlockStore(CacheFolder(folder / "cache"))
-    app = create_app(open_catalog(folder / "data", None, store), in_flight)
-    server = Server(app, stalled_seconds=STALLED_SECONDS, silent_seconds=silent_seconds, stop_seconds=STOP_SECONDS)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-            store.close()
+    with in_thread.serving(
+        folder / "data",
+        folder / "cache",
+        in_flight,
+        stalled_seconds=STALLED_SECONDS,
+        silent_seconds=silent_seconds,
+        stop_seconds=STOP_SECONDS,
+    ) as address:
+        yield address
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -1,0 +1,33 @@
+"""A server in a thread of the tests' own process, whose settings and insides a test can reach."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock_server.app import create_app
+from penstock_server.datasets.catalog import open_catalog
+from penstock_server.inflight import InFlight
+from penstock_server.serve import Server
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+
+
+@contextmanager
+def serving(data_dir: Path, cache_dir: Path, in_flight: InFlight, **settings: Any) -> Iterator[str]:
+    """The address of a server with these settings of Server."""
+    store = BlockStore(CacheFolder(cache_dir))
+    server = Server(create_app(open_catalog(data_dir, None, store), in_flight), **settings)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            store.close()
