@@ -2,6 +2,10 @@
 # Serves /data, or a generated sample if that is empty; with PENSTOCK_SAMPLE=no, which Compose sets where the folder was named,
 # an empty one is taken for a disk that is away.
 set -eu
+if ! [ -e /data ]; then
+    echo "there is no /data: mount a folder of datasets there, -v FOLDER:/data:ro, or an empty one for a sample" >&2
+    exit 2
+fi
 if ! { [ -r /data ] && [ -x /data ]; }; then
     echo "/data cannot be read by user $(id -u): mend its permissions" >&2
     exit 2

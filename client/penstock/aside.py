@@ -54,11 +54,6 @@ def by_proxy(server: str) -> str:
     return f" (through {variable}; NO_PROXY={urlsplit(server).hostname} goes past it)" if variable else ""
 
 
-def has_proxies() -> bool:
-    """Whether the environment names any proxy."""
-    return bool(getproxies().keys() - {"no"})  # NO_PROXY names no proxy, but what needs none
-
-
 def http_client(headers: dict[str, str], transport: httpx.BaseTransport | None = None) -> httpx.Client:
     """A client that goes by the environment's proxies, unless it has a transport.
 
@@ -67,7 +62,7 @@ def http_client(headers: dict[str, str], transport: httpx.BaseTransport | None =
     try:
         return httpx.Client(headers=headers, transport=transport)
     except (httpx.InvalidURL, ValueError, ImportError, OSError) as error:
-        named = ", ".join(f"{name}_proxy".upper() for name in getproxies())
+        named = ", ".join(f"{name}_proxy".upper() for name in getproxies() if name != "no")
         reason = without_passwords(str(error)).rstrip(".")
         raise SpecError(
             f"the environment names proxies ({named}), and they cannot be used: {reason}. Correct or unset these, or "

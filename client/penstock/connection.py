@@ -16,7 +16,7 @@ import httpx
 
 from penstock import __version__
 from penstock.answers import Fault, Stranger, failure_of
-from penstock.aside import by_proxy, has_proxies, http_client, plain_address, proxy_of, status_aside
+from penstock.aside import by_proxy, http_client, plain_address, proxy_of, status_aside
 from penstock.buffers import Buffers
 from penstock.channel import HttpError
 from penstock.errors import SpecError, WireError
@@ -51,7 +51,7 @@ class Connection:
         self._buffers = _take_spare()
         self._is_fetching = False
         self._receiver = Receiver(self._remember)
-        self._client = http_client(_HEADERS) if has_proxies() else None  # a proxy is httpx's to find and to speak to
+        self._client: httpx.Client | None = None  # for servers behind a proxy: it is httpx's to find and to speak to
         self._proxy_of = lru_cache(maxsize=8)(proxy_of)  # which reads the whole environment
 
     def fetch(
@@ -133,7 +133,8 @@ class Connection:
         self, server: str, target: str, then: str | None, silence_seconds: float, receiving: Body
     ) -> tuple[int, Mapping[str, str], memoryview]:
         connect_seconds = min(_CONNECT_SECONDS, silence_seconds)
-        if self._client and self._proxy_of(server):
+        if self._proxy_of(server):
+            self._client = self._client or http_client(_HEADERS)
             timeout, extensions = httpx.Timeout(silence_seconds, connect=connect_seconds), {"trace": _trace(self._remember)}
             with self._client.stream("GET", _url(server + target), timeout=timeout, extensions=extensions) as response:
                 receiving.collect(response.status_code, response.iter_bytes())

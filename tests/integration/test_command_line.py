@@ -419,6 +419,9 @@ def test_the_image_serves_a_sample_where_the_data_folder_is_empty_and_there_alon
         rights = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"] if os.geteuid() == 0 else []
         return subprocess.run([*rights, "sh", "-c", script], capture_output=True, text=True, env=env, check=False)
 
+    data.rmdir()
+    assert (start().returncode, start().stderr.partition(":")[0]) == (2, f"there is no {data}")
+    data.mkdir()
     (data / ".gitkeep").touch()
     (data / "back").symlink_to(data)
     (data / "itself").symlink_to(data / "itself")

@@ -270,8 +270,12 @@ def test_what_is_asked_aside_of_a_run_goes_by_the_proxy_too(monkeypatch: pytest.
 def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setitem(sys.modules, "socksio", None)  # as where httpx has no SOCKS
     monkeypatch.setenv("ALL_PROXY", address)
-    with pytest.raises(SpecError, match=r"names proxies \(ALL_PROXY\), and .*[^.]\. Correct or unset these") as told:
-        Connection()
+    monkeypatch.setenv("NO_PROXY", "localhost")
+    with pages(lambda _: (200, BODY)) as server, closing(Connection()) as connection:
+        told_of = r"names proxies \(ALL_PROXY\), and .*[^.]\. Correct or unset these"
+        with pytest.raises(SpecError, match=told_of) as told:
+            fetch(connection, "http://elsewhere.invalid")
+        assert fetch(connection, server.replace("127.0.0.1", "localhost")) == BODY  # which needs none
     assert "secret" not in str(told.value)
 
 
@@ -283,8 +287,8 @@ def test_certificates_that_are_not_there_are_named_at_once(monkeypatch: pytest.M
             fetch(connection, "https://localhost:9")
         assert not connection.is_alive("https://localhost:9", 1.0)
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    with pytest.raises(SpecError, match=r"Correct or unset these, or SSL_CERT_FILE\.$"):
-        Connection()
+    with closing(Connection()) as connection, pytest.raises(SpecError, match=r"Correct or unset these, or SSL_CERT_FILE\.$"):
+        fetch(connection, "https://localhost:9")
 
 
 @pytest.mark.usefixtures("no_proxies")
