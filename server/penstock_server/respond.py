@@ -24,7 +24,7 @@ from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
-from penstock_server.threads import InThread, in_one_of_many, in_two_for_people, in_two_threads
+from penstock_server.threads import InThread, has_left, in_one_of_many, in_two_for_people, in_two_threads
 from penstock_server.waiting import when_all_are_there
 
 BatchFormat = Literal["msgpack", "json"]
@@ -166,8 +166,7 @@ class _Making:
 
     async def watch(self, receive: Receive) -> None:
         """Waits until the client leaves."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await has_left(receive)
         self.is_left = True
 
     def _check_client(self) -> None:

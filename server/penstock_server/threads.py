@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from anyio import CancelScope
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 _T = TypeVar("_T")
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and gives what it returns
@@ -49,7 +50,7 @@ async def while_asked(request: Request, make: Callable[[], _T]) -> _T:
     Else whoever asks a hundred times, and leaves, keeps others waiting. Raises ClientDisconnect: it has left.
     """
     making = asyncio.create_task(in_two_threads(make, _two_for_facts))
-    leaving = asyncio.create_task(_left(request))
+    leaving = asyncio.create_task(has_left(request.receive))
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
@@ -60,8 +61,9 @@ async def while_asked(request: Request, make: Callable[[], _T]) -> _T:
         leaving.cancel()
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def has_left(receive: Receive) -> None:
+    """Returns once the client of a request has left."""
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
