@@ -15,8 +15,7 @@ def read_file(path: Path) -> bytes:
     """All of a file. Raises OSError: it cannot be read, or is a pipe, which may be waited for, or a device without an end."""
     with open(path, "rb", opener=_without_waiting) as file:
         stat = os.fstat(file.fileno())
-        if not S_ISREG(stat.st_mode):
-            raise OSError(EINVAL, "it is neither a file nor a link to one", str(path))
+        check_is_file(stat, path)
         if stat.st_size > _MOST_BYTES:
             raise OSError(EINVAL, f"it has {stat.st_size:,} bytes, too many for such a file", str(path))
         return file.read()
@@ -25,6 +24,12 @@ def read_file(path: Path) -> bytes:
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of a file, lines ending as they do in Python. Raises what `read_file` raises, and ValueError: it is no text."""
     return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding).read()
+
+
+def check_is_file(stat: os.stat_result, path: Path) -> None:
+    """Raises OSError: what has this state is a folder, a device, or a pipe, which would be waited for."""
+    if not S_ISREG(stat.st_mode):
+        raise OSError(EINVAL, "it is neither a file nor a link to one", str(path))
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -7,25 +7,23 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EINVAL
 from hashlib import blake2b
-from io import RawIOBase
 from pathlib import Path
-from stat import S_ISREG
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.parquet import INT96_UNIT, open_parquet
+from penstock_server.files import check_is_file
+from penstock_server.parquet import INT96_UNIT
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.column_types import num_leaves
 from penstock_server.recipes.fields import FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.snapshots.parquet_footer import Footer, read_footer, refused
 
-_MAGIC = b"PAR1"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
@@ -79,7 +77,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
     """
     with _opened(path) as file:
         date = Date.of(os.fstat(file.fileno()))
-        footer = _read_footer(path, file)
+        footer = read_footer(path, file)
         _check_columns(path, footer.schema, recipe)
         digest = _file_digest(file, date.size_bytes)
         if Date.of(path.stat()) != date:  # by now it may be half of one file and half of another
@@ -102,7 +100,7 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
 def read_schema(path: Path) -> pa.Schema:
     """The columns of a Parquet file. Raises DatasetRefused: it is truncated, damaged or no Parquet."""
     with _opened(path) as file:
-        return _read_footer(path, file).schema
+        return read_footer(path, file).schema
 
 
 def being_written(what: Path | str) -> DatasetRefused:
@@ -117,13 +115,13 @@ def spelled(name: str) -> str:
 
 def open_file(path: Path) -> BinaryIO:
     """Opens a file to read its footer; no other place does. Raises OSError."""
-    _check_is_file(path)
+    check_is_file(path.stat(), path)
     return path.open("rb")
 
 
 def open_shard(shard: Shard) -> pa.OSFile:
     """Opens a shard's file to decode it. Whatever is put in its place meanwhile is not what is read. Raises OSError."""
-    _check_is_file(shard.path)
+    check_is_file(shard.path.stat(), shard.path)
     return pa.OSFile(str(shard.path))
 
 
@@ -140,11 +138,6 @@ def is_of(file: pa.OSFile, shard: Shard) -> bool:
     return date.size_bytes == shard.date.size_bytes and _file_digest(file, date.size_bytes) == shard.digest.partition("-")[0]
 
 
-def _check_is_file(path: Path) -> None:
-    if not S_ISREG(path.stat().st_mode):  # a pipe would be waited for until somebody writes to it
-        raise OSError(EINVAL, "it is neither a file nor a link to one")
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     if spelled(path.name) != path.name:
@@ -156,84 +149,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         what = f"cannot be read: {error.strerror or error}"
         if isinstance(error, PermissionError):
             raise DatasetRefused(f"{path} {what}. Let the server's user read it, or move it out of the folder.") from error
-        raise _refused(path, what) from error
-
-
-class _Footer(NamedTuple):
-    """A footer, the columns that it tells of, and the path of each column chunk that a row group has, in their order."""
-
-    metadata: pq.FileMetaData
-    schema: pa.Schema
-    paths: list[str]
-
-
-def _read_footer(path: Path, file: BinaryIO) -> _Footer:
-    _check_footer(path, file)
-    try:
-        # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
-        # that would be as many footers.
-        opened = open_parquet(file, arrow_extensions_enabled=False)
-        columns = pq.ParquetSchema(opened.metadata)
-        paths = [columns.column(c).path for c in range(opened.metadata.num_columns)]
-        _check_chunks(opened.metadata, columns, file.seek(0, os.SEEK_END))
-        return _Footer(opened.metadata, opened.schema_arrow, paths)
-    except MemoryError:
-        raise
-    except pa.ArrowNotImplementedError as error:
-        raise DatasetRefused(
-            f"{path} has a column of a type that is not supported: {_reason(error)}. Write it as another type, or without it."
-        ) from error
-    except (pa.ArrowException, OSError, ValueError) as error:
-        what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {_reason(error)}"
-        raise _refused(path, what) from error
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")  # some span lines
-
-
-def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:
-    """Raises OSError: to look at what the footer says of a column would end the process, since pyarrow does not catch that.
-
-    Before it reads rows pyarrow looks at all columns, and catches what it meets; here it comes to no row.
-    """
-    opened = open_parquet(_Unread(size), metadata=footer, pre_buffer=True)
-    try:
-        next(opened.iter_batches(1, row_groups=range(footer.num_row_groups), use_threads=False), None)
-    except _NoRows as error:
-        error.__traceback__ = None  # which `opened` is in, and would be held by: again as many footers
-    except pa.ArrowException:
-        pass
-    types = [columns.column(c).physical_type for c in range(footer.num_columns)]
-    for group in map(footer.row_group, range(footer.num_row_groups)):
-        if [group.column(c).physical_type for c in range(group.num_columns)] != types:  # of its statistics
-            raise OSError("the types of its columns contradict each other")
-
-
-class _NoRows(Exception):
-    """Rows are not to be read."""
-
-
-class _Unread(RawIOBase):
-    """A file of which nothing but its size is known."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, _whence: int = os.SEEK_SET) -> int:
-        return offset
-
-    def tell(self) -> int:
-        return self._size
-
-    def read(self, _size: int = -1) -> bytes:
-        raise _NoRows
+        raise refused(path, what) from error
 
 
 def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
@@ -245,28 +161,6 @@ def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:
             f"{path}: {said}. Give all shards of a dataset the same columns, mend penstock.toml, or move this one to a folder "
             f"of its own."
         ) from error
-
-
-def _check_footer(path: Path, file: BinaryIO) -> None:
-    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
-    size = file.seek(0, os.SEEK_END)
-    if size < 12:
-        raise _refused(path, f"is {size} bytes long, too short for Parquet")
-    file.seek(size - 8)
-    tail = file.read(8)
-    length, magic = int.from_bytes(tail[:4], "little"), tail[4:]
-    if magic == b"PARE":
-        raise _refused(path, "is encrypted, which is not supported")
-    file.seek(0)
-    if magic != _MAGIC:
-        begins = file.read(4) == _MAGIC
-        raise _refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
-    if length > size - 12:
-        raise _refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
-
-
-def _refused(path: Path, what: str) -> DatasetRefused:
-    return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
 
 
 def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
@@ -282,14 +176,14 @@ def _file_digest(file: BinaryIO | pa.OSFile, size: int) -> str:
     return digest.hexdigest()
 
 
-def _chunks_read(footer: _Footer, recipe: Recipe) -> list[int]:
+def _chunks_read(footer: Footer, recipe: Recipe) -> list[int]:
     """Which column chunks of a row group are of columns that the recipe reads."""
     read = recipe.read_columns
     # A column's own name may hold a dot.
     return [c for c, path in enumerate(footer.paths) if read is None or path in read or path.split(".")[0] in read]
 
 
-def _null_rows(footer: _Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:
+def _null_rows(footer: Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> int:
     """Rows of a group that the footer knows to be null and to be served."""
     # In nested columns a null may as well be an empty list, and what a filter leaves out may be null.
     if recipe.transform or recipe.filter or recipe.kind == "tokens":
@@ -299,7 +193,7 @@ def _null_rows(footer: _Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> i
     return max((s.null_count for s in found if s and s.has_null_count), default=0)
 
 
-def _token_range(footer: _Footer, groups: list[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
+def _token_range(footer: Footer, groups: list[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
     """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
     if recipe.kind != "tokens" or recipe.transform:
         return None
@@ -316,7 +210,7 @@ def _token_range(footer: _Footer, groups: list[pq.RowGroupMetaData], recipe: Rec
     return min((low for low, _ in ranges), default=0), max((high for _, high in ranges), default=0)
 
 
-def _leaf(footer: _Footer, name: str) -> int:
+def _leaf(footer: Footer, name: str) -> int:
     """Which column chunk holds the values of a column of lists."""
     # A column called "tokens.n" is no part of the lists in "tokens". Leaves stand in the order of the columns.
     # Lists as protobuf writes them are a leaf of the very name.

@@ -1,0 +1,117 @@
+"""The footer of a Parquet file, checked, so that nothing which it says can end the process."""
+
+from __future__ import annotations
+
+import os
+from io import RawIOBase
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock_server.parquet import open_parquet
+from penstock_server.problems import DatasetRefused
+
+_MAGIC = b"PAR1"
+
+
+class Footer(NamedTuple):
+    """A footer, the columns that it tells of, and the path of each column chunk that a row group has, in their order."""
+
+    metadata: pq.FileMetaData
+    schema: pa.Schema
+    paths: list[str]
+
+
+def read_footer(path: Path, file: BinaryIO) -> Footer:
+    """The footer of an open file. Raises DatasetRefused: it is truncated, damaged, encrypted or none of Parquet's."""
+    _check_footer(path, file)
+    try:
+        # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
+        # that would be as many footers.
+        opened = open_parquet(file, arrow_extensions_enabled=False)
+        columns = pq.ParquetSchema(opened.metadata)
+        paths = [columns.column(c).path for c in range(opened.metadata.num_columns)]
+        _check_chunks(opened.metadata, columns, file.seek(0, os.SEEK_END))
+        return Footer(opened.metadata, opened.schema_arrow, paths)
+    except MemoryError:
+        raise
+    except pa.ArrowNotImplementedError as error:
+        raise DatasetRefused(
+            f"{path} has a column of a type that is not supported: {_reason(error)}. Write it as another type, or without it."
+        ) from error
+    except (pa.ArrowException, OSError, ValueError) as error:
+        what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {_reason(error)}"
+        raise refused(path, what) from error
+
+
+def refused(path: Path, what: str) -> DatasetRefused:
+    """What is said of a shard that cannot be read."""
+    return DatasetRefused(f"{path} {what}. Write it again, or move it out of the folder.")
+
+
+def _check_footer(path: Path, file: BinaryIO) -> None:
+    """Raises DatasetRefused: the file has no Parquet footer, with what it is instead."""
+    size = file.seek(0, os.SEEK_END)
+    if size < 12:
+        raise refused(path, f"is {size} bytes long, too short for Parquet")
+    file.seek(size - 8)
+    tail = file.read(8)
+    length, magic = int.from_bytes(tail[:4], "little"), tail[4:]
+    if magic == b"PARE":
+        raise refused(path, "is encrypted, which is not supported")
+    file.seek(0)
+    if magic != _MAGIC:
+        begins = file.read(4) == _MAGIC
+        raise refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
+    if length > size - 12:
+        raise refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")  # some span lines
+
+
+def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:
+    """Raises OSError: to look at what the footer says of a column would end the process, since pyarrow does not catch that.
+
+    Before it reads rows pyarrow looks at all columns, and catches what it meets; here it comes to no row.
+    """
+    opened = open_parquet(_Unread(size), metadata=footer, pre_buffer=True)
+    try:
+        next(opened.iter_batches(1, row_groups=range(footer.num_row_groups), use_threads=False), None)
+    except _NoRows as error:
+        error.__traceback__ = None  # which `opened` is in, and would be held by: again as many footers
+    except pa.ArrowException:
+        pass
+    types = [columns.column(c).physical_type for c in range(footer.num_columns)]
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        if [group.column(c).physical_type for c in range(group.num_columns)] != types:  # of its statistics
+            raise OSError("the types of its columns contradict each other")
+
+
+class _NoRows(Exception):
+    """Rows are not to be read."""
+
+
+class _Unread(RawIOBase):
+    """A file of which nothing but its size is known."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, _whence: int = os.SEEK_SET) -> int:
+        return offset
+
+    def tell(self) -> int:
+        return self._size
+
+    def read(self, _size: int = -1) -> bytes:
+        raise _NoRows
