@@ -68,14 +68,16 @@ def whole_run(url: str, num_steps: int, *, num_ranks: int = 1) -> list[Given]:
     return given
 
 
-def run_example(out: Path, name: str, *arguments: object, num_ranks: int = 0) -> list[Given]:
-    """Runs an example in processes of its own, under torchrun if the number of its ranks is given.
+def run_example(out: Path, name: str, *arguments: object, num_ranks: int = 0, on_cpu: bool = False) -> list[Given]:
+    """Runs an example in processes of its own, under torchrun, and on the CPU, if the number of its ranks is given.
 
     What its ranks were given, in their order, one rank after the other.
     """
     out.mkdir()
     command: list[str | Path] = [str(num_ranks), out, EXAMPLES / name, *map(str, arguments)]
-    with closing(Fork(*command, script=Path(__file__))) as process:
+    # A machine may have fewer GPUs than there are ranks, and forks may use none.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if num_ranks or on_cpu else {}
+    with closing(Fork(*command, script=Path(__file__), environment={**os.environ, **hidden})) as process:
         status, said, errors = process.communicate(timeout=240)
     assert status == 0, said + errors
     return [Given(**json.loads(line)) for path in sorted(out.glob("*.jsonl")) for line in path.read_text().splitlines()]

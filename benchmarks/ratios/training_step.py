@@ -121,7 +121,7 @@ def _seconds_a_step(step: Step, batches: Iterator[Batch], num_steps: int, device
 def _num_waits(step: Step, batches: Iterator[Batch], num_steps: int, device: torch.device) -> int:
     """Calls for which the host waits until the GPU has done what it was given."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         for batch in islice(batches, num_steps):
             step(batch)
     return sum(event.name.endswith("Synchronize") for event in profiler.events() or ())
