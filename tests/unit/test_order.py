@@ -175,6 +175,23 @@ def test_a_position_lies_in_its_window_and_its_block_among_the_windows_blocks(co
     assert len(order.pools_of_window(last + 1)) == 0
 
 
+@given(block_counts, shuffles, st.integers(0, 9), st.integers(1, 60), st.integers(1, 5))
+def test_ahead_of_a_position_come_the_blocks_of_the_next_window_and_some_in_any_case(
+    counts: IntArray, shuffle: str, seed: int, window: int, count: int
+) -> None:
+    order = EpochOrder(counts, groups_of(counts, seed), shuffle=shuffle, window=window, seed=seed, epoch=0)
+    blocks, _ = order.sequences(np.arange(order.num_sequences))
+    stages = [order.ahead(position, count)[0] for position in range(order.num_sequences)]
+    assert stages == sorted(stages)
+    for position, stage in enumerate(stages):
+        _, pools = order.ahead(position, count)
+        later = [block for block, other in zip(blocks.tolist(), stages, strict=True) if other > stage]
+        assert set(later) - set(pools.tolist()) == set() or len(pools) >= count
+        assert set(pools[counts[pools] > 0].tolist()) <= set(later)
+        if shuffle == "window":
+            assert set(order.pools_of_window(stage + 1).tolist()) <= set(pools.tolist())
+
+
 def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:
     order = EpochOrder(np.full(9, 10), np.ones(9, int), shuffle="window", window=40, seed=0, epoch=0)
     blocks, _ = order.sequences(np.arange(90))

@@ -54,7 +54,7 @@ def test_a_job_is_read_ahead_for_again_after_no_thread_could_be_started(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         ahead.want("job", 0, lambda: [1], loaded.append)
-    assert "nothing is loaded ahead before the next window: can't start new thread" in caplog.text
+    assert "nothing is loaded ahead of its time: can't start new thread" in caplog.text
     ahead.want("job", 1, lambda: [2], loaded.append)
     until(lambda: loaded == [2])
 
@@ -81,6 +81,34 @@ def test_jobs_take_turns_and_a_new_window_drops_the_old() -> None:
         gate.release()
     until(lambda: "a9" in loaded and "b1" in loaded)
     assert "a3" not in loaded
+
+
+def test_several_are_loaded_at_a_time_and_none_again_that_was_begun() -> None:
+    gate, begun, loaded = threading.Event(), list[int](), list[int]()
+
+    def load(block: int) -> None:
+        begun.append(block)
+        assert gate.wait(20)
+        loaded.append(block)
+
+    ahead = ReadAhead(3)
+    ahead.want("job", 0, lambda: [1, 2, 3, 4], load)
+    until(lambda: len(begun) == 3)
+    ahead.want("job", 1, lambda: [2, 3, 4, 5], load)
+    gate.set()
+    until(lambda: len(loaded) == 5)
+    assert sorted(begun) == [1, 2, 3, 4, 5]
+
+
+def test_ranks_a_little_behind_the_others_want_nothing_anew() -> None:
+    loaded: list[int] = []
+    ahead = ReadAhead(2)
+    for stage in (7, 6, 7, 6):
+        ahead.want("job", stage, lambda: [stage], loaded.append)  # noqa: B023
+    ahead.want("other", 5, lambda: [50], loaded.append)
+    until(lambda: sorted(loaded) == [7, 50])
+    ahead.want("job", 5, lambda: [5], loaded.append)  # a pass of its own
+    until(lambda: sorted(loaded) == [5, 7, 50])
 
 
 def test_what_nobody_asks_for_any_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,3 +160,12 @@ def test_a_run_has_its_next_window_loaded_and_a_look_at_where_a_batch_is_from_ha
     assert asked == [2]
     assert client.get(f"{batches}/5?batch_size=2&seq_len=4").status_code == 200
     assert asked == [2, 5]
+
+
+def test_in_stored_order_the_blocks_that_come_next_are_loaded(tmp_path: Path) -> None:
+    write_numbered(tmp_path / "data" / "numbers", 60, num_shards=1, row_group_size=10)
+    cache = tmp_path / "cache"
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(cache), 4))
+    batch = "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?batch_size=2&seq_len=4&shuffle=none"
+    assert TestClient(create_app(catalog, InFlight(1 << 30))).get(batch).status_code == 200
+    until(lambda: len(list(cache.glob("*.block"))) == 3)

@@ -78,18 +78,18 @@ class Member:
     @property
     def window_bytes(self) -> int:
         """About what the blocks of a window take in the cache: those of the first."""
-        return int(self.index.bytes_per_block()[self._blocks_of_window(0, 0)].sum())
+        packing, order = self.epoch(0)
+        return int(self.index.bytes_per_block()[_blocks_of(packing, order.pools_of_window(0))].sum())
 
     def read_ahead(self, epoch: int, position: int) -> None:
-        """Has the blocks of the window after a position's loaded in the background, if the cache has room for both."""
-        _, order = self.epoch(epoch)
-        window = order.window(position)
-        next_ones = partial(self._blocks_of_window, epoch, window + 1)
-        self.blocks.read_ahead((self.snapshot, self.order, epoch), window, next_ones)
-
-    def _blocks_of_window(self, epoch: int, window: int) -> list[int]:
+        """Has the blocks that come after a position loaded in the background, if the cache has room; see EpochOrder.ahead."""
         packing, order = self.epoch(epoch)
-        return [block for pool in order.pools_of_window(window).tolist() for block in packing.blocks_of(pool)]
+        stage, pools = order.ahead(position, self.blocks.num_ahead)
+        self.blocks.read_ahead((self.snapshot, self.order, epoch), stage, partial(_blocks_of, packing, pools))
+
+
+def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:
+    return [block for pool in pools.tolist() for block in packing.blocks_of(pool)]
 
 
 def _plan(member: Member, epoch: int) -> PlannedEpoch:

@@ -163,7 +163,7 @@ class Plan:
         return found
 
     def read_ahead(self, epoch: int, rank: int, step: int) -> None:
-        """Has the blocks after this step's window loaded in the background, if the cache has room for both."""
+        """Has the blocks that come after this step loaded in the background, if the cache has room for them."""
         for number, own_epoch, _, positions in self._by_member(epoch, self.schedule.positions([step], rank)[0]):
             self.members[number].read_ahead(own_epoch, int(positions[0]))
 

@@ -56,6 +56,10 @@ class LengthOrder:
         """The pools of a window; none past the last one."""
         return self._order.pools_of_window(window)
 
+    def ahead(self, position: int, count: int) -> tuple[int, IntArray]:
+        """How far a position is, and the pools that come next; see EpochOrder.ahead."""
+        return self._order.ahead(position, count)
+
     def _moved(self, positions: IntArray, *, inverse: bool) -> IntArray:
         moved = np.empty_like(positions)
         for window, mine in by_value(self._order.windows(positions)):

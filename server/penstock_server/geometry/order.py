@@ -250,6 +250,19 @@ class EpochOrder:
         first, last = np.searchsorted(self._pool_starts, self._window_starts[window : window + 2])
         return self._pools[first:last]
 
+    def ahead(self, position: int, count: int) -> tuple[int, IntArray]:
+        """How far a position is, and the pools that come after those among which it lies: those of the next window.
+
+        In windows of fewer than `count` pools, so many of them. In stored order each pool is a window of its own.
+        """
+        if self._shuffled:
+            stage = self.window(position)
+            first, stop = np.searchsorted(self._pool_starts, self._window_starts[stage + 1 : stage + 3][[0, -1]])
+        else:
+            stage = find_one(self._pool_starts, position)
+            first = stop = stage + 1
+        return stage, self._pools[first : max(stop, first + count)]
+
     def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
         window = find(self._window_starts, slots)
         start = self._window_starts[window]

@@ -167,7 +167,12 @@ class Blocks:
         """Whether a block is in the cache."""
         return self._store.cache.has(self._find_key(index))
 
-    def read_ahead(self, job: Hashable, window: int, indices: Callable[[], list[int]]) -> None:
+    @property
+    def num_ahead(self) -> int:
+        """How many blocks are loaded ahead at a time."""
+        return self._store.ahead.num_blocks
+
+    def read_ahead(self, job: Hashable, stage: int, indices: Callable[[], list[int]]) -> None:
         """Has blocks loaded in the background that a job needs next; see ReadAhead.want."""
 
         def affordable() -> list[int]:
@@ -176,7 +181,7 @@ class Blocks:
             # As large again is what the job needs now: loading both into less room would evict the one for the other.
             return wanted if 2 * nbytes <= self._store.cache.budget_bytes else []
 
-        self._store.ahead.want(job, window, affordable, lambda index: self.get([index]))
+        self._store.ahead.want(job, stage, affordable, lambda index: self.get([index]))
 
     def rows_of_shards(self, get_further: Callable[[], None] = lambda: None) -> Iterator[IntArray]:
         """Rows of each block that are of the train and of the validation split, shape [2, blocks of the shard], by shard.

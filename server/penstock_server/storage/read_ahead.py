@@ -1,4 +1,4 @@
-"""Read-ahead: the blocks of a job's next window are loaded while it trains on this one, so that no window begins cold."""
+"""Read-ahead: the blocks that a job comes to next are loaded while it trains on those before, so that nothing begins cold."""
 
 from __future__ import annotations
 
@@ -7,54 +7,63 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock_server.problems import Problem
 
 log = logging.getLogger("penstock.read_ahead")
 
-_FORGET_SECONDS = 30.0  # a job that has asked for nothing for so long has ended, or is far from its next window
+_FORGET_SECONDS = 30.0  # a job that has asked for nothing for so long has ended, or is far from what comes next
 
 
 @dataclass(slots=True)
 class _Job:
-    window: int
+    """`pending` are the blocks that nobody has begun to load, `begun` those of the last stage that somebody has."""
+
+    stage: int
     pending: deque[int]
     load: Callable[[int], object]
     asked_at: float
+    begun: set[int] = field(default_factory=set)
 
 
 class ReadAhead:
-    """Loads blocks one at a time, in a thread of its own, turn by turn for all jobs; what is asked for now goes beside it.
+    """Loads `num_blocks` at a time, in threads of its own, turn by turn for all jobs; what is asked for now goes beside it.
 
     Nothing waits for it and nothing depends on it: a block that it did not load is loaded when it is needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 1) -> None:
+        self.num_blocks = num_blocks
         self._jobs: dict[Hashable, _Job] = {}
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
-    def want(self, job: Hashable, window: int, blocks: Callable[[], Sequence[int]], load: Callable[[int], object]) -> None:
-        """A job has reached `window`, so the blocks `blocks()` come next; `load(block)` loads one of them.
+    def want(self, job: Hashable, stage: int, blocks: Callable[[], Sequence[int]], load: Callable[[int], object]) -> None:
+        """A job has reached `stage`, so the blocks `blocks()` come next; `load(block)` loads one of them.
 
-        Called with every request: what was wanted for an earlier window, or by a job that no longer asks, is dropped.
+        Called with every request: what was wanted at an earlier stage, or by a job that no longer asks, is dropped. Ranks of a
+        job that are a little behind the others, by less than `num_blocks` stages, find what those have had loaded.
         """
         with self._changed:
             known = self._jobs.get(job)
-            if known and known.window == window:
+            if known and 0 <= known.stage - stage < self.num_blocks:
                 known.asked_at = time.monotonic()
                 return
-            self._jobs[job] = _Job(window, deque(blocks()), load, time.monotonic())
-            if self._thread is None:
+            wanted = blocks()
+            begun = known.begun.intersection(wanted) if known else set()
+            pending = deque(block for block in wanted if block not in begun)
+            self._jobs[job] = _Job(stage, pending, load, time.monotonic(), begun)
+            while len(self._threads) < self.num_blocks:
                 thread = threading.Thread(target=self._run, name="penstock-read-ahead", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # no thread can be started now
-                    log.warning("nothing is loaded ahead before the next window: %s", error)
-                    return
-                self._thread = thread
-            self._changed.notify()
+                    if not self._threads:
+                        log.warning("nothing is loaded ahead of its time: %s", error)
+                    break
+                self._threads.append(thread)
+            self._changed.notify(len(pending))
 
     def _run(self) -> None:
         while True:
@@ -63,7 +72,7 @@ class ReadAhead:
                 load(block)
             except Problem:
                 pass  # whoever needs the block is told
-            except Exception:  # else every later window would begin cold
+            except Exception:  # else all later ones would begin cold
                 log.exception("block %d could not be loaded ahead; it is loaded when it is needed", block)
 
     def _next(self) -> tuple[Callable[[int], object], int]:
@@ -74,5 +83,7 @@ class ReadAhead:
                 for name, job in self._jobs.items():
                     if job.pending:
                         self._jobs[name] = self._jobs.pop(name)  # to the end of the queue
-                        return job.load, job.pending.popleft()
+                        block = job.pending.popleft()
+                        job.begun.add(block)
+                        return job.load, block
                 self._changed.wait()
