@@ -302,6 +302,25 @@ def test_it_is_counted_once_however_many_ask_and_they_are_told_how_far_it_is(mon
     assert (counting.get(), num_made) == (7, 1)
 
 
+def test_who_asks_when_it_will_end_soon_waits_for_that_and_does_not_come_back_a_second_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, go_on = Mock(), threading.Event()
+    clock.monotonic.return_value = 0.0
+    monkeypatch.setattr(counting_module, "time", clock)
+    monkeypatch.setattr(counting_module, "_PATIENCE_SECONDS", 0.0)
+    counting = Counting("the rows", 40, lambda _: 7 if go_on.wait(30) else 0, list)
+    with pytest.raises(IndexNotReady):
+        counting.get()
+    monkeypatch.setattr(counting_module, "_PATIENCE_SECONDS", 20.0)
+    clock.monotonic.return_value, counting.num_done = 60.0, 20
+    with pytest.raises(IndexNotReady, match="20 of 40"):
+        counting.get()
+    counting.num_done = 39
+    threading.Timer(0.1, go_on.set).start()
+    assert counting.get() == 7
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files
 @given(st.data())
 def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same(

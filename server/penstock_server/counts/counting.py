@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("penstock.counting")
 
-_PATIENCE_SECONDS = 1.0  # who begins it waits so long; else it would be told to come back after as long
+_PATIENCE_SECONDS = 1.0  # who begins it, or asks when it ends soon, waits so long; else it would come back after as long
 _FAILURE_SECONDS = 30.0  # a failure is told to all who ask for so long; then it begins again
 
 
@@ -41,14 +41,15 @@ class Counting(Generic[T]):
         self._made: list[T] = []
         self._thread: threading.Thread | None = None
         self._failure: tuple[Problem, float] | None = None
+        self._began_at = 0.0
 
     def get(self) -> T:
         """What was made; the first call begins to make it.
 
         Raises IndexNotReady: it is being made; the message tells how far. Raises what stopped it.
         """
-        if not self._made and (started := self._start()):
-            started.join(_PATIENCE_SECONDS)
+        if not self._made and (thread := self._start() or self._ending):
+            thread.join(_PATIENCE_SECONDS)
         if self._made:
             return self._made[0]
         if failure := self._failure:
@@ -65,7 +66,7 @@ class Counting(Generic[T]):
         with self._lock:
             if self._made or self._thread or (self._failure and time.monotonic() < self._failure[1]):
                 return None
-            self.num_done, self._failure = 0, None
+            self.num_done, self._failure, self._began_at = 0, None, time.monotonic()
             self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
             try:
                 self._thread.start()
@@ -73,6 +74,12 @@ class Counting(Generic[T]):
                 self._thread = None
                 raise
             return self._thread
+
+    @property
+    def _ending(self) -> threading.Thread | None:
+        """The thread that makes it, if it will have made it soon, should it go on as fast as it did so far."""
+        elapsed, done = time.monotonic() - self._began_at, self.num_done
+        return self._thread if done and elapsed * (self.total - done) <= _PATIENCE_SECONDS * done else None
 
     @property
     def is_ready(self) -> bool:
