@@ -39,7 +39,7 @@ class Size:
 
 def measure(scale: Scale) -> list[Ratio]:
     if not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU here")
+        raise SystemExit("torch sees no GPU here; GPU.md tells what was measured on one")
     size = Size(dim=1024, num_layers=12, batch_size=8, num_steps=200, num_profiled=20, num_repeats=scale.num_repeats)
     with penstock(data.corpus(scale).parquet, data.warm_cache(scale)) as server:
         return [compare(server.address, torch.device("cuda"), size)]
