@@ -4,7 +4,7 @@ import pytest
 
 from penstock import SpecError
 from penstock.commands.address import Address, parse_address, url
-from penstock.urls import batches_path
+from penstock.urls import batches_path, dataset_path
 
 HOST = "http://host:8000"
 BATCHES = f"{HOST}/v1/datasets/wiki/epochs/2/ranks/3/batches"
@@ -59,3 +59,9 @@ def test_a_batchs_url_is_read_back() -> None:
     written = url(HOST, f"{batches_path('a b/c', 1, 2)}/3", query)
     assert written == f"{HOST}/v1/datasets/a%20b%2Fc/epochs/1/ranks/2/batches/3?mix=a:1,b:2@5&split=train"
     assert parse_address(written) == Address(server=HOST, dataset="a b/c", epoch=1, rank=2, step=3, query=tuple(query.items()))
+
+
+def test_a_name_that_no_url_can_hold_is_refused_with_where_it_may_come_from() -> None:
+    assert dataset_path("é/ß") == "/v1/datasets/%C3%A9%2F%C3%9F"
+    with pytest.raises(SpecError, match="PYTHONUTF8=1"):
+        dataset_path(b"\xc3\xa9".decode("ascii", "surrogateescape"))
