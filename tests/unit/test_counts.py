@@ -321,6 +321,20 @@ def test_who_asks_when_it_will_end_soon_waits_for_that_and_does_not_come_back_a_
     assert counting.get() == 7
 
 
+def test_of_a_crowd_whose_askers_wait_one_after_the_other_all_wait_until_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, go_on, waits = Mock(), threading.Event(), list[float]()
+    monkeypatch.setattr(counting_module, "time", clock)
+    counting = Counting("the rows", 40, lambda _: go_on.wait(30), list)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", lambda _, seconds: waits.append(seconds))
+        for now, num_done in ((0.0, 0), (0.25, 0), (5.0, 1), (30.0, 39), (30.75, 39), (32.0, 40)):
+            clock.monotonic.return_value, counting.num_done = now, num_done
+            with pytest.raises(IndexNotReady):
+                counting.get()
+    go_on.set()
+    assert waits == [1.0, 0.75, 0.0, 1.0, 0.25, 0.0]
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files
 @given(st.data())
 def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same(

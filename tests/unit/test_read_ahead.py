@@ -4,11 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
 import penstock_server.storage.read_ahead
-from corpora import write_numbered
+from corpora import write_numbered, write_shards
 from penstock_server.app import create_app
 from penstock_server.batches.plan import Plan
 from penstock_server.datasets.catalog import open_catalog
@@ -17,6 +19,7 @@ from penstock_server.problems import BadRow
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.read_ahead import ReadAhead
 from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -100,15 +103,20 @@ def test_several_are_loaded_at_a_time_and_none_again_that_was_begun() -> None:
     assert sorted(begun) == [1, 2, 3, 4, 5]
 
 
-def test_ranks_a_little_behind_the_others_want_nothing_anew() -> None:
-    loaded: list[int] = []
+def test_ranks_a_little_behind_the_others_want_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, loaded = Mock(), list[int]()
+    clock.monotonic.return_value = 0.0
+    monkeypatch.setattr(penstock_server.storage.read_ahead, "time", clock)
     ahead = ReadAhead(2)
-    for stage in (7, 6, 7, 6):
-        ahead.want("job", stage, lambda: [stage], loaded.append)  # noqa: B023
+    for place in (7, 6, 7, 4):
+        ahead.want("job", place, lambda: [place], loaded.append)  # noqa: B023
     ahead.want("other", 5, lambda: [50], loaded.append)
     until(lambda: sorted(loaded) == [7, 50])
-    ahead.want("job", 5, lambda: [5], loaded.append)  # a pass of its own
-    until(lambda: sorted(loaded) == [5, 7, 50])
+    ahead.want("job", 3, lambda: [3], loaded.append)  # a pass of its own
+    until(lambda: sorted(loaded) == [3, 7, 50])
+    clock.monotonic.return_value = 30.0
+    ahead.want("job", 2, lambda: [2], loaded.append)  # and another, long after that
+    until(lambda: sorted(loaded) == [2, 3, 7, 50])
 
 
 def test_what_nobody_asks_for_any_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +157,7 @@ def test_a_run_has_its_next_window_loaded_and_a_look_at_where_a_batch_is_from_ha
 ) -> None:
     write_numbered(tmp_path / "data" / "numbers", 40)
     asked: list[int] = []
-    monkeypatch.setattr(Plan, "read_ahead", lambda _plan, _epoch, _rank, step: asked.append(step))
+    monkeypatch.setattr(Plan, "read_ahead", lambda _plan, _epoch, step: asked.append(step))
     catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
     client = TestClient(create_app(catalog, InFlight(1 << 30)))
     batches = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -162,10 +170,28 @@ def test_a_run_has_its_next_window_loaded_and_a_look_at_where_a_batch_is_from_ha
     assert asked == [2, 5]
 
 
-def test_in_stored_order_the_blocks_that_come_next_are_loaded(tmp_path: Path) -> None:
-    write_numbered(tmp_path / "data" / "numbers", 60, num_shards=1, row_group_size=10)
-    cache = tmp_path / "cache"
-    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(cache), 4))
-    batch = "/v1/datasets/numbers/epochs/0/ranks/0/batches/0?batch_size=2&seq_len=4&shuffle=none"
-    assert TestClient(create_app(catalog, InFlight(1 << 30))).get(batch).status_code == 200
-    until(lambda: len(list(cache.glob("*.block"))) == 3)
+@pytest.mark.parametrize(
+    ("spec", "room", "num_loaded"),
+    [
+        ("shuffle=none", 100, 6),  # three of the step of all ranks, and three that come next
+        ("shuffle=none", 5, 5),  # two have room in half of that
+        ("shuffle=window&window=10", 100, 6),
+        ("shuffle=window&window=40", 100, 8),  # a window of four, and all of the next
+        ("shuffle=window&window=40", 7, 4),  # which would evict the one that is needed
+    ],
+)
+def test_the_blocks_that_come_next_are_loaded_as_far_as_there_is_room(
+    tmp_path: Path, spec: str, room: int, num_loaded: int
+) -> None:
+    ids = np.random.default_rng(0).integers(0, 1 << 16, (120, 500)).tolist()
+    folder = write_shards(tmp_path / "data" / "numbers", "input_ids", [ids], type_=pa.list_(pa.int32()), row_group_size=10)
+    block_bytes = int(open_snapshot(folder, None).bytes_per_block.max())
+    cache = CacheFolder(tmp_path / "cache", room * block_bytes)
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(cache, 6))
+    client = TestClient(create_app(catalog, InFlight(1 << 30)))
+    for rank in range(3):
+        batch = f"/v1/datasets/numbers/epochs/0/ranks/{rank}/batches/0?world_size=3&batch_size=10&seq_len=4&{spec}"
+        assert client.get(batch).status_code == 200
+    until(lambda: len(list(cache.folder.glob("*.block"))) == num_loaded)
+    time.sleep(0.1)
+    assert len(list(cache.folder.glob("*.block"))) == num_loaded

@@ -47,7 +47,7 @@ class Chunk:
 
     def read_ahead(self) -> None:
         """Has those blocks loaded in the background that the job will need next."""
-        self.plan.read_ahead(self.epoch, self.rank, self.steps[-1])
+        self.plan.read_ahead(self.epoch, self.steps[-1])
 
     def forget(self, futures: Sequence[Future[Block]]) -> None:
         """Gives up futures that `request` gave: blocks that nobody else waits for are not made."""

@@ -82,10 +82,14 @@ class Member:
         return int(self.index.bytes_per_block()[_blocks_of(packing, order.pools_of_window(0))].sum())
 
     def read_ahead(self, epoch: int, position: int) -> None:
-        """Has the blocks that come after a position loaded in the background, if the cache has room; see EpochOrder.ahead."""
+        """Has the blocks that come after a position loaded in the background, if the cache has room; see Blocks.read_ahead."""
         packing, order = self.epoch(epoch)
-        stage, pools = order.ahead(position, self.blocks.num_ahead)
-        self.blocks.read_ahead((self.snapshot, self.order, epoch), stage, partial(_blocks_of, packing, pools))
+        place, window, further = order.ahead(position, self.blocks.num_ahead)
+
+        def next_ones() -> tuple[list[int], list[int]]:
+            return _blocks_of(packing, window), _blocks_of(packing, further)
+
+        self.blocks.read_ahead((self.snapshot, self.order, epoch), place, next_ones)
 
 
 def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:

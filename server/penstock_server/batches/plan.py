@@ -162,10 +162,11 @@ class Plan:
             found.append(MemberSpans(member, distinct(spans.blocks).tolist(), spans))
         return found
 
-    def read_ahead(self, epoch: int, rank: int, step: int) -> None:
-        """Has the blocks that come after this step loaded in the background, if the cache has room for them."""
-        for number, own_epoch, _, positions in self._by_member(epoch, self.schedule.positions([step], rank)[0]):
-            self.members[number].read_ahead(own_epoch, int(positions[0]))
+    def read_ahead(self, epoch: int, step: int) -> None:
+        """Has the blocks that come after this step of all ranks loaded in the background, if the cache has room for them."""
+        last_rank = self.schedule.positions([step], self.schedule.world_size - 1)[0]
+        for number, own_epoch, _, positions in self._by_member(epoch, last_rank):
+            self.members[number].read_ahead(own_epoch, int(positions.max()))
 
     def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int) -> list[int]:
         """Where positions `own` of a member's own epoch stand in an epoch; those that it does not show are left out."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("penstock.counting")
 
-_PATIENCE_SECONDS = 1.0  # who begins it, or asks when it ends soon, waits so long; else it would come back after as long
+_PATIENCE_SECONDS = 1.0  # all who ask wait as long from its begin on, and once more when it will end soon
 _FAILURE_SECONDS = 30.0  # a failure is told to all who ask for so long; then it begins again
 
 
@@ -41,15 +41,16 @@ class Counting(Generic[T]):
         self._made: list[T] = []
         self._thread: threading.Thread | None = None
         self._failure: tuple[Problem, float] | None = None
-        self._began_at = 0.0
+        self._began_at = self._wait_until = 0.0
+        self._has_neared_end = False
 
     def get(self) -> T:
         """What was made; the first call begins to make it.
 
         Raises IndexNotReady: it is being made; the message tells how far. Raises what stopped it.
         """
-        if not self._made and (thread := self._start() or self._ending):
-            thread.join(_PATIENCE_SECONDS)
+        if not self._made and (thread := self._start()):
+            thread.join(max(0.0, self._wait_until - time.monotonic()))
         if self._made:
             return self._made[0]
         if failure := self._failure:
@@ -62,11 +63,18 @@ class Counting(Generic[T]):
         )
 
     def _start(self) -> threading.Thread | None:
-        """Begins, unless it has begun, or failed a moment ago; the thread that was begun."""
+        """Begins, unless it has begun, or failed a moment ago; the thread that makes it, for a while to be waited for."""
         with self._lock:
-            if self._made or self._thread or (self._failure and time.monotonic() < self._failure[1]):
+            now = time.monotonic()
+            if self._made or (self._failure and now < self._failure[1]):
                 return None
-            self.num_done, self._failure, self._began_at = 0, None, time.monotonic()
+            if self._thread:
+                if not self._has_neared_end and self._will_end_soon(now):
+                    # Once, and until one moment for all: those who ask come one after the other, and hold what others need.
+                    self._has_neared_end, self._wait_until = True, now + _PATIENCE_SECONDS
+                return self._thread
+            self.num_done, self._failure, self._has_neared_end = 0, None, False
+            self._began_at, self._wait_until = now, now + _PATIENCE_SECONDS
             self._thread = threading.Thread(target=self._run, name="penstock-counting", daemon=True)
             try:
                 self._thread.start()
@@ -75,11 +83,10 @@ class Counting(Generic[T]):
                 raise
             return self._thread
 
-    @property
-    def _ending(self) -> threading.Thread | None:
-        """The thread that makes it, if it will have made it soon, should it go on as fast as it did so far."""
-        elapsed, done = time.monotonic() - self._began_at, self.num_done
-        return self._thread if done and elapsed * (self.total - done) <= _PATIENCE_SECONDS * done else None
+    def _will_end_soon(self, now: float) -> bool:
+        """Whether it will have been made within the time that one waits, should it go on as fast as it did so far."""
+        elapsed, done = now - self._began_at, self.num_done
+        return done > 0 and elapsed * (self.total - done) <= _PATIENCE_SECONDS * done
 
     @property
     def is_ready(self) -> bool:

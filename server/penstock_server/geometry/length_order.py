@@ -56,8 +56,8 @@ class LengthOrder:
         """The pools of a window; none past the last one."""
         return self._order.pools_of_window(window)
 
-    def ahead(self, position: int, count: int) -> tuple[int, IntArray]:
-        """How far a position is, and the pools that come next; see EpochOrder.ahead."""
+    def ahead(self, position: int, count: int) -> tuple[int, IntArray, IntArray]:
+        """What comes after a position; see EpochOrder.ahead."""
         return self._order.ahead(position, count)
 
     def _moved(self, positions: IntArray, *, inverse: bool) -> IntArray:

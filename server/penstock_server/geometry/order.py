@@ -200,6 +200,8 @@ class EpochOrder:
         if self._shuffled:
             groups = permute(np.arange(len(pools_per_group)), len(pools_per_group), key(seed, epoch, "blocks"))
             self._pools = concatenated_ranges(starts_of(pools_per_group)[groups], pools_per_group[groups])
+        self._num_pools = len(self._pools)
+        self._pools = self._pools[sequences_per_pool[self._pools] > 0]  # nobody comes to the others
         self._pool_starts = starts_of(sequences_per_pool[self._pools])
         self.num_sequences = int(self._pool_starts[-1])
         if shuffle == "window":
@@ -225,8 +227,8 @@ class EpochOrder:
 
     def positions(self, pools: IntArray, indices: IntArray) -> IntArray:
         """The inverse: the position at which each (pool, index in the pool) stands."""
-        place = np.empty_like(self._pools)
-        place[self._pools] = np.arange(len(place))
+        place = np.empty(self._num_pools, np.int64)
+        place[self._pools] = np.arange(len(self._pools))
         slots = self._pool_starts[place[pools]] + indices
         return self._in_windows(slots, unpermute) if self._shuffled else slots
 
@@ -250,18 +252,17 @@ class EpochOrder:
         first, last = np.searchsorted(self._pool_starts, self._window_starts[window : window + 2])
         return self._pools[first:last]
 
-    def ahead(self, position: int, count: int) -> tuple[int, IntArray]:
-        """How far a position is, and the pools that come after those among which it lies: those of the next window.
+    def ahead(self, position: int, count: int) -> tuple[int, IntArray, IntArray]:
+        """What comes after a position: the number of pools before that, the pools of the next window, and `count` after these.
 
-        In windows of fewer than `count` pools, so many of them. In stored order each pool is a window of its own.
+        In stored order, which has no windows, those after the position's pool.
         """
         if self._shuffled:
-            stage = self.window(position)
-            first, stop = np.searchsorted(self._pool_starts, self._window_starts[stage + 1 : stage + 3][[0, -1]])
+            borders = self._window_starts[self.window(position) + 1 :][:2]  # after the last window there is but its end
+            first, stop = np.searchsorted(self._pool_starts, borders[[0, -1]]).tolist()
         else:
-            stage = find_one(self._pool_starts, position)
-            first = stop = stage + 1
-        return stage, self._pools[first : max(stop, first + count)]
+            first = stop = find_one(self._pool_starts, position) + 1
+        return first, self._pools[first:stop], self._pools[stop : stop + count]
 
     def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
         window = find(self._window_starts, slots)

@@ -172,16 +172,22 @@ class Blocks:
         """How many blocks are loaded ahead at a time."""
         return self._store.ahead.num_blocks
 
-    def read_ahead(self, job: Hashable, stage: int, indices: Callable[[], list[int]]) -> None:
-        """Has blocks loaded in the background that a job needs next; see ReadAhead.want."""
+    def read_ahead(self, job: Hashable, place: int, indices: Callable[[], tuple[list[int], list[int]]]) -> None:
+        """Has blocks loaded in the background that a job needs next; see ReadAhead.want.
+
+        `indices()` are those of the window that is next, and others after it, for windows of fewer blocks than are loaded at a
+        time.
+        """
 
         def affordable() -> list[int]:
-            wanted = indices()
-            nbytes = int(self._snapshot.bytes_per_block[wanted].sum())
-            # As large again is what the job needs now: loading both into less room would evict the one for the other.
-            return wanted if 2 * nbytes <= self._store.cache.budget_bytes else []
+            window, further = indices()
+            wanted = window + further[: max(0, self.num_ahead - len(window))]
+            # As large again as the window is what the job needs now: loading both into less room would evict the one for the
+            # other.
+            fits = 2 * np.cumsum(self._snapshot.bytes_per_block[wanted]) <= self._store.cache.budget_bytes
+            return wanted[: int(fits.sum())] if fits[: len(window)].all() else []
 
-        self._store.ahead.want(job, stage, affordable, lambda index: self.get([index]))
+        self._store.ahead.want(job, place, affordable, lambda index: self.get([index]))
 
     def rows_of_shards(self, get_further: Callable[[], None] = lambda: None) -> Iterator[IntArray]:
         """Rows of each block that are of the train and of the validation split, shape [2, blocks of the shard], by shard.

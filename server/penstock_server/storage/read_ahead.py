@@ -1,4 +1,4 @@
-"""Read-ahead: the blocks that a job comes to next are loaded while it trains on those before, so that nothing begins cold."""
+"""Read-ahead: the blocks that a job comes to next are loaded while it trains on those before, so that few begin cold."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FORGET_SECONDS = 30.0  # a job that has asked for nothing for so long has ended
 
 @dataclass(slots=True)
 class _Job:
-    """`pending` are the blocks that nobody has begun to load, `begun` those of the last stage that somebody has."""
+    """`pending` are the blocks that nobody has begun to load, `begun` those of the last that were wanted that somebody has."""
 
-    stage: int
+    place: int
     pending: deque[int]
     load: Callable[[int], object]
     asked_at: float
@@ -39,21 +39,23 @@ class ReadAhead:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
-    def want(self, job: Hashable, stage: int, blocks: Callable[[], Sequence[int]], load: Callable[[int], object]) -> None:
-        """A job has reached `stage`, so the blocks `blocks()` come next; `load(block)` loads one of them.
+    def want(self, job: Hashable, place: int, blocks: Callable[[], Sequence[int]], load: Callable[[int], object]) -> None:
+        """A job comes next to `place` in the order of its blocks, where `blocks()` are; `load(block)` loads one of them.
 
-        Called with every request: what was wanted at an earlier stage, or by a job that no longer asks, is dropped. Ranks of a
-        job that are a little behind the others, by less than `num_blocks` stages, find what those have had loaded.
+        Called with every request: what was wanted at another place, or by a job that no longer asks, is dropped. Ranks of a
+        job that are a little behind the others, by fewer than twice `num_blocks`, find what those have had loaded.
         """
         with self._changed:
             known = self._jobs.get(job)
-            if known and 0 <= known.stage - stage < self.num_blocks:
+            if known and _is_old(known):
+                known = None
+            if known and 0 <= known.place - place < 2 * self.num_blocks:
                 known.asked_at = time.monotonic()
                 return
             wanted = blocks()
             begun = known.begun.intersection(wanted) if known else set()
             pending = deque(block for block in wanted if block not in begun)
-            self._jobs[job] = _Job(stage, pending, load, time.monotonic(), begun)
+            self._jobs[job] = _Job(place, pending, load, time.monotonic(), begun)
             while len(self._threads) < self.num_blocks:
                 thread = threading.Thread(target=self._run, name="penstock-read-ahead", daemon=True)
                 try:
@@ -78,8 +80,7 @@ class ReadAhead:
     def _next(self) -> tuple[Callable[[int], object], int]:
         with self._changed:
             while True:
-                latest = time.monotonic() - _FORGET_SECONDS
-                self._jobs = {name: job for name, job in self._jobs.items() if job.asked_at > latest}
+                self._jobs = {name: job for name, job in self._jobs.items() if not _is_old(job)}
                 for name, job in self._jobs.items():
                     if job.pending:
                         self._jobs[name] = self._jobs.pop(name)  # to the end of the queue
@@ -87,3 +88,7 @@ class ReadAhead:
                         job.begun.add(block)
                         return job.load, block
                 self._changed.wait()
+
+
+def _is_old(job: _Job) -> bool:
+    return time.monotonic() >= job.asked_at + _FORGET_SECONDS

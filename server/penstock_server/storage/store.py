@@ -34,8 +34,8 @@ log = logging.getLogger("penstock.store")
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
-_AHEAD_SHARE = 2  # of the threads: the others are for what is asked for now
-_MAPPERS = 4  # threads; to map a block is to read it, and a disk reads faster for several
+_AHEAD_SHARE = 2  # of the threads load ahead, one at least: the others are for what is asked for now
+_MAPPERS = 4  # threads for what is asked for now; to map a block is to read it, and a disk reads faster for several
 
 
 # A block that was asked for: itself where it is mapped, since a future takes 1.4 KB, and a crowd asks for tens of thousands.
@@ -72,9 +72,9 @@ class BlockStore:
     def __init__(self, cache: CacheFolder, num_threads: int | None = None) -> None:
         self.cache, self.maps = cache, Maps(cache)
         self.splits = Splits()
-        self._mappers = ThreadPoolExecutor(_MAPPERS, thread_name_prefix="penstock-map")
         self._num_threads = num_threads or num_cores()
         self.ahead = ReadAhead(max(1, self._num_threads // _AHEAD_SHARE))
+        self._mappers = ThreadPoolExecutor(_MAPPERS + self.ahead.num_blocks, thread_name_prefix="penstock-map")
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._wanted: dict[str, _Wanted] = {}  # by the key of the first block, of each row group of which something is wanted
