@@ -27,7 +27,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def check_is_file(stat: os.stat_result, path: Path) -> None:
-    """Raises OSError: what has this state is a folder, a device, or a pipe, which would be waited for."""
+    """Raises OSError: what has this state is a folder, a device, or a pipe, whose reader waits for a writer."""
     if not S_ISREG(stat.st_mode):
         raise OSError(EINVAL, "it is neither a file nor a link to one", str(path))
 

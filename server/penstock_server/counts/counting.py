@@ -63,7 +63,7 @@ class Counting(Generic[T]):
         )
 
     def _start(self) -> threading.Thread | None:
-        """Begins, unless it has begun, or failed a moment ago; the thread that makes it, for a while to be waited for."""
+        """Begins, unless it has begun, or failed a moment ago; the thread that makes it."""
         with self._lock:
             now = time.monotonic()
             if self._made or (self._failure and now < self._failure[1]):
