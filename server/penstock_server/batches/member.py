@@ -84,12 +84,13 @@ class Member:
     def read_ahead(self, epoch: int, position: int) -> None:
         """Has the blocks that come after a position loaded in the background, if the cache has room; see Blocks.read_ahead."""
         packing, order = self.epoch(epoch)
-        place, window, further = order.ahead(position, self.blocks.num_ahead)
+        first, stop = order.ahead(position)
 
         def next_ones() -> tuple[list[int], list[int]]:
+            window, further = order.pools_of_window(order.window(position) + 1), order.pools_from(stop, self.blocks.num_ahead)
             return _blocks_of(packing, window), _blocks_of(packing, further)
 
-        self.blocks.read_ahead((self.snapshot, self.order, epoch), place, next_ones)
+        self.blocks.read_ahead((self.snapshot, self.order, epoch), first, next_ones)
 
 
 def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:

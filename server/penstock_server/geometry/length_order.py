@@ -56,9 +56,13 @@ class LengthOrder:
         """The pools of a window; none past the last one."""
         return self._order.pools_of_window(window)
 
-    def ahead(self, position: int, count: int) -> tuple[int, IntArray, IntArray]:
-        """What comes after a position; see EpochOrder.ahead."""
-        return self._order.ahead(position, count)
+    def ahead(self, position: int) -> tuple[int, int]:
+        """Where the pools of the next window stand; see EpochOrder.ahead."""
+        return self._order.ahead(position)
+
+    def pools_from(self, place: int, count: int) -> IntArray:
+        """The pools that have sequences, `count` at most, from a place on."""
+        return self._order.pools_from(place, count)
 
     def _moved(self, positions: IntArray, *, inverse: bool) -> IntArray:
         moved = np.empty_like(positions)

@@ -200,8 +200,6 @@ class EpochOrder:
         if self._shuffled:
             groups = permute(np.arange(len(pools_per_group)), len(pools_per_group), key(seed, epoch, "blocks"))
             self._pools = concatenated_ranges(starts_of(pools_per_group)[groups], pools_per_group[groups])
-        self._num_pools = len(self._pools)
-        self._pools = self._pools[sequences_per_pool[self._pools] > 0]  # nobody comes to the others
         self._pool_starts = starts_of(sequences_per_pool[self._pools])
         self.num_sequences = int(self._pool_starts[-1])
         if shuffle == "window":
@@ -227,8 +225,8 @@ class EpochOrder:
 
     def positions(self, pools: IntArray, indices: IntArray) -> IntArray:
         """The inverse: the position at which each (pool, index in the pool) stands."""
-        place = np.empty(self._num_pools, np.int64)
-        place[self._pools] = np.arange(len(self._pools))
+        place = np.empty_like(self._pools)
+        place[self._pools] = np.arange(len(place))
         slots = self._pool_starts[place[pools]] + indices
         return self._in_windows(slots, unpermute) if self._shuffled else slots
 
@@ -252,17 +250,25 @@ class EpochOrder:
         first, last = np.searchsorted(self._pool_starts, self._window_starts[window : window + 2])
         return self._pools[first:last]
 
-    def ahead(self, position: int, count: int) -> tuple[int, IntArray, IntArray]:
-        """What comes after a position: the number of pools before that, the pools of the next window, and `count` after these.
+    def ahead(self, position: int) -> tuple[int, int]:
+        """Where the pools [first, stop) of the window after a position's stand in the order of pools.
 
-        In stored order, which has no windows, those after the position's pool.
+        Stored order has no windows: there both are the place after the position's pool.
         """
-        if self._shuffled:
-            borders = self._window_starts[self.window(position) + 1 :][:2]  # after the last window there is but its end
-            first, stop = np.searchsorted(self._pool_starts, borders[[0, -1]]).tolist()
-        else:
-            first = stop = find_one(self._pool_starts, position) + 1
-        return first, self._pools[first:stop], self._pools[stop : stop + count]
+        if not self._shuffled:
+            first = find_one(self._pool_starts, position) + 1
+            return first, first
+        borders = self._window_starts[self.window(position) + 1 :][:2]  # after the last window there is but its end
+        first, stop = np.searchsorted(self._pool_starts, borders[[0, -1]]).tolist()
+        return first, stop
+
+    def pools_from(self, place: int, count: int) -> IntArray:
+        """The pools that have sequences, `count` at most, from a place on."""
+        places: list[int] = []
+        while len(places) < count and self._pool_starts[place] < self.num_sequences:
+            places.append(find_one(self._pool_starts, int(self._pool_starts[place])))  # past those that have none
+            place = places[-1] + 1
+        return self._pools[places]
 
     def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
         window = find(self._window_starts, slots)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock_server.problems import Problem
 
@@ -24,7 +24,7 @@ class _Job:
     pending: deque[int]
     load: Callable[[int], object]
     asked_at: float
-    begun: set[int] = field(default_factory=set)
+    begun: set[int]
 
 
 class ReadAhead:
