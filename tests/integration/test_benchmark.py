@@ -63,7 +63,6 @@ def test_a_loader_that_is_not_installed_fails_alone(corpus: Corpus, monkeypatch:
     assert loader.failures == ["not installed: there is no .venv in benchmarks; `make bench` makes it"]
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, which on a GPU are others with each version
 def test_a_training_step_is_measured_where_batches_lie(corpus: Corpus) -> None:
     cache = corpus.folder / "cache"
     prepare(corpus.parquet, cache)
