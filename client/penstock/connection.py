@@ -40,15 +40,18 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 3, "TCP_KE
 class Connection:
     """GETs of one process, one at a time; connections are kept open between them.
 
+    Bodies are received into what `allocate(nbytes)` gives, by default memory that is used again once nobody looks at it; those
+    that come through a proxy or in chunks into memory of their own.
+
     `interrupt`, `hang_up`, `is_alive` and `would_answer` may be called from other threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
         self.heard_at = time.monotonic()  # when the last bytes came
         self.interrupted = threading.Event()  # from then on nothing can be fetched
         self._own, self._aside = _Sockets(), _Sockets()  # what `fetch` reads from, and what is asked aside meanwhile
         self._hung_up: str | None = None
-        self._buffers = _take_spare()
+        self._allocate, self._buffers = allocate, _take_spare()
         self._is_fetching = False
         self._receiver = Receiver(self._remember)
         self._client: httpx.Client | None = None  # for servers behind a proxy: it is httpx's to find and to speak to
@@ -79,7 +82,7 @@ class Connection:
             if look:
                 look(received)
 
-        receiving = Body(self._buffers.allocate, hear)
+        receiving = Body(self._allocate or self._buffers.allocate, hear)
         try:
             self._is_fetching = True
             status, headers, body = self._exchange(server, target, then, silence_seconds, receiving)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from penstock.batch import IGNORED
 from penstock.errors import PenstockError, SpecError
 from penstock.item import Item
+from penstock.pinned import tensor_over
 from penstock.prefetch import Prefetch
 from penstock.rank import Worker
 from penstock.tensors import ALL, CPU, Batch, Lines, as_tensor, kind_of, travelled
@@ -69,12 +72,20 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
 
 
 def pack(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:
-    """What travelled and is needed for `columns`, out of the body that it came in, in pinned memory where asked for."""
+    """What travelled and is needed for `columns`: where it was received, if torch can copy it from there.
+
+    If not, as with what came through a proxy, it is a copy, in pinned memory where asked for.
+    """
     kind = kind_of(frame.alike.names)
     arrays = travelled(frame, kind)
     unneeded = {name for name in kind.columns if name not in columns}
     texts = {name: texts for name, texts in frame.texts.items() if name in columns}
-    return {name: as_tensor(array, pin_memory) for name, array in arrays.items() if name not in unneeded} | texts
+    return {name: _on_host(array, pin_memory) for name, array in arrays.items() if name not in unneeded} | texts
+
+
+def _on_host(array: npt.NDArray[Any], pin_memory: bool) -> torch.Tensor:
+    received = tensor_over(array)
+    return as_tensor(array, pin_memory) if received is None else received
 
 
 def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
@@ -99,13 +110,13 @@ def unpack(packed: Batch, columns: Container[str] = ALL) -> Batch:
 
 
 class OnDevice:
-    """Iterates over the batches of a prefetch, copied to a device and expanded there, one ahead of the loop.
+    """Iterates over the batches of fetched frames, copied to a device and expanded there, one ahead of the loop.
 
     On a GPU the copy runs beside what the loop computes, and the loop's stream waits for it, not the loop.
     """
 
-    def __init__(self, items: Prefetch[Item], device: torch.device, columns: Container[str] = ALL) -> None:
-        self._items, self._device, self._columns = items, device, columns
+    def __init__(self, frames: Prefetch[Frame], device: torch.device, columns: Container[str] = ALL) -> None:
+        self._frames, self._device, self._columns = frames, device, columns
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: Item | None = None
 
@@ -113,21 +124,21 @@ class OnDevice:
         return self
 
     def __next__(self) -> Item:
-        item, self._ahead = self._ahead or self._send(next(self._items)), None
+        item, self._ahead = self._ahead or self._send(next(self._frames)), None
         if self._stream:
             self._hand_over(item.batch, self._stream)
         # Not before: the loop's stream would wait for this one's copy, too.
-        if self._items.has_next:
-            self._ahead = self._send(next(self._items))
+        if self._frames.has_next:
+            self._ahead = self._send(next(self._frames))
         return item
 
-    def _send(self, item: Item) -> Item:
+    def _send(self, frame: Frame) -> Item:
         with torch.cuda.stream(self._stream):
             sent = {
                 name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for name, value in item.batch.items()
+                for name, value in pack(frame, pin_memory=self._stream is not None, columns=self._columns).items()
             }
-            return item._replace(batch=unpack(sent, self._columns))
+            return Item.of(frame, unpack(sent, self._columns))
 
     def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         loop = torch.cuda.current_stream(self._device)

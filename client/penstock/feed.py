@@ -12,8 +12,9 @@ from itertools import cycle, islice
 
 import torch
 
-from penstock.device import Destination, OnDevice, pack
+from penstock.device import Destination, OnDevice
 from penstock.item import Item
+from penstock.pinned import allocate_pinned
 from penstock.prefetch import OWN_THREADS, Prefetch
 from penstock.runs import RUN_BYTES, fetch_ahead
 from penstock.source import Source
@@ -47,15 +48,16 @@ class Feed:
         self._columns = columns
         self._num_batches = self._num_tokens = 0
         self._wait_seconds = self._busy_seconds = 0.0
-        self._transport = source.connect()
+        is_sent, is_pinned = destination.device != CPU, destination.pinned_for >= 0
+        self._transport = source.connect(partial(allocate_pinned, destination.pinned_for) if is_sent else None)
         self._pinned: Prefetch[Item] | None = None
         self._group_bytes = min(RUN_BYTES, prefetch_bytes // 4)
         with ExitStack() as unwound:  # if no more threads may be started, or by Ctrl-C
             unwound.callback(self._transport.close)
-            budget_bytes = 2 * self._group_bytes if destination.pinned_for >= 0 else prefetch_bytes
+            budget_bytes = 2 * self._group_bytes if is_pinned and not is_sent else prefetch_bytes
             self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], budget_bytes)
             unwound.callback(self._frames.close)
-            if destination.pinned_for >= 0:
+            if is_pinned and not is_sent:
                 self._pinned = Prefetch(
                     self._pinned_groups(),
                     nbytes=lambda items: sum(item.nbytes for item in items),
@@ -94,12 +96,13 @@ class Feed:
         return islice(again, self._num_steps)
 
     def _made(self) -> Iterator[Item]:
-        if self._pinned is None:
-            # As late as can be: what is written to reused memory now is still in the processor's cache when it is read, and
-            # what waits is as small as it travelled.
-            return (Item.of(frame, expand(frame, pin_memory=False, columns=self._columns)) for frame in self._frames)
-        device = self._destination.device
-        return self._pinned if device == CPU else OnDevice(self._pinned, device, self._columns)
+        if self._pinned:
+            return self._pinned
+        if self._destination.device != CPU:
+            return OnDevice(self._frames, self._destination.device, self._columns)
+        # As late as can be: what is written to reused memory now is still in the processor's cache when it is read, and what
+        # waits is as small as it travelled.
+        return (Item.of(frame, expand(frame, pin_memory=False, columns=self._columns)) for frame in self._frames)
 
     def stats(self) -> Stats:
         """What this feed has done so far."""
@@ -131,14 +134,13 @@ class Feed:
 
     def _pinned_groups(self) -> Generator[list[Item], None, None]:
         """The items in pinned memory, in groups of a few: to hand each over would cost as much as to make it."""
-        make = partial(expand if self._destination.device == CPU else pack, pin_memory=True, columns=self._columns)
         # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
         torch.cuda.set_device(self._destination.pinned_for)
         group: list[Item] = []
         nbytes = 0
         try:
             for frame in self._frames:
-                group.append(Item.of(frame, make(frame)))
+                group.append(Item.of(frame, expand(frame, pin_memory=True, columns=self._columns)))
                 nbytes += group[-1].nbytes
                 if not self._frames.has_next or nbytes >= self._group_bytes or len(group) == _MOST_ITEMS:
                     yield group

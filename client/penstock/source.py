@@ -56,9 +56,9 @@ class Source:
         self._rank = rank
         self._retry_seconds = retry_seconds
 
-    def connect(self) -> Transport:
-        """Connections for one thread of this process."""
-        return Transport(self._servers, retry_seconds=self._retry_seconds, rank=self._rank)
+    def connect(self, allocate: Callable[[int], memoryview] | None = None) -> Transport:
+        """Connections for one thread of this process. `allocate`: see Connection."""
+        return Transport(self._servers, retry_seconds=self._retry_seconds, rank=self._rank, allocate=allocate)
 
     def resolve(self, spec: Spec) -> Resolved:
         """The spec with every parameter resolved. Raises the PenstockError that says why no server does."""

@@ -52,17 +52,25 @@ class Transport:
 
     Connections survive no fork: make it in the process that uses it; in another one closing it does nothing. One thread uses
     it at a time; `interrupt` alone may come from another. `num_retries` counts attempts that failed and were made again,
-    `num_damaged` those of them whose body came and was not what had been asked for, and
-    `num_bytes` what came in bodies.
+    `num_damaged` those of them whose body came and was not what had been asked for, and `num_bytes` what came in bodies. For
+    `allocate` see Connection.
     """
 
-    def __init__(self, addresses: Sequence[str], *, retry_seconds: float, rank: int = 0, first_contact: bool = False) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        retry_seconds: float,
+        rank: int = 0,
+        first_contact: bool = False,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> None:
         self.num_retries = self.num_damaged = self.num_bytes = 0
         self._servers = Servers(addresses, rank)
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds)
-        self._connection = Connection()
+        self._connection = Connection(allocate)
         self._trial: Trial | None = None  # of home, while another is asked
         self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)), self._log.slow)
 

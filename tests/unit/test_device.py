@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -17,18 +17,23 @@ from hypothesis import strategies as st
 from penstock import PenstockError, SpecError, wire
 from penstock.device import Destination, OnDevice, check_device, find_destination, pack, unpack
 from penstock.item import Item
+from penstock.pinned import allocate_pinned
 from penstock.prefetch import OBJECT_BYTES, Prefetch
 from penstock.rank import Worker
 from penstock.tensors import CPU, Batch, expand, names_of
+from penstock.wire.layout import Layout
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 no_gpu_here = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
 
-def frame_of(tensors: dict[str, Any], step: int = 0) -> wire.Frame:
-    address = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=step)
+ADDRESS = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, step=0)
+
+
+def frame_of(tensors: Mapping[str, npt.NDArray[Any]], texts: dict[str, Any] | None = None) -> wire.Frame:
     arrays = {name: array[None] for name, array in tensors.items()}
-    return wire.Frame(wire.Alike(wire.Told(address, [step], [""], 0), arrays, [{"url": ["a", "b"]}]), 0)
+    held: dict[str, Any] = {"url": ["a", "b"]} if texts is None else texts
+    return wire.Frame(wire.Alike(wire.Told(ADDRESS, [0], [""], 0), arrays, [held]), 0)
 
 
 @st.composite
@@ -89,72 +94,88 @@ def test_tensors_that_are_asked_for_are_what_they_are_among_all(frame: wire.Fram
     assert_equal(unpack(pack(frame, pin_memory=False, columns=columns), columns), some)
 
 
-def test_what_waits_for_a_device_is_as_small_as_it_travelled() -> None:
+def test_a_batch_that_waits_counts_as_its_tensors_or_as_what_travelled_if_that_is_more() -> None:
     made = frame_of({"input_ids": np.ones((2, 100), np.uint16), "lengths": np.ones(2, np.int32)})
-    assert Item.of(made, pack(made, pin_memory=False)).nbytes == 2 * 2 * 100 + 2 * 4 + 2 + OBJECT_BYTES
     assert Item.of(made, expand(made, pin_memory=False)).nbytes == 3 * 8 * 2 * 100 + 2 + OBJECT_BYTES
     made.alike.told = made.alike.told._replace(nbytes=9999)
     assert Item.of(made, expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
 
 
-def numbered(num: int, num_steps: int, *, pin_memory: bool = False) -> tuple[list[Batch], Prefetch[Item]]:
-    """Batches, and a prefetch of them, which fails at the first step that is none of them."""
-    random = np.random.default_rng(num)
-    made = [
-        frame_of(
-            {
-                "input_ids": random.integers(0, 9, (64, 512), np.uint16),
-                "lengths": random.integers(0, 513, 64, np.int32),
-            },
-            step,
-        )
-        for step in range(num)
-    ]
+def tensors_of(step: int) -> dict[str, npt.NDArray[Any]]:
+    random = np.random.default_rng(step)
+    return {"input_ids": random.integers(0, 9, (64, 512), np.uint16), "lengths": random.integers(0, 513, 64, np.int32)}
 
-    def groups() -> Generator[list[Item], None, None]:
-        for step in range(num_steps):
-            if step >= num:
-                raise ValueError("there is no more")
-            yield [Item.of(made[step], pack(made[step], pin_memory=pin_memory))]
 
-    items = Prefetch(
-        groups(),
-        nbytes=lambda items: sum(item.nbytes for item in items),
+def received(steps: Sequence[int], allocate: Callable[[int], memoryview]) -> list[wire.Frame]:
+    """The frames of a run, one behind the other in memory of its own."""
+    layout = Layout.of([(name, array.dtype.name, array.shape) for name, array in tensors_of(0).items()])
+    arrays = layout.arrays(allocate(len(steps) * layout.nbytes), 0, layout.nbytes, len(steps))
+    for number, step in enumerate(steps):
+        for name, array in tensors_of(step).items():
+            arrays[name][number] = array
+    told = wire.Told(ADDRESS, list(steps), [""] * len(steps), layout.nbytes)
+    return [wire.Frame(alike, number) for alike in [wire.Alike(told, arrays, [])] for number in range(len(steps))]
+
+
+def ahead(
+    groups: Generator[list[wire.Frame], None, None], interrupt: Callable[[], None] = lambda: None
+) -> Prefetch[wire.Frame]:
+    return Prefetch(
+        groups,
+        nbytes=lambda frames: sum(frame.nbytes for frame in frames),
         budget_bytes=1 << 18,
-        interrupt=lambda: None,
+        interrupt=interrupt,
         name="ahead",
     )
-    return [expand(frame, pin_memory=False) for frame in made], items
+
+
+def ordinary(nbytes: int) -> memoryview:
+    """Memory of torch's, as pinned memory is, though it is not pinned."""
+    return torch.empty(nbytes, dtype=torch.uint8).numpy().data
 
 
 def test_batches_come_in_order_and_a_failure_behind_them() -> None:
-    expected, items = numbered(30, 31)
+    def groups() -> Generator[list[wire.Frame], None, None]:
+        for begin in range(0, 30, 3):
+            yield received(range(begin, begin + 3), ordinary)
+        raise ValueError("there is no more")
+
     found: list[Item] = []
-    with closing(items), pytest.raises(ValueError, match="there is no more"):
-        found.extend(OnDevice(items, CPU))
+    with closing(ahead(groups())) as frames, pytest.raises(ValueError, match="there is no more"):
+        found.extend(OnDevice(frames, CPU))
     assert [item.step for item in found] == list(range(30))
-    for item, batch in zip(found, expected, strict=True):
-        assert_equal(item.batch, batch)
+    for item in found:
+        assert_equal(item.batch, expand(frame_of(tensors_of(item.step), texts={}), pin_memory=False))
 
 
 def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
     gate = threading.Event()
 
-    def groups() -> Generator[list[Item], None, None]:
+    def groups() -> Generator[list[wire.Frame], None, None]:
         for step in range(2):
             assert step == 0 or gate.wait(30)
-            made = frame_of({"input_ids": np.ones((1, 1), np.uint16)}, step)
-            yield [Item.of(made, pack(made, pin_memory=False))]
+            yield received([step], ordinary)
 
-    with closing(
-        Prefetch(
-            groups(), nbytes=lambda items: sum(item.nbytes for item in items), budget_bytes=9, interrupt=gate.set, name="ahead"
-        )
-    ) as items:
-        batches = OnDevice(items, CPU)
+    with closing(ahead(groups(), gate.set)) as frames:
+        batches = OnDevice(frames, CPU)
         assert next(batches).step == 0
         gate.set()
         assert [item.step for item in batches] == [1]
+
+
+def test_what_is_sent_lies_where_it_was_received() -> None:
+    bodies: list[memoryview] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        bodies.append(ordinary(nbytes))
+        return bodies[-1]
+
+    for frame in received(range(3), allocate):
+        for value in pack(frame, pin_memory=False).values():
+            assert np.shares_memory(value.numpy(), np.frombuffer(bodies[0], np.uint8))
+    for frame in received(range(3), lambda nbytes: memoryview(bytearray(nbytes))):
+        for name, value in pack(frame, pin_memory=False).items():
+            assert not np.shares_memory(value.numpy(), frame.tensors[name])
 
 
 @no_gpu_here
@@ -190,17 +211,29 @@ def sync_is_an_error() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("sync_is_an_error")
 def test_batches_on_a_gpu_are_the_same_however_late_the_gpu_reads_them_and_nothing_waits_for_it() -> None:
-    expected, items = numbered(60, 60, pin_memory=True)
     gpu = torch.device("cuda", torch.cuda.current_device())
+    places: list[int] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        body = allocate_pinned(gpu.index, nbytes)
+        places.append(np.frombuffer(body, np.uint8).ctypes.data)
+        return body
+
+    def groups() -> Generator[list[wire.Frame], None, None]:
+        for begin in range(0, 60, 3):
+            yield received(range(begin, begin + 3), allocate)
+
     seen: list[Batch] = []
-    with closing(items):
-        for item in OnDevice(items, gpu):
+    with closing(ahead(groups())) as frames:
+        for item in OnDevice(frames, gpu):
             assert item.batch["input_ids"].device == gpu
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # some ten milliseconds, in which the host runs ahead
             seen.append({n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in item.batch.items()})
     torch.cuda.set_sync_debug_mode("default")
-    for found, batch in zip(seen, expected, strict=True):
-        assert_equal(found, batch)
+    for step, found in enumerate(seen):
+        assert_equal(found, expand(frame_of(tensors_of(step), texts={}), pin_memory=False))
+    assert len(seen) == 60
+    assert len(set(places)) < len(places)  # or nothing was received over what may still have been read
 
 
 @needs_gpu

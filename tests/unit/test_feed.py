@@ -28,7 +28,7 @@ class Asked:
 
     num_bytes = num_retries = num_damaged = 0
 
-    def connect(self) -> Transport:
+    def connect(self, _allocate: object) -> Transport:
         return cast(Transport, self)
 
     def frames(self, _transport: Transport, _spec: Spec, _epoch: int, steps: range, _then: range) -> list[wire.Frame]:

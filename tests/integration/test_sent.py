@@ -1,0 +1,106 @@
+"""Batches that are sent to a GPU lie where they were received. Where there is no GPU, the host's memory passes for one's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import penstock.dataset
+import penstock.device
+import penstock.feed
+from chaos_proxy import ChaosProxy
+from corpora import write_numbered, write_pairs, write_tokenizer
+from penstock import RemoteDataset
+from penstock.device import Destination, OnDevice
+from penstock.pinned import tensor_over
+from penstock.tensors import CPU
+from serving import Server
+
+KINDS = {
+    "packed": {"dataset": "numbers", "packing": "best_fit"},
+    "padded": {"dataset": "numbers"},
+    "pairs": {"dataset": "pairs"},
+}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data_dir = tmp_path_factory.mktemp("data")
+    write_numbered(data_dir / "numbers", 3000)
+    write_pairs(data_dir / "pairs", [("the quick brown fox jumps over", "the lazy dog")] * 3000)
+    return serve(data_dir, "--tokenizer", str(write_tokenizer(data_dir / "tokenizer.json")))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        return
+
+    def allocate(gpu: int, nbytes: int) -> memoryview:
+        assert gpu == 5
+        return torch.empty(nbytes, dtype=torch.uint8).numpy().data
+
+    destinations = {
+        None: Destination(device=CPU, pinned_for=-1),
+        "cuda": Destination(device=torch.device("cuda"), pinned_for=5),
+    }
+    monkeypatch.setattr(penstock.dataset, "check_device", lambda device: device)
+    monkeypatch.setattr(penstock.dataset, "find_destination", lambda device, _: destinations[device])
+    monkeypatch.setattr(penstock.feed, "allocate_pinned", allocate)
+    monkeypatch.setattr(penstock.feed, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, bool]]:
+    """How many arrays were sent of so many dimensions, and whether from where they were received."""
+    found = Counter[tuple[int, bool]]()
+
+    def look(array: npt.NDArray[Any]) -> torch.Tensor | None:
+        tensor = tensor_over(array)
+        found[array.ndim, tensor is not None and np.shares_memory(tensor.numpy(), array)] += 1
+        return tensor
+
+    monkeypatch.setattr(penstock.device, "tensor_over", look)
+    return found
+
+
+def batches(url: str, device: str | None, *, dataset: str, **settings: Any) -> list[dict[str, torch.Tensor]]:
+    data = RemoteDataset(url, dataset, batch_size=4, seq_len=16, seed=3, device=device, **settings)
+    return [{name: value.cpu() for name, value in batch.items()} for batch in data]
+
+
+def assert_same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
+    assert len(found) == len(expected) > 100
+    for batch, other in zip(found, expected, strict=True):
+        assert batch.keys() == other.keys()
+        assert all(torch.equal(batch[name], other[name]) for name in batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_that_travelled_is_copied_on_the_host(server: Server, places: Counter[tuple[int, bool]], kind: str) -> None:
+    assert_same(batches(server.url, "cuda", **KINDS[kind]), batches(server.url, None, **KINDS[kind]))
+    assert places[2, True] > 100
+    assert not places[2, False]
+    # The only one that is made on the host are the borders of documents, cu_seqlens.
+    assert bool(places[1, False]) == (kind == "packed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_damaged_on_the_way_is_not_sent(server: Server, kind: str) -> None:
+    with ChaosProxy(server.url, 7, ["cut", "truncate", "flip"], longest=20_000) as proxy:
+        found = batches(proxy.url, "cuda", **KINDS[kind])
+    assert sum(proxy.num_faults.values()) > 3
+    assert_same(found, batches(server.url, None, **KINDS[kind]))
+
+
+def test_a_replay_gives_what_was_sent_once(server: Server, places: Counter[tuple[int, bool]]) -> None:
+    found = batches(server.url, "cuda", dataset="numbers", replay=2)
+    assert places[2, True] == 2
+    assert_same(found[::2], found[:1] * len(found[::2]))
+    assert torch.equal(found[1]["input_ids"], batches(server.url, None, dataset="numbers")[1]["input_ids"])
