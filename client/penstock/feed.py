@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Container, Generator, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from itertools import cycle, islice
 
@@ -15,14 +15,13 @@ import torch
 from penstock.device import Destination, OnDevice
 from penstock.item import Item
 from penstock.pinned import allocate_pinned
-from penstock.prefetch import OWN_THREADS, Prefetch
-from penstock.runs import RUN_BYTES, fetch_ahead
+from penstock.prefetch import OWN_THREADS
+from penstock.runs import fetch_ahead
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats
 from penstock.tensors import CPU, expand
-
-_MOST_ITEMS = 64  # of a group that is handed over at once
+from penstock.wire import Frame
 
 
 class Feed:
@@ -48,23 +47,11 @@ class Feed:
         self._columns = columns
         self._num_batches = self._num_tokens = 0
         self._wait_seconds = self._busy_seconds = 0.0
-        is_sent, is_pinned = destination.device != CPU, destination.pinned_for >= 0
-        self._transport = source.connect(partial(allocate_pinned, destination.pinned_for) if is_sent else None)
-        self._pinned: Prefetch[Item] | None = None
-        self._group_bytes = min(RUN_BYTES, prefetch_bytes // 4)
+        is_pinned = destination.pinned_for >= 0
+        self._transport = source.connect(partial(allocate_pinned, destination.pinned_for) if is_pinned else None)
         with ExitStack() as unwound:  # if no more threads may be started, or by Ctrl-C
             unwound.callback(self._transport.close)
-            budget_bytes = 2 * self._group_bytes if is_pinned and not is_sent else prefetch_bytes
-            self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], budget_bytes)
-            unwound.callback(self._frames.close)
-            if is_pinned and not is_sent:
-                self._pinned = Prefetch(
-                    self._pinned_groups(),
-                    nbytes=lambda items: sum(item.nbytes for item in items),
-                    budget_bytes=prefetch_bytes,
-                    interrupt=self._frames.close,
-                    name=f"{OWN_THREADS}pin",
-                )
+            self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], prefetch_bytes)
             unwound.pop_all()
         # An iterator that is still referenced is only closed when modules are taken apart. Daemon threads run no more then:
         # who waits for one, or for a lock that it holds, waits for ever.
@@ -96,13 +83,15 @@ class Feed:
         return islice(again, self._num_steps)
 
     def _made(self) -> Iterator[Item]:
-        if self._pinned:
-            return self._pinned
-        if self._destination.device != CPU:
-            return OnDevice(self._frames, self._destination.device, self._columns)
-        # As late as can be: what is written to reused memory now is still in the processor's cache when it is read, and what
-        # waits is as small as it travelled.
-        return (Item.of(frame, expand(frame, pin_memory=False, columns=self._columns)) for frame in self._frames)
+        device = self._destination.device
+        return map(self._expanded, self._frames) if device == CPU else OnDevice(self._frames, device, self._columns)
+
+    def _expanded(self, frame: Frame) -> Item:
+        # As late as can be: what is written to memory that is used again now is still in the processor's cache when it is read,
+        # and what waits is as small as it travelled.
+        gpu = self._destination.pinned_for
+        with torch.cuda.device(gpu) if gpu >= 0 else nullcontext():
+            return Item.of(frame, expand(frame, pin_memory=gpu >= 0, columns=self._columns))
 
     def stats(self) -> Stats:
         """What this feed has done so far."""
@@ -114,7 +103,7 @@ class Feed:
             num_damaged=self._transport.num_damaged,
             wait_seconds=self._wait_seconds,
             busy_seconds=self._busy_seconds,
-            buffered_bytes=(self._pinned or self._frames).buffered_bytes,
+            buffered_bytes=self._frames.buffered_bytes,
         )
 
     def close(self) -> None:
@@ -129,23 +118,5 @@ class Feed:
             self._close()
 
     def _close(self) -> None:
-        with closing(self._transport), closing(self._pinned or self._frames):
+        with closing(self._transport), closing(self._frames):
             atexit.unregister(self._close)
-
-    def _pinned_groups(self) -> Generator[list[Item], None, None]:
-        """The items in pinned memory, in groups of a few: to hand each over would cost as much as to make it."""
-        # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
-        torch.cuda.set_device(self._destination.pinned_for)
-        group: list[Item] = []
-        nbytes = 0
-        try:
-            for frame in self._frames:
-                group.append(Item.of(frame, expand(frame, pin_memory=True, columns=self._columns)))
-                nbytes += group[-1].nbytes
-                if not self._frames.has_next or nbytes >= self._group_bytes or len(group) == _MOST_ITEMS:
-                    yield group
-                    group, nbytes = [], 0
-        except Exception:
-            if group:
-                yield group  # what was made before it
-            raise

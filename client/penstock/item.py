@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.batch import count_tokens
-from penstock.prefetch import OBJECT_BYTES
-from penstock.tensors import Batch, nbytes
+from penstock.tensors import Batch
 from penstock.wire import Frame, Told
 
 
@@ -37,9 +36,3 @@ class Item(NamedTuple):
     def digest(self) -> str:
         """The digest of its frame."""
         return self.told.digests[self.number]
-
-    @property
-    def nbytes(self) -> int:
-        """About the host memory that it takes while it waits, and as much as travelled for it at least."""
-        # Else, where few columns are kept of each batch, a whole epoch would be fetched ahead.
-        return max(nbytes(self.batch), self.told.nbytes) + OBJECT_BYTES

@@ -16,7 +16,7 @@ class Stats:
     num_damaged     those among them whose answer was damaged on the way, or was not what was asked for
     wait_seconds    how long the loop waited for batches
     busy_seconds    how long the loop worked with batches, each time until it asked for the next
-    buffered_bytes  host memory of batches that are ready and wait for the loop: as they travelled, or as pinned tensors
+    buffered_bytes  host memory of batches that are ready and wait for the loop, as they travelled
     """
 
     num_batches: int = 0

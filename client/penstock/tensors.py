@@ -234,11 +234,6 @@ def document_mask(batch: Batch, dtype: torch.dtype = torch.bool) -> torch.Tensor
     return mask if dtype == torch.bool else torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def nbytes(batch: Batch) -> int:
-    """The host memory that a batch takes, in bytes."""
-    return sum(value.nbytes if isinstance(value, torch.Tensor) else sum(map(len, value)) for value in batch.values())
-
-
 def _unpacked(bits: npt.NDArray[Any], width: int) -> npt.NDArray[np.bool_]:
     """Where a document or the padding begins, bool [batch_size, width]; every line begins one."""
     starts = np.unpackbits(bits, axis=1, count=width, bitorder="little").view(np.bool_)

@@ -22,7 +22,7 @@ from penstock.pinned import tensor_over
 from penstock.tensors import CPU
 from serving import Server
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "packed": {"dataset": "numbers", "packing": "best_fit"},
     "padded": {"dataset": "numbers"},
     "pairs": {"dataset": "pairs"},
@@ -104,3 +104,13 @@ def test_a_replay_gives_what_was_sent_once(server: Server, places: Counter[tuple
     assert places[2, True] == 2
     assert_same(found[::2], found[:1] * len(found[::2]))
     assert torch.equal(found[1]["input_ids"], batches(server.url, None, dataset="numbers")[1]["input_ids"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_device_tensors_lie_in_pinned_memory(server: Server, kind: str) -> None:
+    data = RemoteDataset(server.url, batch_size=4, seq_len=16, seed=3, **KINDS[kind])
+    for batch in data:
+        assert all(tensor.is_pinned() for tensor in batch.values())
+    on_cpu = batches(server.url, "cpu", **KINDS[kind])
+    assert_same(batches(server.url, None, **KINDS[kind]), on_cpu)

@@ -18,7 +18,7 @@ from penstock import PenstockError, SpecError, wire
 from penstock.device import Destination, OnDevice, check_device, find_destination, pack, unpack
 from penstock.item import Item
 from penstock.pinned import allocate_pinned
-from penstock.prefetch import OBJECT_BYTES, Prefetch
+from penstock.prefetch import Prefetch
 from penstock.rank import Worker
 from penstock.tensors import CPU, Batch, expand, names_of
 from penstock.wire.layout import Layout
@@ -92,13 +92,6 @@ def test_tensors_that_are_asked_for_are_what_they_are_among_all(frame: wire.Fram
     some = {name: every[name] for name in columns}
     assert_equal(expand(frame, pin_memory=False, columns=columns), some)
     assert_equal(unpack(pack(frame, pin_memory=False, columns=columns), columns), some)
-
-
-def test_a_batch_that_waits_counts_as_its_tensors_or_as_what_travelled_if_that_is_more() -> None:
-    made = frame_of({"input_ids": np.ones((2, 100), np.uint16), "lengths": np.ones(2, np.int32)})
-    assert Item.of(made, expand(made, pin_memory=False)).nbytes == 3 * 8 * 2 * 100 + 2 + OBJECT_BYTES
-    made.alike.told = made.alike.told._replace(nbytes=9999)
-    assert Item.of(made, expand(made, pin_memory=False, columns=())).nbytes == 9999 + OBJECT_BYTES
 
 
 def tensors_of(step: int) -> dict[str, npt.NDArray[Any]]:

@@ -4,7 +4,7 @@ import torch
 
 from penstock import SpecError, wire
 from penstock.batch import count_tokens
-from penstock.tensors import document_mask, expand, names_of, nbytes
+from penstock.tensors import document_mask, expand, names_of
 
 
 def frame(**tensors: object) -> wire.Frame:
@@ -24,7 +24,6 @@ def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:
         "labels": [[5, 6, 0], [7, 0, -100]],
     }
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-    assert nbytes(batch) == 3 * 6 * 8
 
 
 def test_tensors_lie_in_host_memory_whatever_device_is_torchs_default() -> None:
@@ -117,7 +116,6 @@ def test_columns_keep_their_names_and_types() -> None:
     assert (batch["score"].dtype, batch["vector"].dtype, batch["is_clean"].dtype) == (torch.float32, torch.int32, torch.bool)
     assert (batch["number"].dtype, batch["number"].tolist()) == (torch.int64, [2**32 - 1])
     assert batch["url"] == ["über"]
-    assert nbytes(batch) == 3 * 8 + 4 + 8 + 8 + 1 + 4
 
 
 def test_tokens_are_counted_without_their_padding() -> None:
