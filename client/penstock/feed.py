@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 from collections.abc import Container, Iterator
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import cycle, islice
 
@@ -49,10 +49,11 @@ class Feed:
         self._wait_seconds = self._busy_seconds = 0.0
         is_pinned = destination.pinned_for >= 0
         self._transport = source.connect(partial(allocate_pinned, destination.pinned_for) if is_pinned else None)
-        with ExitStack() as unwound:  # if no more threads may be started, or by Ctrl-C
-            unwound.callback(self._transport.close)
+        try:
             self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], prefetch_bytes)
-            unwound.pop_all()
+        except BaseException:  # no more threads may be started, or Ctrl-C
+            self._transport.close()
+            raise
         # An iterator that is still referenced is only closed when modules are taken apart. Daemon threads run no more then:
         # who waits for one, or for a lock that it holds, waits for ever.
         atexit.register(self._close)

@@ -443,7 +443,7 @@ def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(le
     ledger.write_text(ledger.read_text()[:-11] + "\n")
     append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
     assert report_on(ledger).is_proven
-    assert f"{ledger}, line 9 was cut off, as by a process or a machine that went down" in words(ledger)
+    assert f"{ledger}, line 9 was cut off, as by a full disk, or a process or machine that went down" in words(ledger)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1000, 4 << 20])

@@ -179,7 +179,7 @@ def _changed(changed: Changed) -> str:
 def _damage(damage: Damage) -> str:
     lines = _range("line", damage.first, damage.last + 1)
     if damage.is_torn:
-        return f"{damage.path}, {lines} was cut off, as by a process or a machine that went down"
+        return f"{damage.path}, {lines} was cut off, as by a full disk, or a process or machine that went down"
     return f"{damage.path}, {lines} cannot be read: the file was damaged or edited"
 
 
