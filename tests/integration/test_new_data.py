@@ -307,6 +307,10 @@ def test_datasets_come_and_go_and_a_job_on_one_that_is_gone_is_told(
     until(lambda: server.json("/readyz") == {"status": "ready", "datasets": 2, "refused": 1})
     assert server.json("/v1/datasets/more")["rows"] == 40
     assert "half.parquet is truncated" in server.json("/v1/datasets")["refused"][0]["error"]
+    shutil.rmtree(folder.parent / "odd")
+    until(lambda: server.json("/readyz") == {"status": "ready", "datasets": 2, "refused": 0})
+    assert server.get("/v1/datasets/odd").status_code == 404
+    (folder.parent / "odd").mkdir()
     write_shard(folder.parent / "odd" / "half.parquet", 0)
     until(lambda: server.json("/readyz") == {"status": "ready", "datasets": 3, "refused": 0})
     folder.rename(tmp_path / "aside")

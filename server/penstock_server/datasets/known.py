@@ -68,6 +68,8 @@ class Known:
     def followed_by(self, found: Survey, datasets: Iterable[Dataset]) -> Known:
         """What is known once the folders were found so, with these datasets in them."""
         known = {**self.datasets, **{dataset.name: dataset for dataset in datasets}}
+        # What was never served, and whose folder is gone, nobody waits for.
+        known = {n: d for n, d in known.items() if n in found.folders or d.held.records or found.why_unread(d.folder)}
         # What was declared in a folder that cannot be looked into now is served on, as its datasets are.
         mixtures = {name: one for name, one in self.mixtures.items() if name not in known and found.why_unread(one.folder)}
         unopened = {name: reason for name, reason in found.refused.items() if name not in known and name not in mixtures}
