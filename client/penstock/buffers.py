@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-_LARGEST_BUFFER = 16 << 20
+LARGEST_BUFFER = 16 << 20  # more than most bodies take
 _SPARE_BYTES = 32 << 20  # kept for the next connection: a loop that waits for data goes through three runs in turn
 _KEPT_BUFFERS = 12  # one is being received into, and frames of those before wait for the loop
 
@@ -17,7 +17,7 @@ class Buffers:
 
     def allocate(self, nbytes: int) -> memoryview:
         """So much memory, which nobody else looks at. What is larger than most bodies are is not kept."""
-        if not nbytes or nbytes > _LARGEST_BUFFER:
+        if not nbytes or nbytes > LARGEST_BUFFER:
             return memoryview(bytearray(nbytes))
         for buffer in self._buffers:
             if nbytes <= len(buffer) and _is_free(buffer):

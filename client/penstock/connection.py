@@ -51,7 +51,7 @@ class Connection:
         self.interrupted = threading.Event()  # from then on nothing can be fetched
         self._own, self._aside = _Sockets(), _Sockets()  # what `fetch` reads from, and what is asked aside meanwhile
         self._hung_up: str | None = None
-        self._allocate, self._buffers = allocate, _take_spare()
+        self._allocate, self._buffers = allocate, Buffers() if allocate else _take_spare()
         self._is_fetching = False
         self._receiver = Receiver(self._remember)
         self._client: httpx.Client | None = None  # for servers behind a proxy: it is httpx's to find and to speak to
@@ -125,7 +125,7 @@ class Connection:
         """Closes what is open. A thread that should have ended, and still fetches, fails."""
         # The order matters: what it has taken is not given away.
         buffers, self._buffers = self._buffers, Buffers()
-        if not self._is_fetching:
+        if not self._is_fetching and not self._allocate:
             buffers.trim()
             _spare.append(buffers)
         self._receiver.close()

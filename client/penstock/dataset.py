@@ -47,7 +47,7 @@ class RemoteDataset(IterableDataset[Batch]):
     servers          address of a server, "http://host:8000" or "host:8000", or a list of servers that hold the same data
     dataset          its name on the server
     rank, world_size which slice of the epoch; default: from torch.distributed, else RANK and WORLD_SIZE, else 0 of 1
-    prefetch_bytes   host memory for batches fetched ahead, in bytes, as they travelled; it is pinned where there is a GPU
+    prefetch_bytes   host memory for batches fetched ahead, in bytes, as they travelled; with device="cuda" it is pinned
     columns          the tensors that a batch has, such as ["input_ids"]; default: all
     device           "cuda" gives batches on the GPU, copied and expanded there during the step before
     replay           fetch this many batches and repeat them from memory, to see the loop's speed if data costs nothing

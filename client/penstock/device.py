@@ -22,10 +22,10 @@ from penstock.wording import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Destination:
-    """Where the loop's batches lie, and the number of the GPU for which host memory is pinned, -1 for none."""
+    """Where the loop's batches lie, and whether host memory is pinned for them."""
 
     device: torch.device
-    pinned_for: int
+    pin_memory: bool
 
 
 def check_device(device: str | int | torch.device | None) -> torch.device | None:
@@ -62,13 +62,13 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
                 f"DataLoader workers cannot give batches on device={str(device)!r}: a GPU belongs to the process of the loop. "
                 f"Iterate over the dataset itself, or with num_workers=0, or leave device out."
             )
-        return Destination(device=CPU, pinned_for=-1)  # a DataLoader pins what its workers send
+        return Destination(device=CPU, pin_memory=False)  # a DataLoader pins what its workers send
     if device is None:
-        return Destination(device=CPU, pinned_for=torch.cuda.current_device() if torch.cuda.is_available() else -1)
+        return Destination(device=CPU, pin_memory=torch.cuda.is_available())
     if not is_cuda:
-        return Destination(device=CPU, pinned_for=-1)
+        return Destination(device=CPU, pin_memory=False)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Destination(device=torch.device("cuda", index), pinned_for=index)
+    return Destination(device=torch.device("cuda", index), pin_memory=True)
 
 
 def pack(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> Batch:

@@ -6,11 +6,9 @@ import atexit
 import threading
 import time
 from collections.abc import Container, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from itertools import cycle, islice
-
-import torch
 
 from penstock.device import Destination, OnDevice
 from penstock.item import Item
@@ -47,8 +45,8 @@ class Feed:
         self._columns = columns
         self._num_batches = self._num_tokens = 0
         self._wait_seconds = self._busy_seconds = 0.0
-        is_pinned = destination.pinned_for >= 0
-        self._transport = source.connect(partial(allocate_pinned, destination.pinned_for) if is_pinned else None)
+        device = destination.device
+        self._transport = source.connect(None if device == CPU else partial(allocate_pinned, device))
         try:
             self._frames = fetch_ahead(source, self._transport, spec, epoch, steps[:replay], prefetch_bytes)
         except BaseException:  # no more threads may be started, or Ctrl-C
@@ -90,9 +88,7 @@ class Feed:
     def _expanded(self, frame: Frame) -> Item:
         # As late as can be: what is written to memory that is used again now is still in the processor's cache when it is read,
         # and what waits is as small as it travelled.
-        gpu = self._destination.pinned_for
-        with torch.cuda.device(gpu) if gpu >= 0 else nullcontext():
-            return Item.of(frame, expand(frame, pin_memory=gpu >= 0, columns=self._columns))
+        return Item.of(frame, expand(frame, pin_memory=self._destination.pin_memory, columns=self._columns))
 
     def stats(self) -> Stats:
         """What this feed has done so far."""

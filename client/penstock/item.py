@@ -10,7 +10,7 @@ from penstock.wire import Frame, Told
 
 
 class Item(NamedTuple):
-    """A batch, or what one will be made of. The memory that its frame was received into is not held by it.
+    """A batch. The memory that its frame was received into is not held by it.
 
     told, number  of its frame
     num_tokens    tokens in it, without the padding

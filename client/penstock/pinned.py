@@ -1,4 +1,4 @@
-"""Pinned memory: host memory that a GPU copies from by itself. Bodies are received into it where batches go to a GPU."""
+"""Pinned memory: host memory that a GPU copies from by itself. Bodies whose batches go to a GPU are received into it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.buffers import LARGEST_BUFFER
 
-def allocate_pinned(gpu: int, nbytes: int) -> memoryview:
+
+def allocate_pinned(gpu: torch.device, nbytes: int) -> memoryview:
     """Pinned memory for a GPU. Torch uses it again once nobody looks at it and no copy to a GPU reads from it any more.
 
-    Raises what torch raises where none is left.
+    It takes the next power of two of bytes, and torch keeps it: so what is larger than most bodies are is not pinned. Raises
+    what torch raises where there is no more.
     """
-    # A thread begins on GPU 0, and the first to pin memory there would take some of GPU 0's for every rank.
+    if nbytes > LARGEST_BUFFER:
+        return memoryview(bytearray(nbytes))
+    # A thread begins on GPU 0, and would take some of its memory for every rank that has nothing on its own GPU yet.
     with torch.cuda.device(gpu):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
 

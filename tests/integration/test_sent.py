@@ -42,13 +42,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
 
-    def allocate(gpu: int, nbytes: int) -> memoryview:
-        assert gpu == 5
+    def allocate(gpu: torch.device, nbytes: int) -> memoryview:
+        assert gpu == torch.device("cuda:5")
         return torch.empty(nbytes, dtype=torch.uint8).numpy().data
 
     destinations = {
-        None: Destination(device=CPU, pinned_for=-1),
-        "cuda": Destination(device=torch.device("cuda"), pinned_for=5),
+        None: Destination(device=CPU, pin_memory=False),
+        "cuda": Destination(device=torch.device("cuda:5"), pin_memory=True),
     }
     monkeypatch.setattr(penstock.dataset, "check_device", lambda device: device)
     monkeypatch.setattr(penstock.dataset, "find_destination", lambda device, _: destinations[device])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -156,6 +157,12 @@ def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
         assert [item.step for item in batches] == [1]
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of the storage of a tensor, by which torch knows what a copy reads from."""
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_what_is_sent_lies_where_it_was_received() -> None:
     bodies: list[memoryview] = []
 
@@ -164,8 +171,9 @@ def test_what_is_sent_lies_where_it_was_received() -> None:
         return bodies[-1]
 
     for frame in received(range(3), allocate):
-        for value in pack(frame, pin_memory=False).values():
-            assert np.shares_memory(value.numpy(), np.frombuffer(bodies[0], np.uint8))
+        for name, value in pack(frame, pin_memory=False).items():
+            assert np.array_equal(value.numpy(), frame.tensors[name])
+            assert place_of(value) == place_of(torch.from_numpy(np.frombuffer(bodies[0], np.uint8)))
     for frame in received(range(3), lambda nbytes: memoryview(bytearray(nbytes))):
         for name, value in pack(frame, pin_memory=False).items():
             assert not np.shares_memory(value.numpy(), frame.tensors[name])
@@ -176,7 +184,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     for device in ("cuda", "cuda:3", 1, torch.device("cuda")):
         with pytest.raises(SpecError, match="torch sees 0 GPUs here"):
             check_device(device)
-    assert find_destination(None, None) == Destination(device=CPU, pinned_for=-1)
+    assert find_destination(None, None) == Destination(device=CPU, pin_memory=False)
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "", 1.5])
@@ -188,7 +196,7 @@ def test_what_is_no_device_is_refused(device: str) -> None:
 def test_workers_leave_the_gpu_alone() -> None:
     worker = Worker(0, 2, 7)
     for device in (None, CPU):
-        assert find_destination(device, worker) == Destination(device=CPU, pinned_for=-1)
+        assert find_destination(device, worker) == Destination(device=CPU, pin_memory=False)
     with pytest.raises(PenstockError, match="workers cannot give batches on device='cuda'"):
         find_destination(torch.device("cuda"), worker)
 
@@ -203,12 +211,13 @@ def sync_is_an_error() -> Iterator[None]:
 @needs_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("sync_is_an_error")
-def test_batches_on_a_gpu_are_the_same_however_late_the_gpu_reads_them_and_nothing_waits_for_it() -> None:
+@pytest.mark.parametrize("late", ["copies", "loop"])
+def test_batches_on_a_gpu_are_the_same_however_late_the_gpu_reads_them_and_nothing_waits_for_it(late: str) -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
     places: list[int] = []
 
     def allocate(nbytes: int) -> memoryview:
-        body = allocate_pinned(gpu.index, nbytes)
+        body = allocate_pinned(gpu, nbytes)
         places.append(np.frombuffer(body, np.uint8).ctypes.data)
         return body
 
@@ -218,14 +227,18 @@ def test_batches_on_a_gpu_are_the_same_however_late_the_gpu_reads_them_and_nothi
 
     seen: list[Batch] = []
     with closing(ahead(groups())) as frames:
-        for item in OnDevice(frames, gpu):
-            assert item.batch["input_ids"].device == gpu
-            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # some ten milliseconds, in which the host runs ahead
-            seen.append({n: value.clone() if isinstance(value, torch.Tensor) else value for n, value in item.batch.items()})
+        batches = OnDevice(frames, gpu)
+        for _ in range(60):
+            with torch.cuda.stream(batches._stream if late == "copies" else None):
+                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # some ten milliseconds: the host runs ahead,
+            time.sleep(0.005)  # but not so far that nothing has been read yet when it is done
+            batch = next(batches).batch
+            assert batch["input_ids"].device == gpu
+            seen.append({name: tensor.clone() for name, tensor in batch.items()})
+        assert next(batches, None) is None
     torch.cuda.set_sync_debug_mode("default")
     for step, found in enumerate(seen):
         assert_equal(found, expand(frame_of(tensors_of(step), texts={}), pin_memory=False))
-    assert len(seen) == 60
     assert len(set(places)) < len(places)  # or nothing was received over what may still have been read
 
 
