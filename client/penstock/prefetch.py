@@ -15,7 +15,6 @@ from penstock.errors import PenstockError
 T = TypeVar("T")
 
 OWN_THREADS = "penstock-"  # how the names of all threads of the client begin: none of them may wait for its own end
-OBJECT_BYTES = 2048  # about what Python's objects for one batch that waits take
 _CLOSE_SECONDS = 5.0
 _ORPHAN_SECONDS = 2.0  # after which a loader worker that waits looks whether its loader is gone
 

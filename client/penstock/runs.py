@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
-from penstock.prefetch import OBJECT_BYTES, OWN_THREADS, Prefetch
+from penstock.prefetch import OWN_THREADS, Prefetch
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.transport import Transport
 from penstock.wire import Frame
 
 PREFETCH_BYTES = 64 << 20  # the default of prefetch_bytes
+OBJECT_BYTES = 2048  # about what Python's objects for one batch that waits take
 RUN_BYTES = 8 << 20  # a response of a few MiB: the cost of a request vanishes in it
 _LEAST_RUNS = 4  # that fit into a budget: one that the loop takes from, one that waits, one that is read, one that is asked for
 

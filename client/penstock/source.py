@@ -15,7 +15,7 @@ import httpx
 
 from penstock import wire
 from penstock.aside import ask_aside
-from penstock.errors import PenstockError, SpecError, VersionMismatch, WireError
+from penstock.errors import SpecError, VersionMismatch, WireError
 from penstock.spec import Spec
 from penstock.transport import Transport
 from penstock.urls import batches_path, dataset_path
@@ -173,8 +173,6 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
             tensors=tuple(str(tensor["name"]) for tensor in answer["tensors"]),
             advice=tuple(map(str, answer["advice"])),
         )
-    except PenstockError as error:
-        raise VersionMismatch(f"the server knows other parameters than this client: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise VersionMismatch(
             f"the answer is not a spec of this version of penstock ({error!r}). Is this a penstock server of the same version?"

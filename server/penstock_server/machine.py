@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_ASSUMED_BYTES = 4 << 30  # where the system does not tell
-
 
 def memory_bytes(root: Path = Path("/")) -> int:
     """The memory of the machine, or the limit of a control group that this process is in, whichever is less."""
@@ -35,9 +33,7 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def _machine_bytes() -> int:
-    with suppress(AttributeError, OSError, ValueError):  # Windows has no sysconf
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return _ASSUMED_BYTES
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _machine_cores() -> int:

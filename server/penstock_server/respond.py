@@ -64,16 +64,18 @@ class Run:
         return frames_nbytes(self.plan, self.epoch, self.rank, self.steps) if self.format == "msgpack" else None
 
 
-async def respond(request: Request, in_flight: InFlight, find: Callable[[], Run], in_thread: InThread) -> Response:
+async def respond(
+    request: Request, in_flight: InFlight, find: Callable[[], Run], in_thread: InThread, *, at_once: bool
+) -> Response:
     """The response to a request for what `find` gives; that is called `in_thread`.
 
-    Batches are made in the same turn, unless that is in one of many threads: each would hold what a chunk takes on the way.
+    Batches are made in the same turn if `at_once`: not where that is in one of many threads, for each would hold what a chunk
+    takes on the way.
 
     Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets. Raises ClientDisconnect.
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
-    at_once = in_thread is not in_one_of_many
     headers, making = await in_thread(partial(_begin, request, in_flight, find, at_once=at_once))
     if making is None:
         return Response(status_code=304, headers=headers)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
-from penstock.prefetch import OBJECT_BYTES
+from penstock.runs import OBJECT_BYTES
 from penstock.source import Source
 from penstock.stats import Stats
 from penstock.wire import Layout

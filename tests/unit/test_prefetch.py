@@ -190,22 +190,6 @@ def test_groups_are_closed_by_the_thread_that_made_them() -> None:
     assert closed_by == ["ahead"]
 
 
-def test_one_works_ahead_of_another() -> None:
-    gate = threading.Event()
-
-    def slow() -> Generator[list[bytes], None, None]:
-        yield from groups_of(3)
-        assert gate.wait(30)
-        raise ConnectionError
-
-    before = threading.active_count()
-    first = prefetch(slow(), KIB, gate)
-    second = Prefetch(([item] for item in first), nbytes=nbytes, budget_bytes=KIB, interrupt=first.close, name="second")
-    assert [next(second) for _ in range(3)] == [item(number) for number in range(3)]
-    second.close()
-    assert threading.active_count() == before
-
-
 def test_a_budget_of_nothing_still_has_room_for_one_group() -> None:
     assert list(prefetch(groups_of(*[3] * 7), 0)) == [item(number) for number in range(21)]
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from penstock.prefetch import OBJECT_BYTES
-from penstock.runs import fetch_ahead, fetch_runs
+from penstock.runs import OBJECT_BYTES, fetch_ahead, fetch_runs
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.transport import Transport

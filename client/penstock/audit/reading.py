@@ -41,7 +41,6 @@ class Part:
     the order has that its run came to, and `stop` is the position up to which it is of that order.
     """
 
-    path: Path
     begin: Begin
     time: datetime
     last_time: datetime
@@ -172,7 +171,7 @@ class _Parser:
         if begin := _begin_of(self._path, line):
             self._begin = line
             self._time = max(self._time, begin.time)
-            self._parts.setdefault(line, Part(self._path, begin, self._time, self._time)).last_time = self._time
+            self._parts.setdefault(line, Part(begin, self._time, self._time)).last_time = self._time
             self._found.setdefault(line, [])
             self._torn_before.add(number)
         elif self._begin and line == f"end {check_of('end', self._check)}".encode():

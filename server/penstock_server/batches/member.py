@@ -99,12 +99,14 @@ def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:
 
 def _plan(member: Member, epoch: int) -> PlannedEpoch:
     of = member.order
+    # First: once these are counted they tell how many rows a block has, too.
+    lengths = member.index.row_lengths(of.split) if of.group_by_length else None
     packing = _packing(member, epoch)
     groups = member.snapshot.pools.per_group if of.packing == "best_fit" else member.snapshot.blocks_per_group
     order = EpochOrder(packing.sequences_per_pool, groups, shuffle=of.shuffle, window=of.window, seed=of.seed, epoch=epoch)
-    if of.group_by_length:
-        lengths = partial(_lengths, packing, member.index.row_lengths(of.split))
-        return packing, LengthOrder(order, lengths, of.group_by_length, key(of.seed, epoch, "runs"))
+    if lengths:
+        of_pools = partial(_lengths, packing, lengths)
+        return packing, LengthOrder(order, of_pools, of.group_by_length, key(of.seed, epoch, "runs"))
     return packing, order
 
 
@@ -117,8 +119,6 @@ def _packing(member: Member, epoch: int) -> Packing:
         return BestFit(member.snapshot.pools.starts, bins, rows, of.seq_len)
     if of.long_rows == "split":
         return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
-    if of.group_by_length:
-        index.row_lengths(of.split)  # said now, not when the first window is sorted
     return Rows(index.rows_per_block(of.split), of.seq_len)
 
 

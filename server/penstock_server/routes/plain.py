@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import cached_property
-from inspect import iscoroutinefunction
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -16,18 +15,16 @@ _MOST_DIGITS = 18  # of a plain number
 
 
 class PlainRoute(APIRoute):
-    """A route whose endpoint takes a request, the texts and whole numbers of its path, and parameters that have defaults.
+    """A route whose endpoint is a coroutine of a request, of texts and whole numbers in its path, and of further parameters.
 
     Plain requests are read here, and what FastAPI does around an endpoint is left out, for it has no dependencies: a request
     that waits for its batch takes less memory then. All others FastAPI reads, as it documents them, and tells what is wrong:
-    those with a number that is none or out of bounds, with an escape in a name, or with a parameter that is a text. An endpoint
-    that is no coroutine is called by FastAPI, in a thread.
+    those with a number that is none or out of bounds, with an escape in a name, or with a parameter that is a text.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        known = self._parameters if scope["method"] in (self.methods or ()) else None
-        values = _plain(scope, *known) if known else None
+        values = _plain(scope, *self._parameters) if scope["method"] in (self.methods or ()) else None
         if values is None:
             await super().handle(scope, receive, send)
         else:
@@ -35,10 +32,8 @@ class PlainRoute(APIRoute):
             await response(scope, receive, send)
 
     @cached_property
-    def _parameters(self) -> tuple[_Bounds, _Bounds] | None:
-        """What may stand in the path, and in the query; None where FastAPI reads it in any case."""
-        if not iscoroutinefunction(self.endpoint):
-            return None
+    def _parameters(self) -> tuple[_Bounds, _Bounds]:
+        """What may stand in the path, and in the query."""
         fields = self.dependant.path_params, self.dependant.query_params
         in_path, in_query = ({field.name: _bounds(field.field_info) for field in own} for own in fields)
         return in_path, in_query
