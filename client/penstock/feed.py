@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Container, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import cycle, islice
+
+import torch
 
 from penstock.device import Destination, OnDevice
 from penstock.item import Item
@@ -83,7 +86,13 @@ class Feed:
 
     def _made(self) -> Iterator[Item]:
         device = self._destination.device
-        return map(self._expanded, self._frames) if device == CPU else OnDevice(self._frames, device, self._columns)
+        if device != CPU:
+            return OnDevice(self._frames, device, self._columns)
+        make = self._expanded
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes long to import
+            # Of what numpy does to a packed batch inductor makes C++ that does not compile.
+            make = torch.compiler.disable(make)  # type: ignore[no-untyped-call]
+        return map(make, self._frames)
 
     def _expanded(self, frame: Frame) -> Item:
         # As late as can be: what is written to memory that is used again now is still in the processor's cache when it is read,

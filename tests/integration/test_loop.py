@@ -18,12 +18,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import penstock.feed
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import PenstockError, RemoteDataset, ServerUnavailable, SpecError
 from penstock.runs import OBJECT_BYTES
 from penstock.source import Source
 from penstock.stats import Stats
-from penstock.wire import Layout
+from penstock.tensors import Batch, expand
+from penstock.wire import Frame, Layout
 from serving import Server
 
 NUM_ROWS, BATCH_SIZE = 120, 4
@@ -360,7 +362,15 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
 @pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
-def test_a_compiled_function_may_take_batches(server: Server) -> None:
+def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    are_traced: list[bool] = []
+
+    def expanded(frame: Frame, **settings: Any) -> Batch:
+        are_traced.append(torch.compiler.is_compiling())
+        return expand(frame, **settings)
+
+    monkeypatch.setattr(penstock.feed, "expand", expanded)
+
     @torch.compile(backend="eager")
     def step(batches: Any) -> torch.Tensor:
         batch = next(batches)
@@ -373,3 +383,5 @@ def test_a_compiled_function_may_take_batches(server: Server) -> None:
         batches = iter(data)
         assert [step(batches) for _ in expected] == expected
         batches.close()  # type: ignore[attr-defined]
+    assert are_traced
+    assert not any(are_traced)
