@@ -76,8 +76,9 @@ def test_the_static_server_sends_what_its_upstream_sent_and_asks_it_once(tmp_pat
     assert process.stdout
     with process, serving([sys.executable, replay.__file__, process.stdout.readline().split("(")[1].split("/)")[0]]) as static:
         first = urllib.request.urlopen(f"{static.address}/batch").read()
-        with pytest.raises(urllib.error.HTTPError, match="404"):
+        with pytest.raises(urllib.error.HTTPError, match="404") as refusal:
             urllib.request.urlopen(f"{static.address}/nothing")
+        refusal.value.close()
         process.kill()
         time.sleep(0.1)
         assert urllib.request.urlopen(f"{static.address}/batch").read() == first == (tmp_path / "batch").read_bytes()
