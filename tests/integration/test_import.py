@@ -198,6 +198,8 @@ def test_a_column_that_only_some_files_have_is_told(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["{tmp}/none.csv", "{tmp}/out"], "{tmp}/none.csv does not exist."),
+        (["/dev/null/x.csv", "{tmp}/out"], "/dev/null/x.csv does not exist."),
+        (["x" * 300, "{tmp}/out"], f"{'x' * 300} cannot be read: File name too long."),
         (["{tmp}/bad.jsonl", "{tmp}/out"], "{tmp}/bad.jsonl, line 2: "),
         (["{tmp}/good.csv", "{tmp}/full"], "{tmp}/full holds Parquet files already"),
         (["{tmp}/good.csv", "{tmp}/good.csv"], "{tmp}/good.csv is a file, not a folder"),

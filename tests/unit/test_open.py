@@ -175,6 +175,28 @@ def test_a_missing_folder_a_file_and_a_folder_without_parquet_are_told_apart(dat
     data.write_text("a file")
     with pytest.raises(DatasetRefused, match="is a file, not a folder"):
         open_all()
+    data.unlink()
+    data.symlink_to(data)
+    with pytest.raises(DatasetRefused, match=f"cannot be looked into: {os.strerror(errno.ELOOP)}"):
+        open_all()
+
+
+def test_a_recipe_that_may_be_there_is_not_passed_over(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered(data, 3)
+    (data / "penstock.toml").write_text("vocab_size = 777")
+    with_recipe = snapshot_of(data).fingerprint
+
+    def stale(path: str | Path, **options: Any) -> os.stat_result:
+        if Path(path).name == "penstock.toml":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return Path(path).stat(follow_symlinks=False, **options)
+
+    monkeypatch.setattr(os, "lstat", stale)
+    monkeypatch.setattr(Path, "lstat", stale)
+    assert snapshot_of(data).fingerprint == with_recipe
+    (data / "penstock.toml").unlink()
+    with pytest.raises(DatasetRefused, match=r"penstock\.toml cannot be read: .*No such file"):
+        snapshot_of(data)
 
 
 def test_text_without_a_tokenizer_is_refused_with_both_ways_out(data: Path) -> None:
@@ -501,8 +523,8 @@ def test_where_a_folder_cannot_be_looked_into_all_below_it_is_served_on_and_told
     before = {name: served.snapshot.fingerprint for name, served in catalog.datasets.items()}
 
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(path: Path, *args: Any, **options: Any) -> Any:
-            if path.is_relative_to(data / away):
+        def called(path: str | Path, *args: Any, **options: Any) -> Any:
+            if Path(path).is_relative_to(data / away):
                 raise OSError(number, os.strerror(number), str(path))
             return call(path, *args, **options)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISDIR
 
 from penstock.skip import spell_skip
 from penstock.spec import Spec
@@ -18,6 +19,7 @@ from penstock_server.datasets.dataset import Change, Dataset
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.known import Known
+from penstock_server.files import may_be_there
 from penstock_server.problems import BadParameter, Busy, DatasetRefused, ShardUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
@@ -208,7 +210,7 @@ class Catalog:
                 f"{away} is a link to nothing: what it leads to is away. Bring that back, or restart the server to forget it."
             )
             dataset.fail(reason)
-        elif found.folders and not folder.exists():
+        elif found.folders and not may_be_there(folder):
             reason = f"{folder} was removed. Put it back, or restart the server to forget it."
             dataset.remove(reason)
         else:  # with all folders gone at once it is rather the disk that is: what is cached can be served meanwhile
@@ -238,13 +240,21 @@ def _resolve(spec: Spec, snapshot: str) -> Spec:
     )
 
 
+def _why_no_folder(path: Path) -> str:
+    try:
+        return "" if S_ISDIR(path.stat().st_mode) else "is a file, not a folder"
+    except FileNotFoundError:
+        return "does not exist"
+    except OSError as error:
+        return f"cannot be looked into: {error.strerror}"
+
+
 def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
     """The catalog of a folder, opened.
 
     Raises DatasetRefused: there is no such folder, the tokenizer is none, or see Catalog.open.
     """
-    if not data_dir.is_dir():
-        what = "is a file, not a folder" if data_dir.exists() else "does not exist"
+    if what := _why_no_folder(data_dir):
         raise DatasetRefused(f"the data folder {data_dir} {what}. Name a folder that holds Parquet files, or folders of them.")
     if spelled(str(data_dir)) != str(data_dir):
         raise DatasetRefused(

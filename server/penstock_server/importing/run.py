@@ -10,6 +10,7 @@ from decimal import Decimal
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -82,10 +83,16 @@ class Import:
 
     def _source(self, path: Path) -> Source | str:
         """The source that reads a file by its ending, or why there is none."""
-        if not path.is_file():
-            if path.is_dir():
-                return f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
-            return f"{path} is no regular file, and files are read twice." if path.exists() else f"{path} does not exist."
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{path} does not exist."
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}."
+        if S_ISDIR(mode):
+            return f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
+        if not S_ISREG(mode):
+            return f"{path} is no regular file, and files are read twice."
         ending, compressed = _endings_of(path)
         if ending in _JSON:
             return JsonLines(path, self.columns, self.text)

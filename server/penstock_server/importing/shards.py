@@ -15,6 +15,7 @@ from secrets import token_hex
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock_server.files import may_be_there
 from penstock_server.importing.source import ImportRefused
 from penstock_server.snapshots.folders import list_folder
 
@@ -117,9 +118,9 @@ def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
     Raises ImportRefused: there are some and they may not be replaced, or it is no folder.
     """
     try:
-        if out_dir.exists() and not out_dir.is_dir():
-            raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.")
-        old = [out_dir / name for name in list_folder(out_dir).shards] if out_dir.exists() else []
+        old = [out_dir / name for name in list_folder(out_dir).shards] if may_be_there(out_dir) else []
+    except NotADirectoryError as error:
+        raise ImportRefused(f"{out_dir} is a file, not a folder. The last name given is the folder to write to.") from error
     except OSError as error:
         raise _unwritable(out_dir, error) from error
     if old and not overwrite:
@@ -137,7 +138,7 @@ def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises ImportRefused: as `old_shards`, or the disk is full or cannot be written to.
     """
     try:
-        home = out_dir if out_dir.exists() else out_dir.parent
+        home = out_dir if may_be_there(out_dir) else out_dir.parent
         home.mkdir(parents=True, exist_ok=True)
         staging = home / f".import-{token_hex(4)}"  # the server takes no hidden folder for data
         staging.mkdir()

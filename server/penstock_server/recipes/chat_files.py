@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from penstock_server.files import read_text
+from penstock_server.files import may_be_there, read_text
 from penstock_server.recipes.chat import TemplateError
 
 _JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
@@ -24,7 +23,7 @@ def load_chat_template(tokenizer_path: Path) -> str | None:
     Raises TemplateError: a file cannot be read, or has several templates and none of them is the default.
     """
     path = tokenizer_path.with_name("chat_template.jinja")
-    if os.path.lexists(path):
+    if may_be_there(path):
         return _read(path)
     of_json = (tokenizer_path.with_name(name) for name in ("tokenizer_config.json", _JSON_TEMPLATE))
     return next((text for path in of_json if (text := _template_in(_read_json(path), path)) is not None), None)
@@ -84,7 +83,7 @@ def _read(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not os.path.lexists(path):
+    if not may_be_there(path):
         return {}
     try:
         content = json.loads(_read(path))

@@ -27,14 +27,13 @@ max_bad_share = 0.01               # of the rows kept; with more bad ones the da
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.wording import perhaps
-from penstock_server.files import read_text
+from penstock_server.files import may_be_there, read_text
 from penstock_server.problems import DatasetRefused
 
 FILE_NAME = "penstock.toml"
@@ -75,7 +74,7 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 def read_declaration(folder: Path) -> dict[str, Any]:
     """What penstock.toml says, each value of the right kind; nothing if there is no such file. Raises DatasetRefused."""
     path = folder / FILE_NAME
-    if not os.path.lexists(path):  # a link to nothing is a recipe that is away: without it other rows would be served
+    if not may_be_there(path):  # a link to nothing is a recipe that is away: without it other rows would be served
         return {}
     given = read_toml(path)
     unknown = [key for key in given if key not in _KEYS]

@@ -9,7 +9,6 @@ own module or is installed: of other files nobody would see that they changed.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from types import ModuleType
 
 import pyarrow as pa
 
-from penstock_server.files import read_file
+from penstock_server.files import may_be_there, read_file
 from penstock_server.panics import panics_are_errors
 
 
@@ -68,7 +67,7 @@ def load_transform(name: str, folder: Path) -> Transform:
     if not (colon and module_name and function_name.isidentifier()):
         raise TransformError(f'transform = {name!r} must name a function, as in "module:function"')
     beside = folder / f"{module_name}.py"
-    path, package = (beside, "") if os.path.lexists(beside) else _installed(module_name)
+    path, package = (beside, "") if may_be_there(beside) else _installed(module_name)
     if path is None:
         raise TransformError(f"there is no module {module_name!r}: neither {beside} nor an installed one")
     try:
