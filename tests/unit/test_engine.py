@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -168,7 +169,8 @@ def test_whatever_the_data_and_the_spec(
             event("nothing to serve")
             assume(False)
         except DatasetRefused:
-            assert any(member.blocks.quarantine.num_bad_rows > 0.99 * member.snapshot.num_rows for member in whole.members)
+            bad_of = [(m.blocks.quarantine.num_bad_rows, m.index.num_rows or m.snapshot.num_rows) for m in whole.members]
+            assert any(num_bad > 0.99 * num_rows for num_bad, num_rows in bad_of)
             event("too much is bad")
             assume(False)
         try:
@@ -221,10 +223,11 @@ def test_whatever_the_data_and_the_spec(
                         row = snapshot.first_row_of(int(first_rows[names.index(source.shard)]))
                         row += sum(groups[: source.row_group]) + source.row
                         places[source.dataset, row].add((step, rank, index))
-        for member in plan.members:
+        for number, member in enumerate(plan.members):
+            is_told = len(list(islice(plan.own_epochs(number, epoch), 101))) <= 100  # of others but the first hundred passes
             for row in range(member.snapshot.num_rows):
                 occurrences = [(o["step"], o["rank"], o["index"]) for o in find_row(plan, member.name, row, epoch)]
-                assert occurrences == sorted(places[member.name, row])
+                assert occurrences == sorted(places[member.name, row])[: None if is_told else len(occurrences)]
 
 
 def test_rows_that_cannot_be_used_give_way_in_those_blocks_of_a_batch_that_have_some(tmp_path: Path) -> None:
