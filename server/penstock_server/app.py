@@ -18,9 +18,11 @@ from starlette.staticfiles import StaticFiles
 from penstock import __version__, wire
 from penstock.errors import SpecError
 from penstock.wording import cut
+from penstock_server.datasets.answers import HealthAnswer, ReadyAnswer
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.logs import Seldom
+from penstock_server.openapi import for_page
 from penstock_server.problems import MORE_THREADS, BadParameter, IndexNotReady, OutOfMemory, Problem, lacks_threads
 from penstock_server.routes.batches import make_batch_router
 from penstock_server.routes.datasets import make_dataset_router
@@ -31,10 +33,17 @@ _telling_of_memory = Seldom()
 _DESCRIPTION = "Feeds shuffled, pre-tokenized batches from Parquet shards to GPU trainers. A batch is a URL."
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        if not self.openapi_schema:
+            self.openapi_schema = for_page(super().openapi())
+        return self.openapi_schema
+
+
 def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
     """The service over one catalog and one budget of bytes in flight. No batch depends on what was asked before."""
     tags = [{"name": name} for name in ("datasets", "batches", "rows", "probes")]  # in the order of the page
-    app = FastAPI(
+    app = _App(
         title="Penstock", version=__version__, description=_DESCRIPTION, openapi_tags=tags, docs_url=None, redoc_url=None
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
@@ -50,13 +59,13 @@ def _add_probes(app: FastAPI, catalog: Catalog) -> None:
     # HEAD is what load balancers and `wget --spider` ask.
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["probes"])
-    async def healthz() -> dict[str, Any]:
+    async def healthz() -> HealthAnswer:
         """Whether the process is alive; its versions, and its clock in seconds since 1970."""
         return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
 
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["probes"])
-    async def readyz() -> dict[str, Any]:
+    async def readyz() -> ReadyAnswer:
         """Whether datasets are served: how many are, and how many were refused."""
         return {"status": "ready", "datasets": len(catalog.datasets), "refused": len(catalog.refused)}
 
@@ -77,6 +86,7 @@ def _add_documentation(app: FastAPI) -> None:
             swagger_js_url="/docs/assets/swagger-ui-bundle.js",
             swagger_css_url="/docs/assets/swagger-ui.css",
             swagger_favicon_url="/docs/assets/favicon-32x32.png",
+            swagger_ui_parameters={"defaultModelRendering": "model", "defaultModelExpandDepth": 3},  # what each field is
         )
 
 

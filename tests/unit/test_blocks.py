@@ -618,7 +618,7 @@ def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
     served = started()
     listed = [show_quarantine(served, 0, 10) for _ in range(2)]
     assert listed[0] == listed[1]
-    assert [row["row"] for row in listed[0]["rows"]] == listed_rows
+    assert [row.row for row in listed[0]["rows"]] == listed_rows
     assert (listed[0]["num_bad_rows"], len(count_reads)) == (2, num_reads)
 
 

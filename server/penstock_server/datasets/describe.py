@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.wording import counted, rows_kept
 from penstock_server.batches.plan import Plan
 from penstock_server.counts.lengths import RowLengths
 from penstock_server.datasets.advice import advice_on_run
+from penstock_server.datasets.answers import (
+    DatasetAnswer,
+    MixtureAnswer,
+    SpecAnswer,
+    SplitAnswer,
+    TensorAnswer,
+)
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
 
@@ -22,16 +27,13 @@ def summary(served: Served) -> tuple[str, str]:
     )
 
 
-def describe_mixture(mixture: DeclaredMixture) -> dict[str, Any]:
+def describe_mixture(mixture: DeclaredMixture) -> MixtureAnswer:
     """A mixture that is declared."""
     return {"name": mixture.name, "mix": str(mixture.mix), "mix_stop": mixture.mix_stop, "datasets": list(mixture.mix.datasets)}
 
 
-def describe_dataset(served: Served) -> dict[str, Any]:
-    """A snapshot that is served. `tokens`, `splits` and, with a filter, `rows_served` are null until they are counted.
-
-    The cache is that of all datasets; `blocks_bytes` is what the blocks of this one take there, about that until it is counted.
-    """
+def describe_dataset(served: Served) -> DatasetAnswer:
+    """A snapshot that is served."""
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     lengths = index.lengths.get() if index.lengths.is_ready else None
@@ -68,23 +70,26 @@ def describe_dataset(served: Served) -> dict[str, Any]:
     }
 
 
-def _splits(lengths: RowLengths) -> dict[str, dict[str, int]]:
+def _splits(lengths: RowLengths) -> dict[str, SplitAnswer]:
     """What is in each split. Of the train split it is what remains: to count it takes a look at all rows."""
     every, held_out = (lengths.per_block(split).sums() for split in ("all", "validation"))
     counts = {"train": [a - b for a, b in zip(every, held_out, strict=True)], "validation": held_out}
-    return {split: dict(zip(("rows", "tokens", "bad_rows"), count, strict=True)) for split, count in counts.items()}
+    return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
 
 
-def describe_held(held: Held) -> dict[str, Any]:
-    """The snapshots of a dataset that are held, newest first, and what keeps new data out."""
-    snapshots = [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots]
-    return {"snapshots": snapshots, "refresh_error": held.error}
+def describe_held(latest: Served, held: Held) -> DatasetAnswer:
+    """A dataset by its latest snapshot, and what is held of it."""
+    return {
+        **describe_dataset(latest),
+        "snapshots": [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots],
+        "refresh_error": held.error,
+    }
 
 
-def describe_spec(plan: Plan) -> dict[str, Any]:
+def describe_spec(plan: Plan) -> SpecAnswer:
     """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
-    tensors = [
-        {"name": tensor.name, "dtype": tensor.dtype, "shape": shape}
+    tensors: list[TensorAnswer] = [
+        {"name": tensor.name, "dtype": tensor.dtype, "shape": [*shape]}
         for tensor, shape in zip(plan.tensors, plan.shapes, strict=True)
     ]
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -13,6 +12,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import shown_columns
 from penstock_server.batches.stand_ins import stands_for
+from penstock_server.datasets.answers import OccurrenceAnswer, QuarantineAnswer
 from penstock_server.datasets.held import Served
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange
@@ -25,7 +25,7 @@ _FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 100, 1 << 22
 
 
 def show_row(served: Served, row: int) -> dict[str, Any]:
-    """A row of a whole snapshot, counted over all shards in their order: its place, its tokens and its text.
+    """A row of a whole snapshot, counted over all shards in their order: what RowAnswer lists.
 
     Raises RowOutOfRange: the dataset has fewer rows. Raises what a block raises that cannot be read.
     """
@@ -59,7 +59,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
 
-def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
+def show_quarantine(served: Served, start: int, limit: int) -> QuarantineAnswer:
     """What is known to be bad in a dataset: `limit` rows after the first `start`, and all row groups.
 
     Once the tokens of all rows are counted, every bad row is known.
@@ -76,12 +76,12 @@ def show_quarantine(served: Served, start: int, limit: int) -> dict[str, Any]:
         "num_bad_rows": quarantine.num_bad_rows,
         "complete": served.index.lengths.is_ready,
         "on_bad_row": served.snapshot.recipe.on_bad_row,
-        "rows": [asdict(row) for row in quarantine.rows()[start : start + limit]],
-        "row_groups": [asdict(group) for group in quarantine.groups()],
+        "rows": quarantine.rows()[start : start + limit],
+        "row_groups": quarantine.groups(),
     }
 
 
-def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[dict[str, Any]]:
+def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceAnswer]:
     """Every place at which an epoch shows a row of a dataset or a part of it, in the order of steps; none if it does not.
 
     An epoch of a mixture may go through a dataset over and over, or for ever: the first hundred times are told, of a large

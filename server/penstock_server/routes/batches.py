@@ -14,6 +14,7 @@ from penstock.spec import Spec
 from penstock.urls import DATASETS
 from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.batches.readable import check_readable
+from penstock_server.datasets.answers import ProvenanceAnswer
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
@@ -95,7 +96,12 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
 
         return await answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
 
-    @router.get(_BATCHES + "/{step}/provenance", summary="Where a batch comes from", **batch)
+    @router.get(
+        _BATCHES + "/{step}/provenance",
+        summary="Where a batch comes from",
+        responses={200: {"model": ProvenanceAnswer}},
+        **batch,
+    )
     async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> Response:
         """The rows that each sequence of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
 

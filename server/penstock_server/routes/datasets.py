@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -15,7 +14,17 @@ from penstock.spec import LARGEST_COUNT
 from penstock.urls import DATASETS
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import check_room
+from penstock_server.datasets.answers import (
+    DatasetAnswer,
+    DatasetsAnswer,
+    MixtureAnswer,
+    QuarantineAnswer,
+    RowAnswer,
+    ScheduleAnswer,
+    SpecAnswer,
+)
 from penstock_server.datasets.catalog import Catalog
+from penstock_server.datasets.dataset import Change
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
@@ -44,29 +53,37 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
     bare = [Depends(no_parameters)]
 
     @router.get("", summary="List the datasets", tags=["datasets"], dependencies=bare)
-    def list_datasets() -> dict[str, Any]:
+    def list_datasets() -> DatasetsAnswer:
         """Every dataset and mixture that is served, and those that could not be opened, with the reason."""
-        refused = [{"name": name, "error": reason} for name, reason in catalog.refused.items()]
-        mixtures = [describe_mixture(mixture) for mixture in catalog.mixtures.values()]
-        return {"datasets": [describe_dataset(d) for d in catalog.datasets.values()], "mixtures": mixtures, "refused": refused}
+        return {
+            "datasets": [describe_dataset(dataset) for dataset in catalog.datasets.values()],
+            "mixtures": [describe_mixture(mixture) for mixture in catalog.mixtures.values()],
+            "refused": [{"name": name, "error": reason} for name, reason in catalog.refused.items()],
+        }
 
     @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=bare)
-    def show_dataset(dataset: Name) -> dict[str, Any]:
+    def show_dataset(dataset: Name) -> DatasetAnswer | MixtureAnswer:
         """Rows, shards, columns, recipe and snapshot; older snapshots still served; the error that keeps new data out."""
         if mixture := catalog.mixtures.get(dataset):
             return describe_mixture(mixture)
         found = catalog[dataset]
-        return describe_dataset(found.latest) | describe_held(found.held)
+        return describe_held(found.latest, found.held)
 
     refreshing = asyncio.Lock()  # those who wait for it need no thread
 
     @router.post("/{dataset}/refresh", summary="Look for new data", tags=["datasets"], dependencies=bare)
-    async def refresh(dataset: Name) -> dict[str, Any]:
+    async def refresh(dataset: Name) -> Change:
         """Takes in now what has changed in the folder: shards that were added, removed or rewritten, and the recipe."""
         async with refreshing:
-            return asdict(await run_in_threadpool(catalog.refresh, dataset))
+            return await run_in_threadpool(catalog.refresh, dataset)
 
-    @router.get("/{dataset}/spec", summary="Resolve a spec", tags=["datasets"], openapi_extra=SPEC_PARAMETERS)
+    @router.get(
+        "/{dataset}/spec",
+        summary="Resolve a spec",
+        tags=["datasets"],
+        responses={200: {"model": SpecAnswer}},
+        openapi_extra=SPEC_PARAMETERS,
+    )
     def show_spec(request: Request, dataset: Name) -> Response:
         """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
         plan = plan_of(request, dataset)
@@ -97,10 +114,12 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
 
         return await while_asked(request, make)
 
-    @router.get("/{dataset}/rows/{row}", summary="One row", tags=["rows"], dependencies=bare)
-    def one_row(dataset: Name, row: Row) -> dict[str, Any]:
+    @router.get(
+        "/{dataset}/rows/{row}", summary="One row", tags=["rows"], responses={200: {"model": RowAnswer}}, dependencies=bare
+    )
+    def one_row(dataset: Name, row: Row) -> Response:
         """A row with its tokens and its text; rows are counted over all shards in their order."""
-        return show_row(catalog[dataset].latest, row)
+        return JSONResponse(show_row(catalog[dataset].latest, row))
 
     @router.get("/{dataset}/rows/{row}/schedule", summary="When a row is seen", tags=["rows"], openapi_extra=SPEC_PARAMETERS)
     def schedule(
@@ -108,7 +127,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         dataset: Name,
         row: Row,
         epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
-    ) -> dict[str, Any]:
+    ) -> ScheduleAnswer:
         """Every (step, rank, index) at which an epoch shows a row or a part of it; if they are many, only the first."""
         return {"occurrences": find_row(plan_of(request, dataset, "epoch"), dataset, row, epoch)}
 
@@ -118,7 +137,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         dataset: Name,
         start: Annotated[int, Query(ge=0, description="how many rows to pass over first")] = 0,
         limit: Annotated[int, Query(ge=1, le=10_000, description="how many rows to list at most")] = 1000,
-    ) -> dict[str, Any]:
+    ) -> QuarantineAnswer:
         """Rows that cannot be used and row groups that cannot be read, with the reasons, as far as they are known yet."""
         check_parameters(request, "start", "limit")
         return show_quarantine(catalog[dataset].latest, start, limit)

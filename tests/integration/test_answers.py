@@ -1,0 +1,93 @@
+"""What the documentation page says of the answers of a real server, and what they hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+from pydantic import TypeAdapter
+
+from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
+from penstock_server.datasets import answers
+from penstock_server.datasets.dataset import Change
+from serving import Server
+
+BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"
+ANSWERS: list[tuple[str, Any]] = [
+    ("/healthz", answers.HealthAnswer),
+    ("/readyz", answers.ReadyAnswer),
+    ("/v1/datasets", answers.DatasetsAnswer),
+    ("/v1/datasets/pairs", answers.DatasetAnswer),
+    ("/v1/datasets/both", answers.MixtureAnswer),
+    ("/v1/datasets/pairs/spec?pad=longest", answers.SpecAnswer),
+    ("/v1/datasets/both/spec", answers.SpecAnswer),
+    ("/v1/datasets/pairs/rows/3", answers.RowAnswer),
+    ("/v1/datasets/holes/rows/1", answers.RowAnswer),
+    ("/v1/datasets/numbers/rows/0", answers.RowAnswer),
+    ("/v1/datasets/texts/rows/0", answers.RowAnswer),
+    ("/v1/datasets/pairs/rows/3/schedule", answers.ScheduleAnswer),
+    ("/v1/datasets/holes/quarantine", answers.QuarantineAnswer),
+    (f"{BATCH}/provenance", answers.ProvenanceAnswer),
+]
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data = tmp_path_factory.mktemp("data")
+    write_tokenizer(data / "tokenizer.json")
+    write_numbered(data / "numbers", 96)
+    write_pairs(data / "pairs", [(f"the {n} dogs ?", f" jumps over {n} foxes") for n in range(96)])
+    write_shards(data / "holes", "tokens", [[[1], [], [3, 4]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    write_text(data / "texts", ["the quick fox", "a dog", "long gone"] * 8)
+    (data / "texts" / "penstock.toml").write_text("filter = \"text < 'm'\"\nvalidation = 0.1")
+    (data / "both").mkdir()
+    (data / "both" / "penstock.toml").write_text('mix = "texts:1,pairs:1"')
+    (data / "broken").mkdir()
+    (data / "broken" / "half.parquet").write_bytes(b"PAR1 and then nothing")
+    return serve(data, "--tokenizer", str(data / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(("url", "answer"), ANSWERS)
+def test_an_answer_holds_what_is_said_of_it_and_nothing_else(server: Server, url: str, answer: Any) -> None:
+    if "holes" in url:
+        server.get("/v1/datasets/holes/epochs/0/ranks/0/batches/0?batch_size=3")  # meets the bad row
+    path, _, query = url.partition("?")
+    content = server.get(path, **dict(pair.split("=") for pair in query.split("&") if pair)).content
+    assert TypeAdapter(answer).validate_json(content, strict=True, extra="forbid")
+
+
+def test_a_refresh_tells_what_changed(server: Server) -> None:
+    content = httpx.post(f"{server.url}/v1/datasets/pairs/refresh", timeout=60).content
+    change = TypeAdapter(Change).validate_json(content, strict=True, extra="forbid")
+    assert change.changed is False
+
+
+def nodes(node: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a document."""
+    if isinstance(node, dict):
+        yield node
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from nodes(child)
+
+
+def test_the_document_is_of_openapi_3_0_and_says_what_each_field_is(server: Server) -> None:
+    document = server.json("/openapi.json")
+    assert document["openapi"] == "3.0.3"
+    assert not [node for node in nodes(document) if node.get("type") == "null" or isinstance(node.get("type"), list)]
+    assert [node for node in nodes(document) if isinstance(node.get("title"), str)] == [document["info"]]
+    schemas = document["components"]["schemas"]
+    told = schemas["DatasetAnswer"]["properties"]
+    assert told["tokens"].items() >= {"type": "integer", "nullable": True}.items()
+    assert told["cache"]["$ref"] == "#/components/schemas/CacheAnswer"
+    mine = {name: schema for name, schema in schemas.items() if name.endswith("Answer")}
+    assert mine.keys() >= {"SpecAnswer", "RowAnswer", "ProvenanceAnswer", "QuarantineAnswer", "MixtureAnswer"}
+    assert not [
+        (name, field)
+        for name, schema in mine.items()
+        for field, own in schema["properties"].items()
+        if not own.get("description")
+    ], json.dumps(mine, indent=1)
