@@ -1,6 +1,6 @@
 """The spec: every parameter that changes the bytes of a batch, with its default, its bounds and its description.
 
-Client and server share this module, so a parameter is declared once: here.
+Client and server share this module. RemoteDataset alone names the parameters again, for editors and their users.
 """
 
 from __future__ import annotations

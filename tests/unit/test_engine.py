@@ -118,7 +118,7 @@ def sequences_of(body: bytes) -> list[Sequence]:
 
 
 def good_blocks(member: Member) -> list[Block]:
-    blocks = member.blocks.get(range(member.snapshot.num_blocks), member.order.split)
+    blocks = member.blocks.get(range(member.snapshot.num_blocks), member.order_key.split)
     return [block for block in blocks if block.has_good]
 
 

@@ -88,9 +88,9 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
     rest = iter(blocks)
     for need in chunk.needs:
         member, indices, spans, own = need.member, need.blocks, need.spans, list(islice(rest, len(need.blocks)))
-        if member.order.split != "all":
-            own = [member.blocks.of_split(block, member.order.split) for block in own]
-        if member.order.has_stand_ins and any(block.bad for block in own):
+        if member.order_key.split != "all":
+            own = [member.blocks.of_split(block, member.order_key.split) for block in own]
+        if member.order_key.has_stand_ins and any(block.bad for block in own):
             found = dict(zip(indices, own, strict=True))
             spans = _with_stand_ins(need, found)
             substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True

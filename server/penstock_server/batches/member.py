@@ -57,7 +57,7 @@ class Member:
     blocks: Blocks
     index: Index
     planned: PlannedEpochs
-    order: OrderKey
+    order_key: OrderKey
 
     @property
     def num_sequences(self) -> int:
@@ -66,14 +66,14 @@ class Member:
 
     def epoch(self, epoch: int) -> PlannedEpoch:
         """How blocks become sequences in an epoch, and in what order; the last few are remembered. Raises what Index raises."""
-        return self.planned.get((self.order, epoch), partial(_plan, self, epoch))
+        return self.planned.get((self.order_key, epoch), partial(_plan, self, epoch))
 
     @property
     def spans_per_sequence(self) -> float:
         """About how many rows, or parts of rows, make a sequence. Raises what Index raises."""
-        if self.order.packing == "rows":
+        if self.order_key.packing == "rows":
             return 1.0
-        return 1.0 + float(self.index.rows_per_block(self.order.split).sum() / self.num_sequences)
+        return 1.0 + float(self.index.rows_per_block(self.order_key.split).sum() / self.num_sequences)
 
     @property
     def window_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Member:
             window, further = order.pools_of_window(order.window(position) + 1), order.pools_from(stop, self.blocks.num_ahead)
             return _blocks_of(packing, window), _blocks_of(packing, further)
 
-        self.blocks.read_ahead((self.snapshot, self.order, epoch), first, next_ones)
+        self.blocks.read_ahead((self.snapshot, self.order_key, epoch), first, next_ones)
 
 
 def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:
@@ -98,7 +98,7 @@ def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:
 
 
 def _plan(member: Member, epoch: int) -> PlannedEpoch:
-    of = member.order
+    of = member.order_key
     # First: once these are counted they tell how many rows a block has, too.
     lengths = member.index.row_lengths(of.split) if of.group_by_length else None
     packing = _packing(member, epoch)
@@ -111,7 +111,7 @@ def _plan(member: Member, epoch: int) -> PlannedEpoch:
 
 
 def _packing(member: Member, epoch: int) -> Packing:
-    of, index = member.order, member.index
+    of, index = member.order_key, member.index
     if of.packing == "concat":
         return Concat(index.tokens_per_block(of.split), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
     if of.packing == "best_fit":

@@ -60,7 +60,7 @@ def stands_for(member: Member, index: int, block: Block, row: int) -> Iterator[t
 
 def _neighbours(member: Member, index: int, step: int) -> list[int]:
     """The blocks with rows of the split after a block (step 1), or before it (step -1), on the ring of all blocks."""
-    with_rows = np.flatnonzero(member.index.rows_per_block(member.order.split))
+    with_rows = np.flatnonzero(member.index.rows_per_block(member.order_key.split))
     at = int(np.searchsorted(with_rows, index))
     turns = np.arange(1, min(_MOST_BLOCKS, len(with_rows) - 1) + 1)
     neighbours: list[int] = with_rows[(at + step * turns) % len(with_rows)].tolist()
@@ -68,5 +68,5 @@ def _neighbours(member: Member, index: int, step: int) -> list[int]:
 
 
 def _of_split(member: Member, index: int) -> Block:
-    [block] = member.blocks.get([index], member.order.split)
+    [block] = member.blocks.get([index], member.order_key.split)
     return block

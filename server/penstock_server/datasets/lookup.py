@@ -100,7 +100,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceA
     at = names.index(dataset)
     member = plan.members[at]
     index, stored = _locate(dataset, member.snapshot, row)
-    [block] = member.blocks.get([index], member.order.split)
+    [block] = member.blocks.get([index], member.order_key.split)
     number = _number(block, stored)
     if number is None:  # left out by the filter, or of the other split
         return []
@@ -117,7 +117,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceA
 def _positions(member: Member, block: Block, index: int, row: int, epoch: int) -> IntArray:
     """Where a row of a block stands in an epoch of its dataset."""
     packing, order = member.epoch(epoch)
-    if member.order.has_stand_ins:
+    if member.order_key.has_stand_ins:
         places = [(at, number) for at, rows in stands_for(member, index, block, row) for number in rows.tolist()]
         found = [packing.holding(at, number, 0, 0) for at, number in places]
     else:

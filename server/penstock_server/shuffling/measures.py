@@ -201,7 +201,7 @@ def _unit_edges(sample: Sample, source: MemberEpoch, unit: str) -> IntArray:
         return source.starts
     member = sample.plan.members[source.member]
     first_pool = member.snapshot.first_block_of_shard
-    if member.order.packing == "best_fit":
+    if member.order_key.packing == "best_fit":
         first_pool = np.searchsorted(member.snapshot.pools.starts, first_pool)
     return source.starts[first_pool]
 
