@@ -25,6 +25,8 @@ ANSWERS: list[tuple[str, Any]] = [
     ("/v1/datasets/both", answers.MixtureAnswer),
     ("/v1/datasets/pairs/spec?pad=longest", answers.SpecAnswer),
     ("/v1/datasets/both/spec", answers.SpecAnswer),
+    ("/v1/datasets/pairs/shuffle-report?batch_size=4", answers.ReportAnswer),
+    ("/v1/datasets/both/shuffle-report?world_size=2", answers.ReportAnswer),
     ("/v1/datasets/pairs/rows/3", answers.RowAnswer),
     ("/v1/datasets/holes/rows/1", answers.RowAnswer),
     ("/v1/datasets/numbers/rows/0", answers.RowAnswer),

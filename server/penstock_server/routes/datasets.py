@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -19,6 +19,7 @@ from penstock_server.datasets.answers import (
     DatasetsAnswer,
     MixtureAnswer,
     QuarantineAnswer,
+    ReportAnswer,
     RowAnswer,
     ScheduleAnswer,
     SpecAnswer,
@@ -97,7 +98,13 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         "/{dataset}/shuffle-report",
         summary="How well an order mixes",
         tags=["datasets"],
-        responses={200: {"content": {"image/png": {}}, "description": "the measures and a verdict, or a picture"}},
+        responses={
+            200: {
+                "model": ReportAnswer,
+                "content": {"image/png": {}},
+                "description": "the measures and a verdict, or a picture",
+            }
+        },
         openapi_extra=SPEC_PARAMETERS,
     )
     async def shuffle_report(
@@ -105,7 +112,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         dataset: Name,
         epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
         format: Annotated[Literal["json", "png"], Query(description="json: numbers and sentences; png: a picture")] = "json",
-    ) -> Any:
+    ) -> Response:
         """How far apart neighbours in the source are served, how evenly shards are spread, and a verdict."""
 
         def make() -> Response:
