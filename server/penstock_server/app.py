@@ -86,7 +86,7 @@ def _add_documentation(app: FastAPI) -> None:
             swagger_js_url="/docs/assets/swagger-ui-bundle.js",
             swagger_css_url="/docs/assets/swagger-ui.css",
             swagger_favicon_url="/docs/assets/favicon-32x32.png",
-            swagger_ui_parameters={"defaultModelRendering": "model", "defaultModelExpandDepth": 3},  # what each field is
+            swagger_ui_parameters={"defaultModelRendering": "model", "defaultModelExpandDepth": 5},  # what each field is
         )
 
 

@@ -8,9 +8,11 @@ _NULL = {"type": "null"}
 
 
 def for_page(node: Any) -> Any:
-    """The document, or a part of it: what may be null is said as in 3.0, which has no type null.
+    """The document, or a part of it, in the words of 3.0.
 
-    Titles of schemas are left out: they are but the names of fields again, and what a field is would be folded away below them.
+    That has no type null but says of another type that its values may be null, and does not look at what stands beside a
+    reference. Titles of schemas are left out: they are but the names of fields again, and what a field is would be folded
+    away below them.
     """
     if isinstance(node, list):
         return [for_page(item) for item in node]
@@ -18,10 +20,11 @@ def for_page(node: Any) -> Any:
         return node
     node = {name: for_page(value) for name, value in node.items()}
     if _NULL in node.get("anyOf", ()):
-        options = [option for option in node.pop("anyOf") if option != _NULL]
-        # What stands beside a reference is not looked at.
-        one = options[0] if len(options) == 1 and "$ref" not in options[0] else {"anyOf": options}
-        node = one | node | {"nullable": True}
+        first, *others = (option for option in node.pop("anyOf") if option != _NULL)
+        first["nullable"] = True  # which widens the type beside it
+        node = {"anyOf": [first, *others]} | node if others else first | node
+    if "$ref" in node and len(node) > 1:
+        node = {"allOf": [{"$ref": node.pop("$ref")}]} | node
     if isinstance(node.get("title"), str) and "version" not in node:  # which the document as a whole has
         del node["title"]
     return node

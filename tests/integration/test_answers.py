@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +33,11 @@ ANSWERS: list[tuple[str, Any]] = [
     ("/v1/datasets/pairs/rows/3/schedule", answers.ScheduleAnswer),
     ("/v1/datasets/holes/quarantine", answers.QuarantineAnswer),
     (f"{BATCH}/provenance", answers.ProvenanceAnswer),
+    (f"{BATCH}?format=json", answers.BatchAnswer),
+    (f"{BATCH}?format=json&packing=concat&boundaries=documents&seq_len=32", answers.BatchAnswer),
+    (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", answers.BatchAnswer),
+    (f"{BATCH}?format=json&task=seq2seq", answers.BatchAnswer),
+    (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[answers.BatchAnswer]),
 ]
 
 
@@ -68,6 +72,13 @@ def test_a_refresh_tells_what_changed(server: Server) -> None:
     assert change.changed is False
 
 
+@pytest.mark.parametrize("path", ["nobody", "pairs/rows/999", "pairs/spec?seq_len=0", f"{BATCH.split('/', 3)[3]}?step=1"])
+def test_a_refusal_holds_what_is_said_of_it(server: Server, path: str) -> None:
+    answer = httpx.get(f"{server.url}/v1/datasets/{path}", timeout=60)
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert TypeAdapter(answers.ProblemAnswer).validate_json(answer.content, strict=True, extra="forbid")
+
+
 def nodes(node: Any) -> Iterator[dict[str, Any]]:
     """Every object in a document."""
     if isinstance(node, dict):
@@ -84,12 +95,30 @@ def test_the_document_is_of_openapi_3_0_and_says_what_each_field_is(server: Serv
     schemas = document["components"]["schemas"]
     told = schemas["DatasetAnswer"]["properties"]
     assert told["tokens"].items() >= {"type": "integer", "nullable": True}.items()
-    assert told["cache"]["$ref"] == "#/components/schemas/CacheAnswer"
-    mine = {name: schema for name, schema in schemas.items() if name.endswith("Answer")}
-    assert mine.keys() >= {"SpecAnswer", "RowAnswer", "ProvenanceAnswer", "QuarantineAnswer", "MixtureAnswer"}
+    assert told["cache"]["allOf"] == [{"$ref": "#/components/schemas/CacheAnswer"}]
+    assert schemas.keys() >= {"SpecAnswer", "RowAnswer", "BatchAnswer", "ProvenanceAnswer", "Quarantined", "MixtureAnswer"}
     assert not [
-        (name, field)
-        for name, schema in mine.items()
-        for field, own in schema["properties"].items()
+        (node, field)
+        for node in nodes(document)
+        if isinstance(node.get("properties"), dict)
+        for field, own in node["properties"].items()
         if not own.get("description")
-    ], json.dumps(mine, indent=1)
+    ]
+
+
+def test_the_document_says_nothing_where_openapi_3_0_does_not_look(server: Server) -> None:
+    document = server.json("/openapi.json")
+    assert not [node for node in nodes(document) if "nullable" in node and "type" not in node]
+    assert not [node for node in nodes(document) if isinstance(node.get("$ref"), str) and len(node) > 1]
+
+
+def test_every_answer_with_a_body_says_what_it_holds(server: Server) -> None:
+    told = [
+        (path, status, media)
+        for path, methods in server.json("/openapi.json")["paths"].items()
+        for method in methods.values()
+        for status, response in method["responses"].items()
+        for media, content in response.get("content", {}).items()
+        if not content.get("schema")
+    ]
+    assert not told

@@ -118,7 +118,10 @@ class Plan:
 
     @property
     def padding(self) -> float | None:
-        """The share of padding in an epoch's sequences; None where it depends on rows that nobody has counted."""
+        """The share of padding in an epoch's sequences.
+
+        None where it depends on rows that nobody has counted, with packing=rows, and of a mixture that is not concatenated.
+        """
         if self.spec.packing == "concat":
             return 0.0
         if self.spec.packing == "rows" or self.mixture:

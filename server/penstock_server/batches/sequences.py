@@ -32,19 +32,24 @@ from penstock_server.storage.lists import ListColumns
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A row of a sequence, of whose `row_tokens` tokens [start, stop) are in it.
-
-    `row` counts from the start of its row group, `dataset_row` over all shards.
-    """
+    """A row, or a part of one, in a sequence."""
 
     dataset: str
+    """its dataset"""
     shard: str
+    """its Parquet file"""
     row_group: int
+    """its row group there"""
     row: int
+    """its number in the row group"""
     start: int
+    """the first of its tokens that is in the sequence"""
     stop: int
+    """the token after the last that is"""
     row_tokens: int
+    """how many tokens it has"""
     dataset_row: int
+    """its number, counted over all shards in their order"""
 
 
 @dataclass(slots=True)

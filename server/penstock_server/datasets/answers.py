@@ -10,10 +10,10 @@ from typing_extensions import TypedDict  # pydantic takes that of typing from Py
 from penstock_server.batches.sequences import Origin
 from penstock_server.storage.quarantine import BadGroup, Quarantined
 
-_described = with_config(ConfigDict(use_attribute_docstrings=True))
+described = with_config(ConfigDict(use_attribute_docstrings=True))
 
 
-@_described
+@described
 class SplitAnswer(TypedDict):
     """What is in one split of a dataset."""
 
@@ -25,7 +25,7 @@ class SplitAnswer(TypedDict):
     """those of them that cannot be used"""
 
 
-@_described
+@described
 class IndexAnswer(TypedDict):
     """How far the counting of tokens is."""
 
@@ -35,7 +35,7 @@ class IndexAnswer(TypedDict):
     """blocks to count"""
 
 
-@_described
+@described
 class BadRowsAnswer(TypedDict):
     """Rows that cannot be used; /quarantine lists them."""
 
@@ -49,7 +49,7 @@ class BadRowsAnswer(TypedDict):
     """row groups that could not be read"""
 
 
-@_described
+@described
 class CacheAnswer(TypedDict):
     """The cache folder, which all datasets share."""
 
@@ -63,7 +63,7 @@ class CacheAnswer(TypedDict):
     """why the last block could not be stored; null if it was, or had no room"""
 
 
-@_described
+@described
 class SnapshotAnswer(TypedDict):
     """A snapshot that is held for the jobs on it."""
 
@@ -75,7 +75,7 @@ class SnapshotAnswer(TypedDict):
     """rows in them"""
 
 
-@_described
+@described
 class DatasetAnswer(TypedDict):
     """A dataset, as its latest snapshot has it."""
 
@@ -119,7 +119,7 @@ class DatasetAnswer(TypedDict):
     """what keeps new data out; null if nothing does"""
 
 
-@_described
+@described
 class MixtureAnswer(TypedDict):
     """A mixture that a folder declares."""
 
@@ -133,7 +133,7 @@ class MixtureAnswer(TypedDict):
     """the datasets that it is made of"""
 
 
-@_described
+@described
 class RefusedAnswer(TypedDict):
     """A name that is not served."""
 
@@ -143,7 +143,7 @@ class RefusedAnswer(TypedDict):
     """why, and what to do"""
 
 
-@_described
+@described
 class DatasetsAnswer(TypedDict):
     """All that is in the data folder."""
 
@@ -155,7 +155,7 @@ class DatasetsAnswer(TypedDict):
     """what cannot be served"""
 
 
-@_described
+@described
 class TensorAnswer(TypedDict):
     """A tensor of a batch, as it travels."""
 
@@ -167,7 +167,7 @@ class TensorAnswer(TypedDict):
     """its dimensions; null is what differs from batch to batch"""
 
 
-@_described
+@described
 class SpecAnswer(TypedDict):
     """A spec that is resolved."""
 
@@ -180,7 +180,8 @@ class SpecAnswer(TypedDict):
     vocab_size: int | None
     """every token id is below it; null if nobody knows"""
     padding: float | None
-    """share of padding; null where it depends on rows that are not counted"""
+    """share of padding; null where it depends on rows that are not counted, with packing=rows, and of a mixture that is not
+    concatenated"""
     tensors: list[TensorAnswer]
     """what a batch holds; masks and labels are derived from it by the client"""
     advice: list[str]
@@ -189,9 +190,9 @@ class SpecAnswer(TypedDict):
     """every parameter, with its value"""
 
 
-@_described
+@described
 class TurnAnswer(TypedDict):
-    """A turn of a row: prompt and response, or a message of a chat."""
+    """A turn of a row, prompt and response or a message of a chat, or as much of one as stands in a sequence."""
 
     learned: bool
     """whether its tokens have labels"""
@@ -201,7 +202,7 @@ class TurnAnswer(TypedDict):
     """them as text, if there is a tokenizer"""
 
 
-@_described
+@described
 class RowAnswer(TypedDict):
     """A row. In preference pairs tokens, text and turns stand there twice: `chosen_tokens`, `rejected_tokens` and so on."""
 
@@ -229,7 +230,7 @@ class RowAnswer(TypedDict):
     """the columns that travel with it"""
 
 
-@_described
+@described
 class OccurrenceAnswer(TypedDict):
     """A place at which a row, or a part of it, is seen."""
 
@@ -243,15 +244,16 @@ class OccurrenceAnswer(TypedDict):
     """the line of the batch"""
 
 
-@_described
+@described
 class ScheduleAnswer(TypedDict):
     """When an epoch shows a row."""
 
     occurrences: list[OccurrenceAnswer]
-    """every place, in the order of steps; the first thousand at most"""
+    """every place, in the order of steps; where they are many, the first: a thousand at most, and of a mixture those of the
+    first hundred passes of its epoch through the dataset, or of fewer"""
 
 
-@_described
+@described
 class QuarantineAnswer(TypedDict):
     """What is bad in a dataset."""
 
@@ -267,7 +269,7 @@ class QuarantineAnswer(TypedDict):
     """row groups that cannot be read"""
 
 
-@_described
+@described
 class SequenceAnswer(TypedDict):
     """What a sequence of a batch is made of."""
 
@@ -277,7 +279,7 @@ class SequenceAnswer(TypedDict):
     """the rows, or parts of rows, in their order"""
 
 
-@_described
+@described
 class ProvenanceAnswer(TypedDict):
     """What a batch is made of."""
 
@@ -289,7 +291,74 @@ class ProvenanceAnswer(TypedDict):
     """each of its lines"""
 
 
-@_described
+@described
+class LineAnswer(TypedDict):
+    """A sequence of a batch, without padding.
+
+    In preference pairs what is told of tokens stands there twice: `chosen_input_ids`, `rejected_input_ids` and so on.
+    """
+
+    index: int
+    """the line of the batch"""
+    num_tokens: int
+    """tokens in it"""
+    source: str
+    """the rows that it is made of"""
+    text: NotRequired[str]
+    """its tokens as text, if there is a tokenizer"""
+    prompt: NotRequired[str]
+    """as text, where the line is one prompt and its response"""
+    response: NotRequired[str]
+    """as text, likewise"""
+    pieces: NotRequired[list[TurnAnswer]]
+    """the rows and turns that the tokens are of, if more than one"""
+    input_ids: NotRequired[list[int]]
+    """token ids"""
+    labels: NotRequired[list[int]]
+    """what is learned, in the place of each token; -100 where nothing is"""
+    lengths: NotRequired[int]
+    """tokens before the padding; this and the next four only where the tensor travels"""
+    prompt_lengths: NotRequired[int]
+    """tokens before the response"""
+    label_lengths: NotRequired[int]
+    """tokens of the response, with task=seq2seq"""
+    loss_mask: NotRequired[list[int]]
+    """1 where a token is learned"""
+    document_starts: NotRequired[list[int]]
+    """where a document, or the padding, begins"""
+    position_ids: NotRequired[list[int]]
+    """the place of each token in its document, beside `document_starts`"""
+    columns: NotRequired[dict[str, Any]]
+    """the columns that travel with its row"""
+
+
+@described
+class BatchAnswer(TypedDict):
+    """A batch for people."""
+
+    dataset: str
+    """the name in the URL"""
+    snapshot: str
+    """fingerprint of the data"""
+    epoch: int
+    """the epoch"""
+    rank: int
+    """the rank that it is for"""
+    step: int
+    """the step of the epoch"""
+    digest: str
+    """of the tensors, as in the frame"""
+    nbytes: int
+    """bytes of the tensors"""
+    substituted: int
+    """how many sequences, the first of them, stand in for rows that cannot be used"""
+    tensors: list[list[str | list[int]]]
+    """name, dtype and shape of each, as it travels"""
+    sequences: list[LineAnswer]
+    """each of its lines"""
+
+
+@described
 class QuantileAnswer(TypedDict):
     """A quantile of what is measured."""
 
@@ -305,7 +374,7 @@ class QuantileAnswer(TypedDict):
     """whether this order does"""
 
 
-@_described
+@described
 class MeasureAnswer(TypedDict):
     """A measure of an order, beside that of an exact uniform shuffle."""
 
@@ -325,7 +394,7 @@ class MeasureAnswer(TypedDict):
     """more of the same"""
 
 
-@_described
+@described
 class WindowsAnswer(TypedDict):
     """The windows that a dataset is cut into, each shuffled as a whole."""
 
@@ -343,7 +412,7 @@ class WindowsAnswer(TypedDict):
     """the same in a sentence"""
 
 
-@_described
+@described
 class SampleAnswer(TypedDict):
     """How much was looked at."""
 
@@ -359,7 +428,7 @@ class SampleAnswer(TypedDict):
     """how many the epoch has"""
 
 
-@_described
+@described
 class ReportAnswer(TypedDict):
     """How well an order mixes the source."""
 
@@ -383,7 +452,7 @@ class ReportAnswer(TypedDict):
     """every parameter, with its value"""
 
 
-@_described
+@described
 class HealthAnswer(TypedDict):
     """A process that is alive."""
 
@@ -397,7 +466,7 @@ class HealthAnswer(TypedDict):
     """the clock, in seconds since 1970"""
 
 
-@_described
+@described
 class ReadyAnswer(TypedDict):
     """A server that serves."""
 
@@ -407,3 +476,23 @@ class ReadyAnswer(TypedDict):
     """how many are served"""
     refused: int
     """how many cannot be"""
+
+
+@described
+class ProblemAnswer(TypedDict):
+    """Why there is no answer (RFC 9457)."""
+
+    type: str
+    """the kind of problem, a name for programs"""
+    title: str
+    """the kind of problem, in words"""
+    status: int
+    """the HTTP status"""
+    detail: str
+    """what happened, what follows and what to do"""
+    instance: str
+    """the path that was asked for"""
+    done: NotRequired[int]
+    """blocks that are counted, where a count is waited for"""
+    total: NotRequired[int]
+    """blocks to count, likewise"""

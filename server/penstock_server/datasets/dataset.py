@@ -21,6 +21,7 @@ from pathlib import Path
 
 from penstock.wording import counted
 from penstock_server.counts.index import Index
+from penstock_server.datasets.answers import described
 from penstock_server.datasets.held import Held, Served
 from penstock_server.datasets.history import History, newest_first
 from penstock_server.problems import MORE_THREADS, DatasetRefused, lacks_threads
@@ -35,20 +36,25 @@ from penstock_server.storage.store import BlockStore
 log = logging.getLogger("penstock.dataset")
 
 
+@described
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What a look at a folder changed: the latest snapshot, the one before, and how many of its shards differ.
-
-    `recipe` is whether its recipe differs, also in what makes no other snapshot, such as what becomes of bad rows.
-    """
+    """What a look at a folder changed."""
 
     snapshot: str
+    """fingerprint of the latest snapshot"""
     previous: str | None
+    """fingerprint of the one before; null if there was none"""
     changed: bool
+    """whether they differ"""
     recipe: bool
+    """whether its recipe differs, also in what makes no other snapshot, such as what becomes of bad rows"""
     added: int
+    """shards that are new"""
     removed: int
+    """shards that are gone"""
     rewritten: int
+    """shards whose content differs"""
 
     @classmethod
     def between(cls, before: Snapshot | None, after: Snapshot) -> Change:

@@ -14,7 +14,7 @@ from penstock.spec import Spec
 from penstock.urls import DATASETS
 from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.batches.readable import check_readable
-from penstock_server.datasets.answers import ProvenanceAnswer
+from penstock_server.datasets.answers import BatchAnswer, ProvenanceAnswer
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
@@ -35,10 +35,14 @@ Stop = Annotated[
 _BATCHES = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
 _LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second, and on the event loop all would wait for it
 
-_BATCH_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {wire.MEDIA_TYPE: {}, "application/json": {}}, "description": "one or more frames"},
-    304: {"description": "the client's copy is current"},
-}
+
+def _responses(shown: Any) -> dict[int | str, dict[str, Any]]:
+    """What an URL of batches answers; `shown` is its JSON."""
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    return {
+        200: {"model": shown, "content": {wire.MEDIA_TYPE: binary}, "description": "one or more frames, or JSON"},
+        304: {"description": "the client's copy is current"},
+    }
 
 
 def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
@@ -60,7 +64,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
     batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": SPEC_PARAMETERS}
 
     @router.head(_BATCHES + "/{step}", include_in_schema=False)
-    @router.get(_BATCHES + "/{step}", summary="One batch", responses=_BATCH_RESPONSES, **batch)
+    @router.get(_BATCHES + "/{step}", summary="One batch", responses=_responses(BatchAnswer), **batch)
     async def one_batch(
         request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
     ) -> Response:
@@ -73,7 +77,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         return await answer(request, dataset, epoch, format, find, "format")
 
     @router.head(_BATCHES, include_in_schema=False)
-    @router.get(_BATCHES, summary="A run of batches", responses=_BATCH_RESPONSES, **batch)
+    @router.get(_BATCHES, summary="A run of batches", responses=_responses(BatchAnswer | list[BatchAnswer]), **batch)
     async def run_of_batches(
         request: Request,
         dataset: Name,

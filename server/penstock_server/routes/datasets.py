@@ -101,7 +101,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         responses={
             200: {
                 "model": ReportAnswer,
-                "content": {"image/png": {}},
+                "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
                 "description": "the measures and a verdict, or a picture",
             }
         },

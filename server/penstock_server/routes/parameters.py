@@ -8,9 +8,11 @@ from typing import Annotated, Any
 from urllib.parse import parse_qsl, unquote
 
 from fastapi import Path, Request
+from pydantic import TypeAdapter
 
 from penstock.errors import SpecError
 from penstock.spec import LARGEST_COUNT, Spec, describe
+from penstock_server.datasets.answers import ProblemAnswer
 from penstock_server.routes.plain import query_of
 
 _REMEMBERED_QUERIES = 32
@@ -34,17 +36,19 @@ SPEC_PARAMETERS = {
         for p in describe()
     ]
 }
-_PROBLEM_FIELDS = {"type": "string", "title": "string", "status": "integer", "detail": "string", "instance": "string"}
-_PROBLEM_SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in _PROBLEM_FIELDS.items()}}
+_STATUSES = {
+    404: "no such dataset, step, rank or row",
+    409: "the data changed",
+    422: "a parameter is wrong",
+    500: "data that cannot be used; the detail says where it is",
+    503: "not now; try again later",
+}
+# Together, or the page would show five times what a problem is. By hand, since FastAPI would take it for application/json.
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/problem+json": {"schema": _PROBLEM_SCHEMA}}}
-    for status, text in {
-        404: "no such dataset, step, rank or row",
-        409: "the data changed",
-        422: "a parameter is wrong",
-        500: "data that cannot be used; the detail says where it is",
-        503: "not now; try again later",
-    }.items()
+    "default": {
+        "description": "\n".join(f"- {status}: {text}" for status, text in _STATUSES.items()),
+        "content": {"application/problem+json": {"schema": TypeAdapter(ProblemAnswer).json_schema()}},
+    }
 }
 
 

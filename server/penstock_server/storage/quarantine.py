@@ -22,13 +22,18 @@ _LISTED_FOOTERS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantined:
-    """A row that cannot be used. `row` counts over the whole dataset, `row_in_group` from the start of the row group."""
+    """A row that cannot be used."""
 
     row: int
+    """its number, counted over all shards in their order"""
     shard: str
+    """its Parquet file"""
     row_group: int
+    """its row group there"""
     row_in_group: int
+    """its number in the row group"""
     reason: str
+    """why it cannot be used"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +41,11 @@ class BadGroup:
     """A row group that cannot be read, or of which the footer alone tells that it has bad rows."""
 
     shard: str
+    """its Parquet file"""
     row_group: int
+    """its number there"""
     reason: str
+    """why, and what to do"""
 
 
 class Quarantine:
