@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from penstock_server.datasets import answers
+from penstock_server import answers
 from penstock_server.datasets.dataset import Change
 from serving import Server
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.wording import counted
+from penstock_server.answers import described
 from penstock_server.counts.index import Index
-from penstock_server.datasets.answers import described
 from penstock_server.datasets.held import Held, Served
 from penstock_server.datasets.history import History, newest_first
 from penstock_server.problems import MORE_THREADS, DatasetRefused, lacks_threads

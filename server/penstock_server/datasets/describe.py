@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from penstock.wording import counted, rows_kept
+from penstock_server.answers import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
 from penstock_server.batches.plan import Plan
 from penstock_server.counts.lengths import RowLengths
 from penstock_server.datasets.advice import advice_on_run
-from penstock_server.datasets.answers import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
 

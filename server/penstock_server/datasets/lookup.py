@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from penstock.wording import counted
+from penstock_server.answers import OccurrenceAnswer, QuarantineAnswer
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import shown_columns
 from penstock_server.batches.stand_ins import stands_for
-from penstock_server.datasets.answers import OccurrenceAnswer, QuarantineAnswer
 from penstock_server.datasets.held import Served
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadParameter, RowOutOfRange

@@ -12,9 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from penstock import wire
 from penstock.spec import LARGEST_COUNT
 from penstock.urls import DATASETS
-from penstock_server.batches.plan import Plan
-from penstock_server.batches.room import check_room
-from penstock_server.datasets.answers import (
+from penstock_server.answers import (
     DatasetAnswer,
     DatasetsAnswer,
     MixtureAnswer,
@@ -24,6 +22,8 @@ from penstock_server.datasets.answers import (
     ScheduleAnswer,
     SpecAnswer,
 )
+from penstock_server.batches.plan import Plan
+from penstock_server.batches.room import check_room
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.dataset import Change
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
