@@ -19,7 +19,7 @@ from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
-from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
+from penstock_server.routes.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
 from penstock_server.routes.plain import PlainRoute
 from penstock_server.threads import Epochs, InThread, in_one_of_many, while_asked
 
@@ -37,10 +37,9 @@ _LONG_QUERY = 1024  # bytes; to parse a mix or a skip of many may take a second,
 
 
 def _responses(shown: Any) -> dict[int | str, dict[str, Any]]:
-    """What an URL of batches answers; `shown` is its JSON."""
-    binary = {"schema": {"type": "string", "format": "binary"}}
+    """What a URL of batches answers; `shown` is its JSON."""
     return {
-        200: {"model": shown, "content": {wire.MEDIA_TYPE: binary}, "description": "one or more frames, or JSON"},
+        200: {"model": shown, "content": {wire.MEDIA_TYPE: BINARY}, "description": "one or more frames, or JSON"},
         304: {"description": "the client's copy is current"},
     }
 

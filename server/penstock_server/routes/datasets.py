@@ -29,7 +29,7 @@ from penstock_server.datasets.dataset import Change
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
-from penstock_server.routes.parameters import PROBLEMS, SPEC_PARAMETERS, Name, Row, check_once, spec_of
+from penstock_server.routes.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Name, Row, check_once, spec_of
 from penstock_server.shuffling.picture import draw_png
 from penstock_server.shuffling.report import report
 from penstock_server.threads import while_asked
@@ -101,7 +101,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         responses={
             200: {
                 "model": ReportAnswer,
-                "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
+                "content": {"image/png": BINARY},
                 "description": "the measures and a verdict, or a picture",
             }
         },

@@ -36,6 +36,7 @@ SPEC_PARAMETERS = {
         for p in describe()
     ]
 }
+BINARY = {"schema": {"type": "string", "format": "binary"}}  # what is said of an answer of bytes
 _STATUSES = {
     404: "no such dataset, step, rank or row",
     409: "the data changed",
