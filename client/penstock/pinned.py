@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.buffers import LARGEST_BUFFER
+from penstock.network.buffers import LARGEST_BUFFER
 
 
 def allocate_pinned(gpu: torch.device, nbytes: int) -> memoryview:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
+from penstock.network.transport import Transport
 from penstock.prefetch import OWN_THREADS, Prefetch
 from penstock.source import Source
 from penstock.spec import Spec
-from penstock.transport import Transport
 from penstock.wire import Frame
 
 PREFETCH_BYTES = 64 << 20  # the default of prefetch_bytes

@@ -14,10 +14,10 @@ from urllib.parse import urlencode
 import httpx
 
 from penstock import wire
-from penstock.aside import ask_aside
 from penstock.errors import SpecError, VersionMismatch, WireError
+from penstock.network.aside import ask_aside
+from penstock.network.transport import Transport
 from penstock.spec import Spec
-from penstock.transport import Transport
 from penstock.urls import batches_path, dataset_path
 
 _AT_ONCE_SECONDS = 1.0

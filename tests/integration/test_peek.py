@@ -25,7 +25,7 @@ from corpora import write_numbered, write_pairs, write_text, write_tokenizer
 from penstock import RemoteDataset, Spec
 from penstock.commands.batch_view import SequenceView, view
 from penstock.commands.remote import get_json
-from penstock.transport import Transport
+from penstock.network.transport import Transport
 from penstock.urls import batches_path
 from serving import Server
 

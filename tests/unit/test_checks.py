@@ -18,7 +18,7 @@ from penstock.commands.check import Check
 from penstock.commands.data_checks import check_cache, check_datasets
 from penstock.commands.doctor import checks
 from penstock.commands.machine_checks import check_machine
-from penstock.transport import Transport
+from penstock.network.transport import Transport
 from penstock.wording import size
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from answering import pages, response
 from penstock import SpecError
-from penstock.answers import Fault
-from penstock.aside import client_aside
-from penstock.connection import Connection
+from penstock.network.answers import Fault
+from penstock.network.aside import client_aside
+from penstock.network.connection import Connection
 
 BODY = bytes(range(256)) * 100
 

@@ -10,12 +10,12 @@ from contextlib import closing
 
 import pytest
 
-import penstock.servers
-import penstock.transport
+import penstock.network.servers
+import penstock.network.transport
 from answering import pages, problem, response, server
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone
-from penstock.connection import Connection
-from penstock.transport import Transport
+from penstock.network.connection import Connection
+from penstock.network.transport import Transport
 
 AWAY = "http://127.0.0.1:9"
 
@@ -24,8 +24,8 @@ Answer = Callable[[str], tuple[int, bytes]]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(penstock.transport, "_LONGEST_DELAY_SECONDS", 0.05)
+    monkeypatch.setattr(penstock.network.transport, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.network.transport, "_LONGEST_DELAY_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(*_: float) -> float:
         raise AssertionError("it waited")
 
-    monkeypatch.setattr(penstock.transport, "uniform", wait)
+    monkeypatch.setattr(penstock.network.transport, "uniform", wait)
 
 
 def named(name: bytes) -> Answer:
@@ -74,7 +74,7 @@ def test_it_waits_only_when_all_have_failed(monkeypatch: pytest.MonkeyPatch) -> 
         waits.append(high)
         return 0.001
 
-    monkeypatch.setattr(penstock.transport, "uniform", wait)
+    monkeypatch.setattr(penstock.network.transport, "uniform", wait)
     with server(*[b""] * 5, response(b"here")) as flaky:
         assert get(AWAY, flaky) == (b"here", 11)
     assert waits == [0.01, 0.02, 0.04, 0.05, 0.05]
@@ -111,7 +111,7 @@ def tried(transport: Transport) -> bool | None:
 def test_it_comes_home_once_home_gives_what_another_gives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
     answers = {"/healthz": (200, b""), "/": (500, b"")}
     with (
         pages(lambda path: answers[path]) as home,
@@ -131,8 +131,8 @@ def test_it_comes_home_once_home_gives_what_another_gives(
 
 
 def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
-    monkeypatch.setattr(penstock.transport, "_HURRY_SECONDS", 0.5)
+    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.network.transport, "_HURRY_SECONDS", 0.5)
     asked = Counter[str]()
     over = threading.Event()
 
@@ -157,7 +157,7 @@ def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytes
 def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
     answers = {"home": (500, b""), "away": (200, b"away")}
     with (
         pages(lambda _: answers["home"]) as home,
@@ -180,7 +180,7 @@ def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(
 def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_it_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(penstock.servers, "uniform", lambda *_: 1.0)
+    monkeypatch.setattr(penstock.network.servers, "uniform", lambda *_: 1.0)
     now = 0.0
     asked = Counter[str]()
     lives = threading.Event()
@@ -288,7 +288,7 @@ def test_a_line_that_damages_every_other_answer_does_not_fill_the_log(caplog: py
 
 def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Home's connection is kept while another server is asked, and used again afterwards."""
-    monkeypatch.setattr(penstock.servers, "_AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
     asked = Counter[str]()
     reading, over = threading.Event(), threading.Event()
 

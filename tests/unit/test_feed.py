@@ -16,9 +16,9 @@ from penstock import Spec, wire
 from penstock.device import Destination
 from penstock.feed import Feed
 from penstock.item import Item
+from penstock.network.transport import Transport
 from penstock.source import Source
 from penstock.tensors import CPU, Batch, expand
-from penstock.transport import Transport
 
 ADDRESS = wire.Address("d", "s", "p", 0, 0, 0)
 PINNED = Destination(device=CPU, pin_memory=True)

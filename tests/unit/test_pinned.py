@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.buffers import LARGEST_BUFFER
+from penstock.network.buffers import LARGEST_BUFFER
 from penstock.pinned import allocate_pinned, tensor_over
 from penstock.wire.layout import TensorLayout, strided
 

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from penstock import receive
-from penstock.buffers import Buffers
-from penstock.channel import HttpError
-from penstock.receive import Body, Origin, Receiver, Request
+from penstock.network import receive
+from penstock.network.buffers import Buffers
+from penstock.network.channel import HttpError
+from penstock.network.receive import Body, Origin, Receiver, Request
 
 CONTENT = bytes(range(256)) * 5000
 

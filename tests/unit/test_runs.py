@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+from penstock.network.transport import Transport
 from penstock.runs import OBJECT_BYTES, fetch_ahead, fetch_runs
 from penstock.source import Source
 from penstock.spec import Spec
-from penstock.transport import Transport
 from penstock.wire import Frame
 
 KIB = 1 << 10

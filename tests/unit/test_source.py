@@ -12,16 +12,16 @@ from urllib.parse import parse_qsl
 import httpx
 import pytest
 
+import penstock.network.transport
 import penstock.source
-import penstock.transport
 import penstock.wire.frame
 from answering import pages, problem, response, server
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, Spec, SpecError, VersionMismatch, wire
 from penstock.audit.compare import compare
 from penstock.ledger import Book
+from penstock.network.transport import Transport
 from penstock.source import Source
 from penstock.state import Position
-from penstock.transport import Transport
 
 SPEC = Spec(snapshot="5eed")
 STEPS = range(4, 12, 2)
@@ -29,7 +29,7 @@ STEPS = range(4, 12, 2)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.network.transport, "_FIRST_DELAY_SECONDS", 0.01)
 
 
 def frame(step: int, **other: int | str) -> bytes:

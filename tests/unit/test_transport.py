@@ -17,7 +17,7 @@ from weakref import ref
 
 import pytest
 
-import penstock.transport
+import penstock.network.transport
 from answering import problem, response, server
 from penstock import (
     AddressError,
@@ -30,9 +30,9 @@ from penstock import (
     VersionMismatch,
     WireError,
 )
-from penstock.answers import Fault, NotYet, Stranger, failure_of
-from penstock.retry_log import RetryLog
-from penstock.transport import Transport
+from penstock.network.answers import Fault, NotYet, Stranger, failure_of
+from penstock.network.retry_log import RetryLog
+from penstock.network.transport import Transport
 
 
 def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
@@ -42,7 +42,7 @@ def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.transport, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.network.transport, "_FIRST_DELAY_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_retry_after_is_honoured() -> None:
 
 
 def test_ranks_that_a_server_sent_away_at_once_do_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.transport, "uniform", lambda *_: 0.2)
+    monkeypatch.setattr(penstock.network.transport, "uniform", lambda *_: 0.2)
     with server(response(b"", "503 Busy", "Retry-After: 1"), response(b"here")) as url:
         began = time.monotonic()
         assert get(url) == (b"here", 1)
@@ -265,7 +265,7 @@ def test_a_run_waits_for_a_busy_server_though_another_refuses() -> None:
 
 @pytest.mark.parametrize("slug", ["busy", "index-not-ready"])
 def test_a_server_that_lives_in_the_last_round_is_asked_again(monkeypatch: pytest.MonkeyPatch, slug: str) -> None:
-    monkeypatch.setattr(penstock.transport, "uniform", lambda _, high: 60 * high)
+    monkeypatch.setattr(penstock.network.transport, "uniform", lambda _, high: 60 * high)
     with server(b"", problem(slug, 503), response(b"here")) as url:
         assert get(url, retry_seconds=0.2)[0] == b"here"
 

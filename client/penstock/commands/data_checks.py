@@ -9,10 +9,10 @@ from typing import Any
 from penstock.commands.check import Check
 from penstock.commands.remote import RETRY_SECONDS, describe_dataset
 from penstock.errors import PenstockError
+from penstock.network.transport import Transport
 from penstock.runs import RUN_BYTES
 from penstock.source import Source
 from penstock.spec import Spec
-from penstock.transport import Transport
 from penstock.wording import counted, rows_kept, size
 
 _FULL = 0.97

@@ -15,8 +15,8 @@ from penstock.commands.remote import RETRY_SECONDS, get_json, greet
 from penstock.commands.server_checks import check_proxies, check_versions, check_way
 from penstock.commands.terminal import BOLD, GREEN, RED, YELLOW, Terminal
 from penstock.errors import PenstockError
+from penstock.network.transport import Transport
 from penstock.printable import printable
-from penstock.transport import Transport
 from penstock.urls import DATASETS
 from penstock.wording import without_passwords
 

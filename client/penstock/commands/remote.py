@@ -10,11 +10,11 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
-from penstock.answers import doubt
-from penstock.aside import ask_aside, by_proxy, plain_address
 from penstock.commands.address import Address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
-from penstock.transport import Transport
+from penstock.network.answers import doubt
+from penstock.network.aside import ask_aside, by_proxy, plain_address
+from penstock.network.transport import Transport
 from penstock.urls import DATASETS, dataset_path
 from penstock.wording import listed
 

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from penstock import __version__, wire
-from penstock.aside import client_aside, proxy_of
 from penstock.commands.check import Check
+from penstock.network.aside import client_aside, proxy_of
 from penstock.runs import RUN_BYTES
 from penstock.wording import size
 

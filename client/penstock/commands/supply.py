@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.batch import IGNORED, SIDES, count_tokens
 from penstock.errors import PenstockError, SpecError
+from penstock.network.transport import Transport
 from penstock.runs import PREFETCH_BYTES, fetch_ahead
 from penstock.source import Resolved, Source
 from penstock.spec import Spec
-from penstock.transport import Transport
 from penstock.wire import Frame
 
 _RETRY_SECONDS = 10.0

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import httpx
 
-from penstock.channel import Channel, Head, HttpError
 from penstock.errors import SpecError
+from penstock.network.channel import Channel, Head, HttpError
 from penstock.prefetch import OWN_THREADS
 
 _READ_BYTES = 1 << 20  # at a time: what is done with them finds them in the processor's cache

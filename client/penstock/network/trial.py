@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from penstock.connection import Connection
+from penstock.network.connection import Connection
 from penstock.prefetch import OWN_THREADS
 
 _CLOSE_SECONDS = 5.0

@@ -10,7 +10,7 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from penstock.errors import SpecError
-from penstock.receive import tls_context
+from penstock.network.receive import tls_context
 from penstock.wording import without_passwords
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 
 from penstock import __version__
-from penstock.answers import Fault, Stranger, failure_of
-from penstock.aside import by_proxy, http_client, plain_address, proxy_of, status_aside
-from penstock.buffers import Buffers
-from penstock.channel import HttpError
 from penstock.errors import SpecError, WireError
-from penstock.receive import Body, Origin, Receiver, Request
+from penstock.network.answers import Fault, Stranger, failure_of
+from penstock.network.aside import by_proxy, http_client, plain_address, proxy_of, status_aside
+from penstock.network.buffers import Buffers
+from penstock.network.channel import HttpError
+from penstock.network.receive import Body, Origin, Receiver, Request
 from penstock.wire import content_digest
 
 _spare: deque[Buffers] = deque(maxlen=1)  # what the last connection of this process received into, for the next one

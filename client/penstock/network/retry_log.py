@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from penstock.answers import Busy, NotYet
+from penstock.network.answers import Busy, NotYet
 from penstock.wording import counted, without_passwords
 
 log = logging.getLogger("penstock")

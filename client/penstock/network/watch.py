@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from penstock.connection import Connection
+from penstock.network.connection import Connection
 from penstock.prefetch import OWN_THREADS
 
 _ANSWER_SECONDS = 5.0  # for an answer that takes a loaded server a few milliseconds

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from random import uniform
 from typing import Generic, TypeVar
 
-from penstock.answers import Busy, Fault, NotYet, Stranger
-from penstock.connection import Connection
 from penstock.errors import PenstockError, ServerUnavailable, WireError
-from penstock.retry_log import RetryLog
-from penstock.servers import Servers
-from penstock.trial import Trial
-from penstock.watch import Watch
+from penstock.network.answers import Busy, Fault, NotYet, Stranger
+from penstock.network.connection import Connection
+from penstock.network.retry_log import RetryLog
+from penstock.network.servers import Servers
+from penstock.network.trial import Trial
+from penstock.network.watch import Watch
 from penstock.wording import without_passwords
 
 T = TypeVar("T")
