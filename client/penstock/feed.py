@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 import time
 from collections.abc import Container, Iterator
 from contextlib import closing
@@ -16,12 +15,12 @@ import torch
 from penstock.device import Destination, OnDevice
 from penstock.item import Item
 from penstock.pinned import allocate_pinned
-from penstock.prefetch import OWN_THREADS
 from penstock.runs import fetch_ahead
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats
 from penstock.tensors import CPU, expand
+from penstock.threads import is_own_thread, own_thread
 from penstock.wire import Frame
 
 
@@ -118,8 +117,8 @@ class Feed:
         Python may collect a dropped iterator in any thread. One of this package's own cannot wait for its own end, and may hold
         a lock that closing needs: there a new thread does the closing, and nobody waits for it.
         """
-        if threading.current_thread().name.startswith(OWN_THREADS):
-            threading.Thread(target=self._close, name=f"{OWN_THREADS}close", daemon=True).start()
+        if is_own_thread():
+            own_thread("close", self._close).start()
         else:
             self._close()
 

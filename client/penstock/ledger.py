@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.errors import LedgerError
 from penstock.ledger_file import cannot_be_written, hold_ledger, ledger_path, release_ledger
-from penstock.prefetch import OWN_THREADS
 from penstock.spec import Spec
 from penstock.state import Position
+from penstock.threads import is_own_thread, own_thread
 
 if TYPE_CHECKING:
     from penstock.rank import Worker  # which imports torch
@@ -160,7 +160,7 @@ class Ledger:
         self._failure = ""
         self._pid = os.getpid()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._sync, name=f"{OWN_THREADS}ledger", daemon=True)
+        self._thread = own_thread("ledger", self._sync)
         self._begin_again()
         try:
             if self._failure and not begin.iteration:
@@ -197,7 +197,7 @@ class Ledger:
         atexit.unregister(self.close)
         self._closing.set()
         # Python may collect an iterator that was dropped in this thread, or in one that fetches for another loop.
-        if not threading.current_thread().name.startswith(OWN_THREADS):
+        if not is_own_thread():
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():  # it may be ended before it tells what is lost
                 log.error("penstock: the disk of the ledger %s hangs: its last lines may not be written", self._path)

@@ -11,10 +11,10 @@ from multiprocessing import current_process
 from typing import Generic, TypeVar
 
 from penstock.errors import PenstockError
+from penstock.threads import own_thread
 
 T = TypeVar("T")
 
-OWN_THREADS = "penstock-"  # how the names of all threads of the client begin: none of them may wait for its own end
 _CLOSE_SECONDS = 5.0
 _ORPHAN_SECONDS = 2.0  # after which a loader worker that waits looks whether its loader is gone
 
@@ -38,7 +38,6 @@ class Prefetch(Generic[T]):
         nbytes: Callable[[Sequence[T]], int],
         budget_bytes: int,
         interrupt: Callable[[], None],
-        name: str,
     ) -> None:
         self._generator, self._nbytes, self._interrupt = groups, nbytes, interrupt
         self._budget_bytes = budget_bytes
@@ -50,8 +49,7 @@ class Prefetch(Generic[T]):
         self._finished = self._closed = False
         self._process, self._parent = os.getpid(), os.getppid()
         self._changed = threading.Condition()
-        # A daemon: an interpreter that exits in mid-epoch must not wait for a server that is away.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = own_thread("fetch", self._run)
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:

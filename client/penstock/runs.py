@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 
 from penstock.network.transport import Transport
-from penstock.prefetch import OWN_THREADS, Prefetch
+from penstock.prefetch import Prefetch
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.wire import Frame
@@ -37,7 +37,6 @@ def fetch_ahead(
         nbytes=_nbytes,
         budget_bytes=budget_bytes,
         interrupt=transport.interrupt,
-        name=f"{OWN_THREADS}fetch",
     )
     return ahead
 

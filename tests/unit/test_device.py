@@ -119,7 +119,6 @@ def ahead(
         nbytes=lambda frames: sum(frame.nbytes for frame in frames),
         budget_bytes=1 << 18,
         interrupt=interrupt,
-        name="ahead",
     )
 
 

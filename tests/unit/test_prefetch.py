@@ -25,7 +25,7 @@ def nbytes(group: Sequence[bytes]) -> int:
 def prefetch(
     groups: Generator[list[bytes], None, None], budget_bytes: int, gate: threading.Event | None = None
 ) -> Prefetch[bytes]:
-    return Prefetch(groups, nbytes=nbytes, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set, name="ahead")
+    return Prefetch(groups, nbytes=nbytes, budget_bytes=budget_bytes, interrupt=(gate or threading.Event()).set)
 
 
 def item(number: int) -> bytes:
@@ -187,7 +187,7 @@ def test_groups_are_closed_by_the_thread_that_made_them() -> None:
     ahead = prefetch(groups(), KIB)
     next(ahead)
     ahead.close()
-    assert closed_by == ["ahead"]
+    assert closed_by == ["penstock-fetch"]
 
 
 def test_a_budget_of_nothing_still_has_room_for_one_group() -> None:
@@ -232,7 +232,7 @@ def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_
         return nbytes(group)
 
     interrupted = threading.Event()
-    ahead = Prefetch(groups_of(1, 8), nbytes=count, budget_bytes=2 * KIB, interrupt=interrupted.set, name="ahead")
+    ahead = Prefetch(groups_of(1, 8), nbytes=count, budget_bytes=2 * KIB, interrupt=interrupted.set)
     assert entered.wait(30)
     child = os.fork()
     if child == 0:

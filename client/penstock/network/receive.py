@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ import httpx
 
 from penstock.errors import SpecError
 from penstock.network.channel import Channel, Head, HttpError
-from penstock.prefetch import OWN_THREADS
+from penstock.threads import own_thread
 
 _READ_BYTES = 1 << 20  # at a time: what is done with them finds them in the processor's cache
 _OK = 200
@@ -231,7 +230,7 @@ def _await_name(host: str, port: int, seconds: float) -> None:
         with suppress(OSError, UnicodeError):  # who connects meets the same
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
-    thread = threading.Thread(target=look_up, name=f"{OWN_THREADS}name", daemon=True)
+    thread = own_thread("name", look_up)
     with suppress(RuntimeError):  # no thread can be started now: then it may take longer
         thread.start()
         thread.join(seconds)

@@ -5,10 +5,8 @@ That a process lives tells nothing of its disks, and whoever goes back to a serv
 
 from __future__ import annotations
 
-import threading
-
 from penstock.network.connection import Connection
-from penstock.prefetch import OWN_THREADS
+from penstock.threads import own_thread
 
 _CLOSE_SECONDS = 5.0
 
@@ -18,9 +16,7 @@ class Trial:
 
     def __init__(self, connection: Connection, server: str, target: str, seconds: float) -> None:
         self.outcome: bool | None = None  # not known yet
-        self._thread = threading.Thread(
-            target=self._run, args=(connection, server, target, seconds), name=f"{OWN_THREADS}trial", daemon=True
-        )
+        self._thread = own_thread("trial", self._run, connection, server, target, seconds)
         self._thread.start()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.network.connection import Connection
-from penstock.prefetch import OWN_THREADS
+from penstock.threads import own_thread
 
 _ANSWER_SECONDS = 5.0  # for an answer that takes a loaded server a few milliseconds
 _LOOKS = 4  # in the time that a server may be silent
@@ -31,7 +31,7 @@ class Watch:
         self._connection, self._patience_seconds, self._tell = connection, patience_seconds, tell
         self._watched: _Watched | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}watch", daemon=True)
+        self._thread = own_thread("watch", self._run)
         self._thread.start()
 
     @contextmanager
