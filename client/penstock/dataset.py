@@ -29,13 +29,13 @@ from penstock.feed import Feed
 from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
-from penstock.progress import Progress
+from penstock.place.progress import Progress
+from penstock.place.resuming import stretch_behind
+from penstock.place.state import write_state
 from penstock.rank import check_rank, find_rank, find_worker
-from penstock.resuming import stretch_behind
 from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec
-from penstock.state import write_state
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
 from penstock.whole import check_amount, check_whole, plain

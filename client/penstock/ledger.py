@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.errors import LedgerError
 from penstock.ledger_file import cannot_be_written, hold_ledger, ledger_path, release_ledger
+from penstock.place.state import Position
 from penstock.spec import Spec
-from penstock.state import Position
 from penstock.threads import is_own_thread, own_thread
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock import Spec, wire
-from penstock.state import Position, read_state
+from penstock.place.state import Position, read_state
 from penstock.wire import Address, Layout
 from penstock_server.geometry.order import EpochOrder, key, permute, unpermute
 

@@ -17,7 +17,7 @@ from penstock import Spec
 from penstock.audit import Report, audit
 from penstock.ledger import Begin, check_of
 from penstock.ledger_file import find_ledgers, ledger_path
-from penstock.state import Position, read_state, write_state
+from penstock.place.state import Position, read_state, write_state
 from penstock_server.geometry.schedule import Schedule
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

@@ -25,8 +25,8 @@ from penstock import ledger as ledger_module
 from penstock.audit.reading import Reading, read_ledger
 from penstock.ledger import Begin, Book, Ledger
 from penstock.ledger_file import find_ledgers, ledger_path
+from penstock.place.state import Position
 from penstock.rank import Worker
-from penstock.state import Position
 
 SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 
@@ -253,7 +253,7 @@ HOLDS_IT = """
 import sys
 from penstock import Spec
 from penstock.ledger import Book
-from penstock.state import Position
+from penstock.place.state import Position
 ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), Position(), None)
 print("open", flush=True)
 sys.stdin.read()

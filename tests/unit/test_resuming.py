@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Spec
-from penstock.state import Position, read_state, write_state
+from penstock.place.state import Position, read_state, write_state
 from penstock_server.geometry.schedule import Schedule
 
 specs = st.builds(

@@ -20,8 +20,8 @@ from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, 
 from penstock.audit.compare import compare
 from penstock.ledger import Book
 from penstock.network.transport import Transport
+from penstock.place.state import Position
 from penstock.source import Source
-from penstock.state import Position
 
 SPEC = Spec(snapshot="5eed")
 STEPS = range(4, 12, 2)

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from penstock.errors import PenstockError
-from penstock.progress import Progress
+from penstock.place.progress import Progress
+from penstock.place.start import SharedStart, Stretch
+from penstock.place.state import Position
 from penstock.rank import Worker, find_worker
-from penstock.start import SharedStart, Stretch
-from penstock.state import Position
 
 RESUMED = Stretch(position=Position(epoch=2, offset=100, step=7), num_steps=50)
 # The second pickles what a process is given, as spawn does, and does not import torch anew for each.
@@ -194,7 +194,7 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
 
 def _loops(dataset: IterableDataset[int], start: SharedStart, told: Connection) -> None:
     """What a process that did not make the start sees of two rounds of its own workers."""
-    get_context("forkserver").set_forkserver_preload(["penstock.start"])  # the server of this process, not of the tests
+    get_context("forkserver").set_forkserver_preload(["penstock.place.start"])  # the server of this process, not of the tests
     told.send(([[bool(given) for given in DataLoader(dataset, batch_size=None, num_workers=2)] for _ in range(2)],
                start.is_with_workers))  # fmt: skip
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Spec, StateMismatch
-from penstock.state import Position, read_state, write_state
+from penstock.place.state import Position, read_state, write_state
 
 HERE = Position(epoch=2, step=5)
 

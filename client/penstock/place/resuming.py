@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.errors import StateMismatch
+from penstock.place.start import Stretch
+from penstock.place.state import counts_like, read_state
 from penstock.rank import Worker
 from penstock.source import Resolved, Source
 from penstock.spec import LARGEST_COUNT, Spec
-from penstock.start import Stretch
-from penstock.state import counts_like, read_state
 
 
 def stretch_behind(

@@ -20,8 +20,8 @@ from weakref import WeakSet
 import torch
 
 from penstock.errors import PenstockError
+from penstock.place.state import Position
 from penstock.rank import Worker, find_worker
-from penstock.state import Position
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from penstock.place.start import SharedStart, Stretch
+from penstock.place.state import Position
 from penstock.rank import Worker
-from penstock.start import SharedStart, Stretch
-from penstock.state import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
