@@ -314,3 +314,17 @@ def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:
     cutting.no_truncation()
     cutting.no_padding()
     assert batch["tokens"].to_pylist() == [cutting.encode("the quick brown fox").ids] * 2
+
+
+def test_the_files_own_dropout_is_off(tmp_path: Path) -> None:
+    """A tokenizer that was trained with it leaves merges out at random: no text would have the same tokens twice."""
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    dropping = Tokenizer.from_file(str(path))
+    whole = dropping.encode("the quick brown fox").ids
+    digest = load_tokenizer(path).digest
+    dropping.model.dropout = 0.9
+    dropping.save(str(path))
+    loaded = load_tokenizer(path)
+    batch = encode(pa.table({"t": ["the quick brown fox"] * 20}), recipe("text", "t", tokenizer=loaded), "uint16", 9)
+    assert batch["tokens"].to_pylist() == [whole] * 20
+    assert loaded.digest != digest

@@ -153,7 +153,8 @@ class TokenizerFile:
 
 
 def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> TokenizerFile:
-    """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both.
+    """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both. So is dropout, with which a
+    text has other tokens each time.
 
     With `split_special_tokens` a text that spells a special token becomes plain tokens, not that one.
 
@@ -188,8 +189,12 @@ def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFil
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = split_special_tokens
+    if drops := bool(getattr(tokenizer.model, "dropout", None)):
+        tokenizer.model.dropout = None
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    digest = blake2b(content, digest_size=16, person=b"special split" if split_special_tokens else b"")
+    person = b"special split" if split_special_tokens else b""
+    salt = b"no dropout" if drops else b""  # builds before 2026-11-26 left it on: what they cached is not to be met
+    digest = blake2b(content, digest_size=16, person=person, salt=salt)
     return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size)
 
 
