@@ -103,6 +103,27 @@ def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Block
     assert [row[0] for row in rows_of(last)] == list(range(68, 100))
 
 
+def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_largest_id(
+    open_blocks: Callable[[], Blocks], data: Path, count_reads: list[str]
+) -> None:
+    before = open_blocks()
+    before.get(list(range(5)))
+    reads = len(count_reads)
+    pq.write_table(pa.table({"input_ids": pa.array([[60_000]], pa.list_(pa.int32()))}), data / "part-100.parquet")
+    assert open_snapshot(data, None).vocab_size == 60_001
+    after = open_blocks()
+    after.get(list(range(6)))
+    assert len(count_reads) == reads + 1
+    assert after.identity_of_shard(0) == before.identity_of_shard(0)  # of which what is counted has its name
+
+
+def test_ids_beyond_what_a_shards_own_footer_tells_make_bad_rows(data: Path, cache_dir: Path) -> None:
+    snapshot = open_snapshot(data, None)
+    shards = [replace(shard, token_range=(0, 5)) for shard in snapshot.shards]
+    blocks = Blocks(Snapshot(data, shards, snapshot.recipe), BlockStore(CacheFolder(cache_dir)))
+    assert "6" in blocks.get([0])[0].bad[6]
+
+
 @pytest.mark.parametrize("column", ["tokens", "text"])
 def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str], column: str

@@ -51,6 +51,22 @@ def test_what_a_column_is_made_of_is_in_the_identity(changed: dict[str, Any]) ->
     assert replace(RECIPE, columns=(replace(COLUMN, **changed),)).identity != RECIPE.identity
 
 
+@pytest.mark.parametrize(
+    "types",
+    [
+        [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.large_string())],
+        [pa.binary(), pa.large_binary(), pa.binary_view()],
+        [pa.float32(), pa.float16(), pa.dictionary(pa.int8(), pa.float32())],
+        [pa.list_(pa.float32(), 3), pa.list_(pa.field("element", pa.float32()), 3)],
+    ],
+)
+def test_what_travels_alike_is_one_in_the_identity_whatever_the_first_shard_calls_it(types: list[pa.DataType]) -> None:
+    """Else a shard that comes, and is the first from then on, would end all runs, and have every row tokenized again."""
+    [first, *others] = (replace(RECIPE, columns=(replace(COLUMN, type=type_),)).identity["columns"] for type_ in types)
+    assert first == [["n", str(types[0])]]
+    assert others == [first] * len(others)
+
+
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_decides_of_bad_rows_and_splits_is_another_recipe_with_the_same_tokens(name: str) -> None:
     other = replace(RECIPE, **{name: BESIDE[name]})

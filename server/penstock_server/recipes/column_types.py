@@ -37,6 +37,14 @@ def travelling_as(type_: pa.DataType) -> pa.DataType:
     return pa.float32() if pa.types.is_float16(type_) else type_
 
 
+def name_of_travelling(type_: pa.DataType) -> str:
+    """One name for all types that travel alike: which of them a recipe meets depends on the shard that comes first."""
+    own = travelling_as(type_)
+    if pa.types.is_fixed_size_list(own):
+        own = pa.list_(own.value_type, own.list_size)  # lists are alike whatever their items are called
+    return str(own).removeprefix("large_")
+
+
 def is_tokens(type_: pa.DataType) -> bool:
     """Whether a column of this type holds lists of integers."""
     return _is_list(type_) and bool(pa.types.is_integer(type_.value_type))

@@ -19,6 +19,7 @@ from penstock_server.recipes.column_types import (
     is_text,
     is_tokens,
     is_tools,
+    name_of_travelling,
     travelling_as,
 )
 from penstock_server.recipes.fields import Field, FieldError
@@ -167,7 +168,7 @@ class Recipe:
             "eos_id": self.eos_id,
             "pad_id": self.pad_id,
             "chat": self.chat.digest if self.chat else None,
-            "columns": [[column.name, str(column.type)] for column in self.columns],
+            "columns": [[column.name, name_of_travelling(column.type)] for column in self.columns],
             "filter": self.filter.text if self.filter else None,
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,

@@ -153,9 +153,9 @@ class TokenizerFile:
 
 
 def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> TokenizerFile:
-    """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both. So is dropout, with which a
-    text has other tokens each time.
+    """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both.
 
+    So is its dropout, with which a text has other tokens each time.
     With `split_special_tokens` a text that spells a special token becomes plain tokens, not that one.
 
     Raises DatasetRefused: there is no such file, or it is no tokenizer.

@@ -59,7 +59,7 @@ class Snapshot:
     blocks_per_group shape [num_groups]: a row group is one block, a very large one several
     first_block_of_shard shape [num_shards + 1]: where each shard's blocks start, and at last their number
     vocab_size       every token id is below it; None where neither the recipe nor the footers know
-    token_bound      ids that are not below it make a bad row
+    token_bound      ids that are not below it make a bad row, by the recipe; see bound_in
     token_dtype      the smallest of uint16 and uint32 that holds every token id
     """
 
@@ -78,8 +78,8 @@ class Snapshot:
         self._first_row = starts_of(self.rows_per_block)
         self.num_rows = int(self._first_row[-1])
         self.vocab_size = recipe.vocab_size or _vocab_size(self.shards, recipe)
-        self.token_bound = min(self.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
-        self.token_dtype = "uint16" if self.token_bound <= 2**16 else "uint32"
+        self.token_bound = min(recipe.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
+        self.token_dtype = "uint16" if (self.vocab_size or _LARGEST_BOUND) <= 2**16 else "uint32"
         self.fingerprint = fingerprint_of(self.shards, recipe)
 
     @cached_property
@@ -108,6 +108,12 @@ class Snapshot:
     def largest_group_bytes(self) -> int:
         """The bytes of the largest row group's columns, uncompressed."""
         return int(self._bytes_per_group.max(initial=0))
+
+    def bound_in(self, shard: Shard) -> int:
+        """Ids in a shard that are not below this make a bad row. What other shards hold changes nothing of its blocks."""
+        if self.recipe.vocab_size or shard.token_range is None:
+            return self.token_bound
+        return shard.token_range[1] + 1
 
     @property
     def _rows_per_group(self) -> IntArray:

@@ -257,7 +257,7 @@ class Blocks:
 
     def _encode(self, address: BlockAddress, rows: pa.RecordBatch) -> pa.RecordBatch:
         snapshot = self._snapshot
-        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.token_bound, address.place)
+        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.bound_in(address.shard), address.place)
         reasons = batch.column(encode.REASON).drop_null()
         if len(reasons):
             first = f"the first: {printable(reasons[0].as_py())}"
