@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -147,6 +148,13 @@ def test_token_lists_take_the_narrowest_type_that_holds_every_id(
     assert read.column("tokens").to_pylist() == rows
 
 
+def test_ids_that_are_stored_as_a_dictionarys_take_the_type_that_holds_them(tmp_path: Path) -> None:
+    tokens = pa.ListArray.from_arrays([0, 1, 3], pa.array([7, 5_000_000_000, 7]).dictionary_encode())
+    read = imported(tmp_path / "out", write(tmp_path / "x.arrow", pa.table({"tokens": tokens}), 2))
+    assert types_of(read) == {"tokens": "list<item: int64>"}
+    assert read.column("tokens").to_pylist() == [[7], [5_000_000_000, 7]]
+
+
 def test_columns_are_picked_in_the_order_given_also_where_their_names_have_dots(tmp_path: Path) -> None:
     for name in FORMATS:
         table = pa.table({"a": [1], "a.b": [2], "c": [{"d": 3}]})
@@ -252,6 +260,30 @@ def test_objects_of_files_that_have_other_fields_get_all_of_them(tmp_path: Path)
         [{"role": None, "n": 0.5, "more": {"k": True}}],
         None,
     ]
+
+
+@pytest.mark.parametrize("number", [pa.float16(), pa.float32(), pa.float64()])
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda type_: type_,
+        pa.list_,
+        lambda type_: pa.map_(pa.string(), type_),
+        lambda type_: pa.struct([("a", pa.int8()), ("b", pa.list_(pa.struct([("c", type_)])))]),
+    ],
+)
+def test_decimals_beside_floats_are_refused_and_not_rounded(
+    tmp_path: Path, number: pa.DataType, within: Callable[[pa.DataType], pa.DataType]
+) -> None:
+    """To Arrow they are floats, of 32 bits where those are: 1234567890123 becomes 1234567954432."""
+    files = [
+        write(tmp_path / f"{part}.parquet", pa.table({"n": pa.nulls(1, within(type_))}))
+        for part, type_ in (("decimals", pa.decimal128(38, 0)), ("floats", number), ("more", pa.decimal256(50, 2)))
+    ]
+    for one, two in ((0, 1), (1, 0)):
+        with pytest.raises(ImportRefused, match=f"{files[two].name}: column 'n' is .* here, and .* in what was read before"):
+            imported(tmp_path / "out", files[one], files[two])
+    assert imported(tmp_path / "out", files[0], files[2]).num_rows == 2
 
 
 @pytest.mark.parametrize(

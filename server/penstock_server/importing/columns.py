@@ -71,12 +71,15 @@ def merge(known: pa.Schema, new: pa.Schema) -> pa.Schema:
     """
     if new.equals(known):
         return known
+    common = [(known.field(field.name), field) for field in new if field.name in known.names]
+    for mine, other in common:
+        if _are_rounded(mine.type, other.type):
+            raise _differ(mine, other)
     try:
         merged = pa.unify_schemas([known, new], promote_options="permissive")
     except pa.ArrowException:
-        for field in new:
-            if field.name in known.names:
-                _merge_one(known.field(field.name), field)
+        for mine, other in common:
+            _merge_one(mine, other)
         raise
     if (count := sum(map(num_leaves, merged.types))) > _MOST_LEAVES:
         largest = max(merged, key=lambda field: num_leaves(field.type)).name
@@ -91,9 +94,26 @@ def _merge_one(known: pa.Field, new: pa.Field) -> None:
     try:
         pa.unify_schemas([pa.schema([known]), pa.schema([new])], promote_options="permissive")
     except pa.ArrowException as error:
-        raise ColumnsDiffer(
-            f"column {new.name!r} is {_short(new.type)} here, and {_short(known.type)} in what was read before"
-        ) from error
+        raise _differ(known, new) from error
+
+
+def _differ(known: pa.Field, new: pa.Field) -> ColumnsDiffer:
+    return ColumnsDiffer(f"column {new.name!r} is {_short(new.type)} here, and {_short(known.type)} in what was read before")
+
+
+def _are_rounded(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether values of both in one column are rounded: to Arrow a decimal beside a float is that float, be it of 32 bits."""
+    types = pa.types
+    if types.is_decimal(one):
+        return bool(types.is_floating(other))
+    if types.is_decimal(other):
+        return bool(types.is_floating(one))
+    if types.is_struct(one) and types.is_struct(other):
+        names = {field.name for field in one} & {field.name for field in other}
+        return any(_are_rounded(one.field(name).type, other.field(name).type) for name in names)
+    if types.is_map(one) and types.is_map(other):
+        return _are_rounded(one.key_type, other.key_type) or _are_rounded(one.item_type, other.item_type)
+    return bool(types.is_list(one) and types.is_list(other)) and _are_rounded(one.value_type, other.value_type)
 
 
 def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
@@ -204,8 +224,9 @@ def _without_dictionary_of_views(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def wide_columns(table: pa.Table) -> frozenset[str]:
     """The columns of token lists in which an id is outside int32."""
     found = []
-    for name in may_be_wide(table.schema):
-        bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in table.column(name).chunks]
+    plain = pa.schema([(field.name, normal(field.type)) for field in table.schema])  # ids may be stored as a dictionary's
+    for name in may_be_wide(plain):
+        bounds = [pc.min_max(chunk.flatten()).as_py() for chunk in table.column(name).cast(plain.field(name).type).chunks]
         lows, highs = ([b[end] for b in bounds if b[end] is not None] for end in ("min", "max"))
         if lows and (min(lows) < _INT32[0] or max(highs) > _INT32[1]):
             found.append(name)
