@@ -134,7 +134,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
                 failed.append(f"{problem}")
         for name, mixture in () if arguments.dataset else catalog.mixtures.items():
             print(f"{name}: a mixture, {mixture.mix}")
-    warn("inspect", store.cache, datasets)
+    warn("inspect", settings, store.cache, datasets)
     for line in failed:
         print(f"penstock inspect: {line}", file=sys.stderr)
     return 1 if failed else 0
@@ -154,7 +154,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
         print(f"penstock prepare: {error}", file=sys.stderr)
         return 2
-    warn("prepare", store.cache, datasets)
+    warn("prepare", settings, store.cache, datasets)
     for dataset in datasets:
         try:
             for line in prepare(dataset, arguments.best_fit):

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Collection
 
-from penstock_server.datasets.advice import advice_on_data
+from penstock_server.datasets.advice import advice_on_data, advice_on_folder
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.held import Served
 from penstock_server.settings import Settings, SettingsError
@@ -32,7 +32,7 @@ def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
     return store, open_catalog(settings.data_dir, settings.tokenizer, store)
 
 
-def warn(command: str, cache: CacheFolder, datasets: Collection[Served]) -> None:
-    """Tells what should be known of these datasets before anybody reads them."""
-    for sentence in advice_on_data(datasets, cache.budget_bytes):
+def warn(command: str, settings: Settings, cache: CacheFolder, datasets: Collection[Served]) -> None:
+    """Tells what should be known of the data folder, and of these datasets of it, before anybody reads them."""
+    for sentence in (*advice_on_folder(settings.data_dir), *advice_on_data(datasets, cache.budget_bytes)):
         print(f"penstock {command}: {sentence}", file=sys.stderr)

@@ -65,7 +65,7 @@ def run(
     store, catalog = open_data(settings)
     listen(listener, settings)
     if greet:
-        warn("serve", store.cache, catalog.datasets.values())
+        warn("serve", settings, store.cache, catalog.datasets.values())
         # In a thread: a stdout that is full, and that nobody reads, keeps no server from serving.
         threading.Thread(
             target=_tell, args=(_greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True

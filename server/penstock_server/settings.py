@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
@@ -119,7 +119,7 @@ def _seconds(text: str) -> float | None:
         seconds = float(text)
     except ValueError:
         return None
-    return seconds if 0 <= seconds < math.inf else None
+    return seconds if 0 <= seconds <= threading.TIMEOUT_MAX else None
 
 
 # The settings that are numbers: how each is read from a text, None if that is no such number, and what it must be.

@@ -190,6 +190,16 @@ def test_a_bos_that_the_tokenizer_would_write_is_warned_of_at_the_start(serve: C
     assert f'set bos = "{EOS}" in {tmp_path / "silent" / "penstock.toml"}; if not, set bos = false.' in warning
 
 
+def test_a_recipe_that_belongs_to_no_dataset_is_told_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
+    write_numbered(tmp_path / "numbers", 9)
+    recipe = tmp_path / "penstock.toml"
+    recipe.write_text('mix = "numbers:1"')
+    server = serve(tmp_path)
+    assert [found["name"] for found in server.json("/v1/datasets")["datasets"]] == ["numbers"]
+    [warning] = server.stop().splitlines()
+    assert warning.startswith(f"penstock serve: {recipe} is not used: no shard is beside it.")
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path: Path, how: signal.Signals) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)

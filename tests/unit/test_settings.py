@@ -66,6 +66,7 @@ def test_how_often_to_look_is_a_number_of_seconds(text: str, seconds: float) -> 
         ({"data_dir": "d", "poll_seconds": "often"}, "--poll-seconds must be a number such as 30, or 0 for never, not 'often'"),
         ({"data_dir": "d", "poll_seconds": "-1"}, "--poll-seconds must be a number"),
         ({"data_dir": "d", "poll_seconds": "nan"}, "--poll-seconds must be a number"),
+        ({"data_dir": "d", "poll_seconds": "1e10"}, "--poll-seconds must be a number"),  # no thread can wait so long
         ({"port": "x", "cache_bytes": "-1"}, "no data folder(.|\n)*--port must be(.|\n)*--cache-bytes must be"),
     ],
 )

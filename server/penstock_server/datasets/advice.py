@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from penstock.spec import Spec
 from penstock.wording import listed
@@ -11,8 +13,20 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import advice_on_room
 from penstock_server.datasets.held import Served
 from penstock_server.recipes.declaration import FILE_NAME
+from penstock_server.snapshots.folders import list_folder
 
 _SPLITS = re.compile(r"(train|validation|valid|val|dev|test)[-_.]", re.IGNORECASE)  # how shards of one begin on the Hub
+
+
+def advice_on_folder(data_dir: Path) -> Iterator[str]:
+    """What to know of a data folder: a recipe in it that nobody follows."""
+    with suppress(OSError):  # of which those tell who open the datasets
+        listing = list_folder(data_dir)
+        if listing.has_recipe and not listing.shards:
+            yield (
+                f"{data_dir / FILE_NAME} is not used: no shard is beside it. A recipe stands in the folder of its dataset's "
+                f"shards, and that of a mixture in a folder of its own below {data_dir}."
+            )
 
 
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
