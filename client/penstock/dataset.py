@@ -29,10 +29,10 @@ from penstock.feed import Feed
 from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
-from penstock.place.progress import Progress
+from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
 from penstock.place.state import write_state
-from penstock.rank import check_rank, find_rank, find_worker
+from penstock.rank import Worker, check_rank, find_rank, find_worker
 from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec
@@ -197,16 +197,17 @@ class RemoteDataset(IterableDataset[Batch]):
         """
         if not torch.compiler.is_compiling():  # that knows nothing of frames
             warn_of_joining(sys._getframe().f_back)
-        return Iteration(self._batches())
-
-    def _batches(self) -> Generator[Batch, None, None]:
         worker = find_worker()
+        # torchdata asks a worker for its state before the first batch, when that must no longer be the pass before.
+        return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))
+
+    def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, None, None]:
         if self._rank_was_found and not worker:  # a worker is not told what the loop's process is
             check_rank(self.rank, self.world_size)
         if self._agreement and not worker:
             self._agreement.check(self.snapshot)
         destination = find_destination(self._device, worker)
-        round_ = self._progress.begin(worker)
+        round_ = begun or self._progress.begin(worker)
         at = round_.stretch.position
         spec = replace(self.spec, offset=at.offset)
         if round_.is_repetition and self._replay is None:

@@ -57,6 +57,39 @@ def test_the_rest_of_an_epoch_is_the_same_from_a_state_in_its_middle(url: str, o
     assert rows(resumed) == rows(loader) != first + rest
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 3},
+        {"num_workers": 1, "persistent_workers": True, "snapshot_every_n_steps": 3},
+        {"num_workers": 3, "persistent_workers": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_before", [2, 20])
+@pytest.mark.filterwarnings("ignore:epoch 0 is given once more")
+def test_an_epoch_that_is_given_once_more_resumes_in_its_second_pass(
+    url: str, tmp_path: Path, options: dict[str, Any], num_before: int
+) -> None:
+    """The loader asks workers that persist where they are as the pass begins; most have given nothing when it is saved."""
+    loader = loader_of(url, tmp_path / "run.ledger", **options)
+    first = rows(itertools.islice(iter(loader), num_before))
+    batches = iter(loader)
+    second = rows([next(batches)])
+    state = loader.state_dict()
+    del loader, batches
+
+    resumed = loader_of(url, tmp_path / "run.ledger", **options)
+    resumed.load_state_dict(state)
+    second += rows(resumed)
+
+    assert len(second) == 20
+    assert second[:num_before] == first
+    (epoch,) = audit(find_ledgers(tmp_path / "run.ledger")).orders[0].epochs
+    assert (epoch.is_finished, len(epoch.missing), len(epoch.twice) > 0) == (True, 0, True)
+
+
 @with_any_workers
 @pytest.mark.parametrize("num_batches", [4, 7, 20])
 def test_the_ledgers_of_a_run_that_resumes_prove_it(

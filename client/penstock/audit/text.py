@@ -106,15 +106,16 @@ def _epoch(epoch: Epoch) -> str:
 
 def _thrown(thrown: Thrown, epochs: Iterable[Epoch]) -> str:
     first, stop = thrown.steps
-    steps = f"  epoch {thrown.epoch}, {_range('step', first, stop)} of start {thrown.started.number + 1}"
+    were = "was" if stop - first == 1 else "were"
+    steps = f"  epoch {thrown.epoch}, {_range('step', first, stop)} of start {thrown.started.number + 1} {were}"
     resumed = "no later start went on from them"
     if thrown.resumed:
         resumed = f"start {thrown.resumed.number + 1} resumed from a checkpoint before them"
     end = thrown.slicing.position(stop)
     again = any(e.epoch == thrown.epoch and end <= e.legs[-1].slicing.position(e.steps_done) for e in epochs)
     if again:
-        return f"{steps} were trained twice: {resumed}; only the second time counts"
-    return f"{steps} were thrown away: {resumed}"
+        return f"{steps} trained twice: {resumed}; only the second time counts"
+    return f"{steps} thrown away: {resumed}"
 
 
 def _apart(apart: Apart) -> str:
