@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -28,8 +28,6 @@ from penstock_server.threads import InThread, has_left, in_one_of_many, in_two_f
 from penstock_server.waiting import when_all_are_there
 
 BatchFormat = Literal["msgpack", "json"]
-
-_LOOK_SECONDS = 1.0  # how often a request that waits for blocks looks whether its client still does
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class _Making:
     """A run that is made chunk by chunk, in threads. It holds its bytes until `hold` is released.
 
     `nbytes` is the length of the response; None where it depends on the rows, and until its only chunk is made.
-    Once `is_left`, its client has left, and no more text is made of it.
+    Once `is_left`, its client has left, and no more is made of it.
     Raises Busy: there is no room for it now.
     """
 
@@ -145,16 +143,16 @@ class _Making:
     def make(self, blocks: list[Block]) -> None:
         """Makes the body of this chunk. As JSON, one batch is an object, and several are an array of them.
 
-        Raises ClientDisconnect: it is text, and nobody waits for it any more.
+        Raises ClientDisconnect: nobody waits for it any more.
         """
-        self._check_client()
+        self.check_client()
         self.hold.take()
         if self.run.format == "msgpack":
             self._body = frames(self.chunk, blocks)
         else:
             before, after = ("", "\n") if len(self.run.steps) == 1 else ("[\n", "\n]\n")
             before = before if self.chunk.steps[0] == self.run.steps[0] else ",\n"
-            text = before + ",\n".join(as_json(self.chunk, blocks, self._check_client)) + (after if self.is_last else "")
+            text = before + ",\n".join(as_json(self.chunk, blocks, self.check_client)) + (after if self.is_last else "")
             self._body = memoryview(text.encode())
         self.hold.measured(len(self._body))
         if self.run.is_one_chunk:
@@ -171,7 +169,8 @@ class _Making:
         await has_left(receive)
         self.is_left = True
 
-    def _check_client(self) -> None:
+    def check_client(self) -> None:
+        """Raises ClientDisconnect: the client has left."""
         if self.is_left:
             raise ClientDisconnect
 
@@ -235,38 +234,30 @@ async def _load(making: _Making, in_thread: InThread, request: Request | None = 
     chunk = making.chunk
     asked = await in_thread(partial(_requested, chunk))
     futures = [found for found in asked if isinstance(found, Future)]
+    is_over = when_all_are_there(futures)
+    watching = asyncio.create_task(_watch(making, request.receive, is_over)) if request else None
     try:
         # Only waited for, never cancelled: a client that leaves must not take a block from others.
-        is_over = when_all_are_there(futures)
-        while not is_over.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await is_over.wait()
-            if request is not None and not is_over.is_set() and await request.is_disconnected():
-                raise ClientDisconnect
+        await is_over.wait()
+        making.check_client()
         for future in futures:  # what a load raised is told while others are still being loaded
             if future.done() and (error := future.exception()):
                 raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
         blocks = [found if isinstance(found, Block) else found.result() for found in asked]
         if making.run.format == "json":
-            await _make_text(making, blocks, request)
+            await in_two_for_people(partial(making.make, blocks))
         else:
             await (in_one_of_many if _may_wait(blocks) else in_two_threads)(partial(making.make, blocks))
     finally:
+        if watching:
+            watching.cancel()
         chunk.forget(futures)
 
 
-async def _make_text(making: _Making, blocks: list[Block], request: Request | None) -> None:
-    """Makes a chunk as text, for seconds: once the client of `request` leaves, others need no longer wait for that.
-
-    Raises ClientDisconnect: see _load.
-    """
-    watching = asyncio.create_task(making.watch(request.receive)) if request else None
-    try:
-        await in_two_for_people(partial(making.make, blocks))
-    finally:
-        if watching:
-            watching.cancel()
+async def _watch(making: _Making, receive: Receive, is_over: asyncio.Event) -> None:
+    """Once the client leaves, nobody need wait for blocks any more."""
+    await making.watch(receive)
+    is_over.set()
 
 
 def _may_wait(blocks: list[Block]) -> bool:
