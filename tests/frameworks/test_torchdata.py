@@ -211,6 +211,40 @@ def test_a_loop_that_does_not_know_its_epoch_is_warned_before_it_repeats_one(url
     resumed.dataset.set_epoch(2)
 
 
+@pytest.mark.parametrize("num_batches", [1, 7, 19, 20, 21, 39, 40])
+def test_a_pipeline_of_nodes_goes_on_where_its_state_was_taken(url: str, num_batches: int) -> None:
+    """Its loader looks a batch ahead, a prefetcher more; it would begin the epoch anew whose last batch was given."""
+    from torchdata.nodes import IterableWrapper, Loader, ParallelMapper, Prefetcher
+
+    def pipeline() -> tuple[RemoteDataset, Any]:
+        data = RemoteDataset(url, "numbers", **SPEC)
+        mapped = ParallelMapper(IterableWrapper(data), dict, num_workers=2, method="thread")
+        return data, Loader(Prefetcher(mapped, prefetch_factor=3, snapshot_frequency=2), restart_on_stop_iteration=False)
+
+    def train(first: int, stop: int | None) -> tuple[int, Any]:
+        for epoch in range(first, 3):
+            data.set_epoch(epoch)
+            for batch in loader:
+                given.append(batch["input_ids"][:, 0].tolist())
+                if len(given) == stop:
+                    return epoch, loader.state_dict()
+        return 3, None
+
+    expected = list[list[int]]()
+    data = RemoteDataset(url, "numbers", **SPEC)
+    for epoch in range(3):
+        data.set_epoch(epoch)
+        expected += rows(data)
+
+    given = list[list[int]]()
+    data, loader = pipeline()
+    epoch, state = train(0, num_batches)
+    data, loader = pipeline()
+    loader.load_state_dict(state)
+    train(epoch, None)
+    assert given == expected
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_example_resumes_with_the_same_losses(url: str, tmp_path: Path, num_workers: int) -> None:
     import train_dataloader
