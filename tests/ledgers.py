@@ -1,4 +1,7 @@
-"""Ledgers of runs that were never trained: written line by line, as a process would that is killed behind any of them."""
+"""Ledgers of runs that were never trained: written line by line, as a process would that is killed behind any of them.
+
+And rounds, for ledgers that are written as a loop has them written.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,22 @@ from typing import Any
 from penstock import Spec
 from penstock.ledger import Begin, check_of
 from penstock.ledger_file import ledger_path
+from penstock.place.progress import Round
+from penstock.place.start import Stretch
+from penstock.place.state import Position
+from penstock.rank import Worker
 
 FIRST = datetime(2025, 1, 1, tzinfo=UTC)
+
+
+def round_at(
+    epoch: int = 0, step: int = 0, worker: Worker | None = None, *, num_loads: int = 0, is_first: bool = True
+) -> Round:
+    """A round of a thousand steps that begins there."""
+    return Round(
+        worker=worker, stretch=Stretch(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
+        number=1, num_sets=1, is_repetition=False, is_first=is_first, num_loads=num_loads,
+    )  # fmt: skip
 
 
 def line(text: str, begin: str = "") -> str:

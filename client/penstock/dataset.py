@@ -214,7 +214,7 @@ class RemoteDataset(IterableDataset[Batch]):
             warn_of_repetition(spec, at.epoch)
         number = 0
         try:
-            ledger = self._book and self._book.open(spec, at, worker)
+            ledger = self._book and self._book.open(spec, round_)
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
@@ -300,8 +300,6 @@ class RemoteDataset(IterableDataset[Batch]):
         worker = find_worker()
         stretch = stretch_behind(state, self._source, self._resolved, worker, strict=strict)
         self._progress.go_to(stretch, worker)
-        if self._book:
-            self._book.num_loads += 1
 
 
 def _check_columns(columns: Sequence[str], known: list[str]) -> frozenset[str]:

@@ -35,12 +35,11 @@ from typing import TYPE_CHECKING, Any
 from penstock import __version__
 from penstock.errors import LedgerError
 from penstock.ledger_file import cannot_be_written, hold_ledger, ledger_path, release_ledger
-from penstock.place.state import Position
 from penstock.spec import Spec
 from penstock.threads import is_own_thread, own_thread
 
 if TYPE_CHECKING:
-    from penstock.rank import Worker  # which imports torch
+    from penstock.place.progress import Round  # which imports torch
 
 log = logging.getLogger("penstock")
 
@@ -57,7 +56,7 @@ class Begin:
     """An iteration over a dataset: what it gives, from where on, and who began it.
 
     launch         names one RemoteDataset of one process; the workers of its loader share it
-    num_loads      how often a state was loaded into it before this iteration
+    num_loads      how often a state was loaded into it before this iteration, by the loop or by workers when they began
     iteration      how many it began before this one, in this process
     num_sequences  of an epoch, over all ranks, skipped ones included
     spec           resolved; its offset is the iteration's
@@ -107,12 +106,10 @@ def check_of(text: str, begin: str = "") -> str:
 class Book:
     """The ledgers of one dataset: a file for this process's rank, opened for each iteration; workers have their own.
 
-    `num_loads` is how often a state was loaded. Raises LedgerError: the file cannot be written, holds other things, or another
-    process writes to it.
+    Raises LedgerError: the file cannot be written, holds other things, or another process writes to it.
     """
 
     def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int, num_sequences: int) -> None:
-        self.num_loads = 0
         self._num_iterations = 0
         self._ledger = Path(ledger).absolute()  # or a loop that changes its folder would go on in another file
         self._dataset, self._rank, self._num_sequences = dataset, rank, num_sequences
@@ -121,11 +118,12 @@ class Book:
         hold_ledger(path)  # whether it can be is said now, not when the first loop begins
         release_ledger(path)
 
-    def open(self, spec: Spec, position: Position, worker: Worker | None) -> Ledger:
-        """The ledger of an iteration that begins: of what spec, where, in which worker. Raises LedgerError: see Ledger."""
+    def open(self, spec: Spec, round_: Round) -> Ledger:
+        """The ledger of an iteration that begins, and of what spec. Raises LedgerError: see Ledger."""
+        position, worker = round_.stretch.position, round_.worker
         begin = Begin(
             launch=self._launch,
-            num_loads=self.num_loads,
+            num_loads=round_.num_loads,
             iteration=self._num_iterations,
             dataset=self._dataset,
             num_sequences=self._num_sequences,
@@ -138,19 +136,20 @@ class Book:
             loader_seed=worker.loader_seed if worker else 0,
         )
         self._num_iterations += 1
-        return Ledger(ledger_path(self._ledger, self._rank, worker.first if worker else None), begin)
+        path = ledger_path(self._ledger, self._rank, worker.first if worker else None)
+        return Ledger(path, begin, is_first=round_.is_first)
 
 
 class Ledger:
     """Appends the batches of one iteration to a file. One thread uses it; several iterations of a process may take turns.
 
-    Raises LedgerError, in the first iteration of a launch: the file cannot be written, holds other things, or another process
-    writes to it. Later iterations, and `record`, never stop a run: what goes wrong is logged as an error, and up to 16 MiB
-    wait in memory until the file can be written again.
+    Raises LedgerError, where it `is_first`, before any batch of the launch: the file cannot be written, holds other things, or
+    another process writes to it. Later iterations, and `record`, never stop a run: what goes wrong is logged as an error, and
+    up to 16 MiB wait in memory until the file can be written again.
     """
 
-    def __init__(self, path: Path, begin: Begin) -> None:
-        self._path, self._begin = path, begin
+    def __init__(self, path: Path, begin: Begin, *, is_first: bool) -> None:
+        self._path, self._begin, self._is_first = path, begin, is_first
         self._begin_text = begin.to_text()
         self._begin_check = check_of(self._begin_text)
         self._fd = -1
@@ -163,7 +162,7 @@ class Ledger:
         self._thread = own_thread("ledger", self._sync)
         self._begin_again()
         try:
-            if self._failure and not begin.iteration:
+            if self._failure and is_first:
                 raise LedgerError(self._failure)
             self._thread.start()
         except BaseException:  # no more threads may be started, or Ctrl-C
@@ -235,7 +234,7 @@ class Ledger:
                 del self._pending[: os.write(self._fd, self._pending)]
         except (LedgerError, OSError) as error:
             failure = cannot_be_written(self._path, error) if isinstance(error, OSError) else str(error)
-            if not self._failure and (self._begin.iteration or (self._pid, self._path) in _latest):
+            if not self._failure and (not self._is_first or (self._pid, self._path) in _latest):
                 log.error("penstock: %s. Training goes on; the audit will miss what is not written.", failure)
             self._failure = failure
         else:

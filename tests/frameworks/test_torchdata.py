@@ -91,6 +91,24 @@ def test_an_epoch_that_is_given_once_more_resumes_in_its_second_pass(
 
 
 @with_any_workers
+def test_a_loop_that_goes_back_to_a_checkpoint_again_and_again_is_proven(
+    url: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Each time in workers that begin with the same seed, which the state holds."""
+    loader = loader_of(url, tmp_path / "run.ledger", **options)
+    rows(itertools.islice(iter(loader), 7))
+    state = loader.state_dict()
+    for _ in range(3):
+        loader.load_state_dict(state)
+        rows(itertools.islice(iter(loader), 5))
+    loader.load_state_dict(state)
+    assert len(rows(loader)) == 13
+    report = audit(find_ledgers(tmp_path / "run.ledger"))
+    assert report.is_proven
+    assert report.orders[0].epochs[0].is_finished
+
+
+@with_any_workers
 @pytest.mark.parametrize("num_batches", [4, 7, 20])
 def test_the_ledgers_of_a_run_that_resumes_prove_it(
     url: str, tmp_path: Path, options: dict[str, Any], num_batches: int

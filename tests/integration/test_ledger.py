@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from itertools import islice
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -159,6 +161,24 @@ def test_a_state_that_is_loaded_in_mid_run_goes_back_to_where_it_was_saved(serve
     assert audit([ledger]).is_proven
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_a_loop_that_goes_back_to_the_start_of_an_epoch_is_proven_also_with_workers(
+    server: Server, ledger: Path, options: dict[str, Any]
+) -> None:
+    data = dataset(server, ledger)
+    loader = DataLoader(data, batch_size=None, **options)
+    assert len(list(loader)) == NUM_ROWS // 4
+    data.set_epoch(1)
+    state = data.state_dict()
+    for _ in range(2):
+        assert len(list(islice(loader, 10))) == 10
+        data.load_state_dict(state)
+    assert len(list(loader)) == NUM_ROWS // 4
+    report = audit(find_ledgers(ledger))
+    assert report.is_proven
+    assert [epoch.is_finished for epoch in report.orders[0].epochs] == [True, True]
+
+
 def test_a_run_that_forgets_its_state_is_found(server: Server, ledger: Path) -> None:
     for num_steps in (9, 60):
         for number, _ in enumerate(dataset(server, ledger), start=1):
@@ -280,3 +300,17 @@ def test_a_ledger_that_cannot_be_written_is_an_error_before_the_first_batch(serv
         dataset(server, tmp_path)
     with pytest.raises(SpecError, match="leave the ledger out"):
         dataset(server, tmp_path / "run.ledger", replay=3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_ledger_whose_folder_goes_in_mid_run_stops_no_epoch(server: Server, tmp_path: Path, num_workers: int) -> None:
+    """New workers, of which none has written anything yet, begin each of them."""
+    (tmp_path / "logs").mkdir()
+    data = dataset(server, tmp_path / "logs" / "run.ledger")
+    loader = DataLoader(data, batch_size=None, num_workers=num_workers)
+    assert len(list(loader)) == NUM_ROWS // 4
+    rmtree(tmp_path / "logs")
+    data.set_epoch(1)
+    assert len(list(loader)) == NUM_ROWS // 4
+    with pytest.raises(LedgerError, match="name a file in a folder that is there"):
+        dataset(server, tmp_path / "logs" / "run.ledger")

@@ -19,13 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from ledgers import begin_of, line, lines_of
+from ledgers import begin_of, line, lines_of, round_at
 from penstock import LedgerError, Spec, ledger_file
 from penstock import ledger as ledger_module
 from penstock.audit.reading import Reading, read_ledger
 from penstock.ledger import Begin, Book, Ledger
 from penstock.ledger_file import find_ledgers, ledger_path
-from penstock.place.state import Position
 from penstock.rank import Worker
 
 SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
@@ -40,7 +39,7 @@ def digest(step: int) -> str:
 
 
 def open_at(path: Path, epoch: int = 0) -> Ledger:
-    return book(path).open(SPEC, Position(epoch=epoch), None)
+    return book(path).open(SPEC, round_at(epoch=epoch))
 
 
 def record(ledger: Ledger, *steps: int) -> None:
@@ -64,9 +63,8 @@ def entries(reading: Reading) -> list[tuple[int, str]]:
 def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    data.num_loads = 2
     for epoch in (4, 5):
-        ledger = data.open(SPEC, Position(epoch=epoch, step=7), None)
+        ledger = data.open(SPEC, round_at(epoch=epoch, step=7, num_loads=2))
         record(ledger, 7, 8, 10**15)
         if epoch == 4:
             ledger.finish()
@@ -158,13 +156,13 @@ def test_batches_whose_begin_line_is_lost_belong_to_no_other(tmp_path: Path) -> 
 def test_iterations_at_once_take_turns(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    one, two = (data.open(SPEC, Position(), None) for _ in range(2))
+    one, two = (data.open(SPEC, round_at()) for _ in range(2))
     for step in range(3):
         record(one, step)
         record(two, step + 10)
     one.close()
     record(two, 13)
-    three = data.open(SPEC, Position(), None)
+    three = data.open(SPEC, round_at())
     two.finish()
     two.close()
     three.close()
@@ -179,12 +177,12 @@ def test_what_waits_in_memory_is_not_written_behind_the_lines_of_another_iterati
 ) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    one = data.open(SPEC, Position(), None)
+    one = data.open(SPEC, round_at())
     record(one, 0)
     with monkeypatch.context() as full:
         full.setattr(os, "write", fails_with(errno.ENOSPC))
         record(one, 1)
-    two = data.open(SPEC, Position(), None)
+    two = data.open(SPEC, round_at())
     record(two, 10)
     for ledger in (one, two):
         ledger.close()
@@ -203,7 +201,7 @@ def test_each_rank_and_each_worker_has_a_file_of_its_own_and_all_are_found(tmp_p
         ledger_path(tmp_path / name, rank).parent.mkdir(exist_ok=True)
         data = book(tmp_path / name, rank)
         for worker in (None, Worker(first=2, stride=3, loader_seed=5)):
-            data.open(SPEC, Position(), worker).close()
+            data.open(SPEC, round_at(worker=worker)).close()
             path = ledger_path(tmp_path / name, rank, worker.first if worker else None)
             begin = read_ledger(path).parts[0].begin
             assert (begin.rank, begin.worker, begin.num_workers, begin.loader_seed) == (
@@ -227,7 +225,7 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
     data = book(Path("run.ledger"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    data.open(SPEC, Position(), None).close()
+    data.open(SPEC, round_at()).close()
     assert len(read_ledger(tmp_path / "run.ledger").parts) == 1
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -253,8 +251,8 @@ HOLDS_IT = """
 import sys
 from penstock import Spec
 from penstock.ledger import Book
-from penstock.place.state import Position
-ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), Position(), None)
+from penstock.place.progress import Progress
+ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), Progress(9).begin(None))
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -299,10 +297,10 @@ def test_a_loader_worker_waits_for_one_of_the_epoch_before_that_is_about_to_end(
         with monkeypatch.context() as impatient:
             impatient.setattr(ledger_module, "_OLD_WORKERS_SECONDS", 0.1)
             with pytest.raises(LedgerError, match="another process writes to the ledger"):
-                book(path).open(SPEC, Position(), worker)
+                book(path).open(SPEC, round_at(worker=worker))
         end = threading.Timer(0.5, other.kill)
         end.start()
-        book(path).open(SPEC, Position(), worker).close()
+        book(path).open(SPEC, round_at(worker=worker)).close()
         end.join()
     assert len(read_ledger(tmp_path / "run.ledger.worker0").parts) == 2
 
@@ -361,7 +359,7 @@ def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytes
     data = book(tmp_path / "run.ledger")
     monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC))
     with pytest.raises(LedgerError, match="run.ledger cannot be written: No space left on device"):
-        data.open(SPEC, Position(), None)
+        data.open(SPEC, round_at())
     monkeypatch.undo()
     open_at(tmp_path / "run.ledger").close()
 
@@ -371,7 +369,7 @@ def test_a_full_disk_on_the_way_is_told_once_stops_nothing_and_loses_nothing_onc
 ) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    ledger = data.open(SPEC, Position(), None)
+    ledger = data.open(SPEC, round_at())
     for first in (0, 10):
         monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=60))  # one line, and a part of the next
         record(ledger, *range(first, first + 9))
@@ -426,10 +424,10 @@ def test_a_ledger_that_goes_away_between_epochs_stops_nothing(tmp_path: Path, ca
     folder = tmp_path / "logs"
     folder.mkdir()
     data = book(folder / "run.ledger")
-    data.open(SPEC, Position(), None).close()
+    data.open(SPEC, round_at()).close()
     (folder / "run.ledger").unlink()
     folder.rmdir()
-    ledger = data.open(SPEC, Position(epoch=1), None)
+    ledger = data.open(SPEC, round_at(epoch=1, is_first=False))
     record(ledger, 0)
     assert "cannot be written: No such file or directory" in caplog.text
     folder.mkdir()
@@ -442,9 +440,9 @@ def test_a_worker_after_the_first_iteration_tells_at_once_that_its_ledger_cannot
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = book(tmp_path / "run.ledger")
-    data.open(SPEC, Position(), None).close()
+    data.open(SPEC, round_at()).close()
     (tmp_path / "run.ledger.worker0").mkdir()
-    ledger = data.open(SPEC, Position(epoch=1), Worker(0, 2, 7))
+    ledger = data.open(SPEC, round_at(epoch=1, worker=Worker(0, 2, 7), is_first=False))
     record(ledger, 0)
     assert caplog.text.count("run.ledger.worker0 cannot be written: Is a directory; name a file in a folder") == 1
     assert caplog.text.count("Training goes on") == 1
@@ -462,7 +460,7 @@ def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", fsync)
     data = book(tmp_path / "run.ledger")
     assert synced.is_set()  # or a machine that goes down would lose the file with its name
-    ledger = data.open(SPEC, Position(), None)
+    ledger = data.open(SPEC, round_at())
     for _ in range(3):
         synced.clear()
         assert synced.wait(30)

@@ -14,6 +14,8 @@ class Round:
     """One iteration of this process: the steps of a stretch that it gives. `number` and `num_sets` tell it from others.
 
     is_repetition  the iteration before it gave more of the same epoch than a first batch to look at, and nothing was set since
+    is_first       no round before it gave a batch, in whatever process
+    num_loads      how many states were loaded before it
     """
 
     worker: Worker | None
@@ -22,6 +24,8 @@ class Round:
     number: int
     num_sets: int
     is_repetition: bool
+    is_first: bool
+    num_loads: int
 
 
 @dataclass(slots=True)
@@ -105,6 +109,7 @@ class Progress:
         a state from the end of one knows nothing.
         """
         is_behind = self._start.is_chosen and stretch.position.epoch < self.epoch
+        self._start.load(worker)
         if worker is None:
             if stretch.num_left or not is_behind:
                 self._set(stretch, by_state=True)
@@ -142,6 +147,8 @@ class Progress:
             number=self._num_rounds,
             num_sets=num_sets,
             is_repetition=is_repetition,
+            is_first=self._start.is_first(self._num_rounds, worker),
+            num_loads=self._start.num_loads(worker),
         )
 
     def finish(self, round_: Round) -> None:

@@ -1,6 +1,7 @@
 """Where the next iteration starts, in memory that the training loop's process shares with its loader workers.
 
 event      by whom                    when                                 what changes
+load       the loop, or a worker      it loads a state                     how often it did
 set        the loop                   set_epoch, load_state_dict           the stretch; nobody has taken it yet
 begin      the loop, or each worker   an iteration begins                  a worker notes which round it began
 take       the loop, or a worker      it gives its first batch             the stretch is its round's; later rounds begin anew
@@ -25,10 +26,13 @@ from penstock.rank import Worker, find_worker
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
-# PUT_OFF is the epoch that the loop chose and that a worker's state of an earlier one goes before, 0 for none. Behind them is a
-# cell for each worker, with the round that it last began since the start was set, 0 for none.
-_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF = range(9)
-_WORKERS, _MOST_WORKERS = 9, 1024
+# PUT_OFF is the epoch that the loop chose and that a worker's state of an earlier one goes before, 0 for none. LOADS counts the
+# states that the loop loaded; FIRST is the round of the very first batch, 0 for none yet. Behind them are two cells for each
+# worker: the round that it last began since the start was set, 0 for none; and how many states it loaded itself, also in
+# processes that are over.
+_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _LOADS, _FIRST = range(11)
+_WORKERS, _MOST_WORKERS = 11, 1024
+_WORKER_LOADS, _NUM_CELLS = _WORKERS + _MOST_WORKERS, _WORKERS + 2 * _MOST_WORKERS
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 _known: WeakSet[SharedStart] = WeakSet()  # in this process
 
@@ -56,7 +60,7 @@ class SharedStart:
 
     def __init__(self, stretch: Stretch) -> None:
         self._owner = os.getpid()
-        self._memory = torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64, device="cpu")  # whatever torch's default is
+        self._memory = torch.zeros(_NUM_CELLS, dtype=torch.int64, device="cpu")  # whatever torch's default is
         self._share()
         _known.add(self)
         self.set(stretch, by_state=False)
@@ -89,6 +93,19 @@ class SharedStart:
     def num_sets(self) -> int:
         """How often it was set."""
         return int(self._cells[_SETS])
+
+    def load(self, worker: Worker | None) -> None:
+        """The loop loads a state, or a worker does, as torchdata has each of them do when they begin."""
+        if worker is None:
+            self._cells[_LOADS] += 1
+        elif worker.first < _MOST_WORKERS:
+            self._cells[_WORKER_LOADS + worker.first] += 1
+
+    def num_loads(self, worker: Worker | None) -> int:
+        """How often a state was loaded: the same number for all workers of a round, and for none of a round before."""
+        own = self._cells[_WORKER_LOADS:]
+        by_workers = own[worker.first] if worker and worker.first < _MOST_WORKERS else own.max()
+        return int(self._cells[_LOADS] + by_workers)
 
     @property
     def is_taken(self) -> bool:
@@ -125,7 +142,7 @@ class SharedStart:
         self._cells[_PUT_OFF] = 0
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
-        self._cells[_WORKERS:] = 0
+        self._cells[_WORKERS:_WORKER_LOADS] = 0
 
     def move(self, stretch: Stretch, *, by_state: bool) -> None:
         """The start is elsewhere; whether it is taken stays as it is."""
@@ -158,11 +175,18 @@ class SharedStart:
             begun.fill_(claim)
         return True
 
+    def is_first(self, number: int, worker: Worker | None) -> bool:
+        """Whether no round before this one gave a batch."""
+        return int(self._cells[_FIRST]) in (0, _claim(number, worker))
+
     def take(self, number: int, worker: Worker | None) -> None:
         """This round gives its first batch: if nobody has taken the stretch, it does."""
         self._cells[_BY_WORKERS] = int(worker is not None)
+        claim = _claim(number, worker)
         if not self.is_taken:
-            self._cells[_CLAIM] = _claim(number, worker)
+            self._cells[_CLAIM] = claim
+        if not self._cells[_FIRST]:
+            self._cells[_FIRST] = claim
 
     def give_back(self, worker: Worker | None) -> None:
         """This round failed before its first batch: the next one may begin as if it had not."""
