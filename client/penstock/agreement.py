@@ -54,8 +54,10 @@ def _store() -> Any:
     """The store that the ranks of this job share; None where there is none."""
     if not is_distributed() or _forked:
         return None
-    # Older versions of torch do not give it.
-    return getattr(torch.distributed.group.WORLD, "get_group_store", lambda: None)()
+    from torch.distributed import distributed_c10d  # where torch was built without, it cannot be imported
+
+    # Before torch 2.9 groups do not give it.
+    return getattr(torch.distributed.group.WORLD, "get_group_store", distributed_c10d._get_default_store)()
 
 
 def _note_fork() -> None:
