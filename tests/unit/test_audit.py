@@ -174,6 +174,19 @@ def test_ranks_that_went_on_from_different_states_are_told(ledger: Path) -> None
     assert facts_of(report)["orders"][0]["apart"] == [{"rank": 1, "epoch": 0, "step": 3, "leader_epoch": 0, "leader_step": 5}]
 
 
+@pytest.mark.parametrize("places", [[(5, 5), (7, 5)], [(7, 7), (7, 5)], [(5, 5), (5, 7)], [(7, 5), (5, 7)]])
+def test_ranks_that_went_on_from_different_states_are_told_also_where_each_had_once_begun_where_the_other_does(
+    ledger: Path, places: list[tuple[int, int]]
+) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2), range(9))
+    for start, steps in enumerate(places, start=1):
+        for rank, step in enumerate(steps):
+            begin = begin_of(rank, world_size=2, start=start, step=step)
+            append(ledger, begin, range(step, step + 2) if start == 1 else range(step, 10), ends=start == 2)
+    assert words(ledger).startswith("NOT PROVEN: 1 rank resumed elsewhere than the others\n")
+
+
 def test_an_epoch_that_one_of_two_workers_went_through_is_not_over(ledger: Path) -> None:
     append(ledger, replace(begin_of(), worker=0, num_workers=2), range(0, 20, 2), ends=True)
     append(ledger, replace(begin_of(), worker=1, num_workers=2), range(1, 15, 2))
@@ -186,6 +199,14 @@ def test_where_the_end_of_a_start_is_lost_the_epochs_before_it_are_not(ledger: P
     append(ledger, begin_of(epoch=1), range(3))
     append(ledger, begin_of(start=1, epoch=1, step=5), range(5, 20), ends=True)
     assert [epoch.missing.tolist() for epoch in report_on(ledger).orders[0].epochs] == [[], [[15, 25]]]
+
+
+def test_where_lines_of_an_epoch_are_lost_a_start_that_goes_back_into_it_has_thrown_away_the_next(ledger: Path) -> None:
+    append(ledger, begin_of(), [*range(9), *range(11, 20)], ends=True)
+    append(ledger, begin_of(epoch=1), range(5))
+    append(ledger, begin_of(start=1, step=11), range(11, 20))
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.epoch, epoch.missing.tolist()) == (0, [[45, 55]])
 
 
 def test_ranks_of_many_workers_may_be_further_apart_when_a_run_is_killed(ledger: Path) -> None:
@@ -601,6 +622,44 @@ def test_of_several_starts_from_one_state_the_last_counts_on_each_rank(ledger: P
         append(ledger, begin_of(rank, world_size=2, start=1, step=5), range(5, 7))
         append(ledger, begin_of(rank, world_size=2, start=2, step=5), range(5, 10), ends=True)
     assert report_on(ledger).is_proven
+
+
+def test_a_start_is_known_by_how_far_its_ranks_came_where_one_lacks_some_of_several_from_one_state(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2, num_sequences=300), range(9))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=5, num_sequences=300), range(5, 29))
+    append(ledger, begin_of(0, world_size=2, start=2, step=5, num_sequences=300), [5])  # rank 1 came to no batch
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.missing.tolist(), epoch.twice.tolist(), epoch.num_due) == ([], [], 50)
+
+
+def test_a_rank_of_which_nothing_is_recorded_of_the_last_of_several_starts_from_one_state_is_missed(ledger: Path) -> None:
+    for rank in range(2):
+        append(ledger, begin_of(rank, world_size=2, num_sequences=300), range(9))
+        append(ledger, begin_of(rank, world_size=2, start=1, step=5, num_sequences=300), range(5, 30), ends=True)
+    append(ledger, begin_of(0, world_size=2, start=2, step=5, num_sequences=300), range(5, 30), ends=True)
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert [(gap.ranks, gap.steps) for gap in epoch.gaps] == [([1], (5, 30))]
+
+
+def test_a_state_that_the_first_of_two_starts_from_one_state_saved_is_not_of_the_second(ledger: Path) -> None:
+    append(ledger, begin_of(), range(9))
+    append(ledger, begin_of(start=1, step=3), range(3, 20), ends=True)
+    append(ledger, replace(begin_of(start=1, epoch=1), time=FIRST + timedelta(hours=1, minutes=1)), [0, 1])
+    append(ledger, begin_of(start=2, step=3), [3, 4])
+    append(ledger, begin_of(start=3, epoch=1), range(20), ends=True)
+    assert report_on(ledger).is_proven
+
+
+def test_a_start_throws_away_what_a_worker_ahead_of_another_had_of_a_start_before(ledger: Path) -> None:
+    append(ledger, begin_of(), [0])
+    for start, begins_at in ((1, [1, 1, 1]), (2, [4, 1, 1])):
+        for worker, step in enumerate(begins_at):
+            begin = replace(begin_of(start=start, step=step), worker=worker, num_workers=3)
+            append(ledger, begin, [1] if (start, worker) == (1, 0) else [])
+    append(ledger, begin_of(start=3, step=1), [])
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert epoch.due.tolist() == [[0, 5]]
 
 
 @pytest.mark.parametrize(("steps", "missing"), [([5, 6, 7], []), ([5], [[65, 70]])])

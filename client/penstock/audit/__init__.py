@@ -3,6 +3,7 @@
 reading              files: iterations with their steps and digests, and what is damaged
 orders               which iterations are of one order of samples
 history, rank        of one rank, its starts and iterations, and what became of them
+alignment            which starts of a rank are which of the leader's
 course               which of these led to where the run is, and which a later start threw away
 positions, intervals steps of ranks: samples of an epoch
 account              all ranks: which samples were trained on once, never, or more than once

@@ -76,7 +76,7 @@ def account_for(leader: RankHistory, ranks: Sequence[RankHistory], *, is_left: b
     `is_left`: from the last of them it went on in another order.
     """
     last = leader.legs[-1]
-    later = [leg for h in ranks for leg in h.legs if leg.started.key == last.started.key and leg.epoch > last.epoch]
+    later = [leg for h in ranks for leg in h.legs if leg.started.in_run == last.started.in_run and leg.epoch > last.epoch]
     course = leader.legs + list({leg.epoch: leg for leg in later}.values())
     by_epoch: dict[int, list[Leg]] = {}
     for leg in course:
@@ -122,7 +122,8 @@ def _account(
 
 def _has_ended(last: Leg, ranks: Sequence[RankHistory]) -> bool:
     """Whether some rank went through the epoch to its end."""
-    return any(leg.has_end for h in ranks for leg in h.legs if (leg.epoch, leg.started.key) == (last.epoch, last.started.key))
+    same = (leg for h in ranks for leg in h.legs if (leg.epoch, leg.started.in_run) == (last.epoch, last.started.in_run))
+    return any(leg.has_end for leg in same)
 
 
 def _pace(last: Leg, ranks: Sequence[RankHistory]) -> int:
@@ -132,7 +133,7 @@ def _pace(last: Leg, ranks: Sequence[RankHistory]) -> int:
     """
     in_flight = max(_IN_FLIGHT_STEPS, 4 * last.begin.num_workers)
     present = [history for history in ranks if history.rank < last.slicing.world_size]
-    took_part = [h for h in present if any(leg.started.key == last.started.key for leg in h.legs[-1:])]
+    took_part = [h for h in present if any(leg.started.in_run == last.started.in_run for leg in h.legs[-1:])]
     fastest = max((_front(last, history, 1) for history in took_part), default=last.first_step)
     slowest = min(_front(last, history, last.begin.num_workers) for history in present)
     return fastest if fastest - slowest > in_flight else min(slowest, fastest)

@@ -17,26 +17,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from penstock.audit.history import Iteration, Kept, Place, StartKey
+from penstock.audit.history import Iteration, Kept, Place, RankRecord
 
 Course = list[Kept]
+Reach = Mapping[int, Place]  # of each start, by its number
 
 
-def reaches(ranks: Sequence[Sequence[Iteration]]) -> dict[StartKey, Place]:
-    """How far all ranks that took part in a start came: a state can have been saved up to there, and not behind."""
-    found: dict[StartKey, Place] = {}
-    for iterations in ranks:
-        own: dict[StartKey, Place] = {}
-        for iteration in iterations:
-            key, epoch = iteration.start.key, iteration.begin.epoch
-            place = (epoch + 1, 0) if iteration.has_end else iteration.reach
-            own[key] = max(place, own.get(key, place))
-        for key, place in own.items():
-            found[key] = min(place, found.get(key, place))
+def reaches(leader: RankRecord, records: Sequence[RankRecord]) -> dict[int, Place]:
+    """How far all ranks that took part in a start of the leader's came: a state can have been saved up to there, not after."""
+    found = _reach(leader)
+    for record in records:
+        own = _reach(record)
+        came = {start.in_run: own[start.number] for start in record.starts}
+        for start in leader.starts:
+            if start.number in came:
+                found[start.number] = min(found[start.number], came[start.number])
+            elif record.is_in_run and record.rank < start.slicing.world_size:  # it was killed before its first batch
+                found[start.number] = min(found[start.number], start.place)
     return found
 
 
-def course_of(iterations: Sequence[Iteration], reach: Mapping[StartKey, Place]) -> Course:
+def reach_of(record: RankRecord, reach: Reach) -> Reach:
+    """How far all ranks came in the starts of one, as far as they are the leader's, of which `reach` is."""
+    own = _reach(record)
+    return {s.number: own[s.number] if s.in_run is None else reach[s.in_run] for s in record.starts}
+
+
+def _reach(record: RankRecord) -> dict[int, Place]:
+    found: dict[int, Place] = {}
+    for iteration in record.iterations:
+        number, epoch = iteration.start.number, iteration.begin.epoch
+        place = (epoch + 1, 0) if iteration.has_end else iteration.reach
+        found[number] = max(place, found.get(number, place))
+    return found
+
+
+def course_of(iterations: Sequence[Iteration], reach: Reach) -> Course:
     """What led to where a rank is: iterations in their order, cut where a later one threw the rest away.
 
     `reach` is that of all ranks together.
@@ -67,57 +83,33 @@ def cuts_of(course: Course) -> dict[int, list[Iteration]]:
     return {number: list(own.values()) for number, own in cuts.items()}
 
 
-def follow(
-    iterations: Sequence[Iteration], course: Course, cuts: Mapping[int, Sequence[Iteration]], leader: Sequence[Iteration]
-) -> Course | None:
-    """What of a rank's iterations is on the course of its leader, with its cuts; None if it started when the leader did not.
+def follow(record: RankRecord, cuts: Mapping[int, Sequence[Iteration]]) -> Course:
+    """What of a rank's iterations is on the course of its leader, of which `cuts` are; all of its starts are the leader's.
 
-    A rank has no part in a start that stops before its first batch, nor in those of a world size that leaves it out.
+    A rank has no part in a start that stops before its first batch, nor in those of a world size that leaves it out. Where it
+    never began from that state, as where each rank evaluates by itself, it goes on beside that start.
     """
-    own: dict[StartKey, list[list[Iteration]]] = {}  # the rank's starts, and each one's iterations
-    for iteration in iterations:
-        again = own.setdefault(iteration.start.key, [])
-        if not again or again[-1][0].start is not iteration.start:
-            again.append([])
-        again[-1].append(iteration)
-    if not own.keys() <= {iteration.start.key for iteration in leader}:
-        return None
-    firsts = {kept.iteration.start.number: kept.iteration for kept in reversed(course)}
-    for key, again in own.items():
-        numbers = dict.fromkeys(iteration.start.number for iteration in leader if iteration.start.key == key)
-        if not again[0][0].start.resumes and len(again) == len(numbers):  # else it is not known which of them it has no part in
-            own[key] = [one for one, number in zip(again, numbers, strict=True) if number in firsts]
+    loaded = {start.key for start in record.starts}
     found: Course = []
-    for number in reversed(firsts):
-        first, again = firsts[number], own.get(firsts[number].start.key, [])
-        if any(cut.start.key == first.start.key for cut in cuts[number]):
-            continue  # tried again from the same state
-        if not first.start.resumes:
-            again, own[first.start.key] = again[:1], again[1:]
-        later = tuple(cut for cut in cuts[number] if cut.start.key in own or cut.slicing != first.slicing)
-        found += [Kept(iteration, later) for iteration in _try(again, cuts[number])]
+    for iteration in record.iterations:
+        number = iteration.start.in_run
+        if number is not None and number in cuts:
+            later = (cut for cut in cuts[number] if cut.start.key in loaded or cut.slicing != iteration.slicing)
+            found.append(Kept(iteration, tuple(later)))
     return found
 
 
-def _try(again: Sequence[list[Iteration]], later: Sequence[Iteration]) -> list[Iteration]:
-    """The iterations of the last of several starts from one state that came to where the run went on."""
-    if not again:
-        return []
-    place = later[0].place if later else again[-1][-1].reach
-    came = [iterations for iterations in again if iterations[-1].reach >= place]
-    return came[-1] if came else max(again, key=lambda iterations: iterations[-1].reach)
-
-
-def _resumed(courses: Sequence[Course], reach: Mapping[StartKey, Place], resumed: Iteration) -> Course:
+def _resumed(courses: Sequence[Course], reach: Reach, resumed: Iteration) -> Course:
     """What led to the place at which an iteration resumes."""
     place = resumed.place
-    together = (course for course in reversed(courses) if reach[course[-1].iteration.start.key] >= place)
+    together = (course for course in reversed(courses) if reach[course[-1].iteration.start.number] >= place)
     for course in chain(together, reversed(courses)):
         for at in reversed(range(len(course))):
             iteration = course[at].iteration
             if iteration.start is course[-1].iteration.start and iteration.may_have_saved(resumed):
-                return [*course[:at], course[at].before(resumed)]
+                earlier = (kept.before(resumed) if kept.has_behind(place) else kept for kept in course[:at])
+                return [*earlier, course[at].before(resumed)]
         if place[1] == 0 and course[-1].iteration.begin.epoch < place[0]:
             return course
     # None came so far: what it went on from is not in the ledger, or the end of it was lost with the machine.
-    return [kept.before(resumed) for kept in courses[-1]]
+    return [kept.before(resumed) for kept in courses[-1] if kept.iteration.place < place]

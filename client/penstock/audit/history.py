@@ -18,9 +18,10 @@ StartKey = tuple[Slicing, int, int, int, bool]
 class Start:
     """One start of a rank: from a process's begin, or from a state that was loaded into it, up to the next.
 
-    number     from 0
+    number     from 0, of the rank's own
     begin      of its first iteration, of the worker that begins first; `last_step` is that at which the last one begins
     resumes    it loaded a state, or is taken for one that did
+    in_run     the number of the leader's start that it is; None: of none
     """
 
     number: int
@@ -28,6 +29,12 @@ class Start:
     last_step: int
     slicing: Slicing
     resumes: bool
+    in_run: int | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where it begins."""
+        return self.begin.epoch, self.slicing.position(self.begin.step)
 
     @property
     def key(self) -> StartKey:
@@ -95,6 +102,35 @@ class Iteration:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """A batch that was recorded with different digests."""
+
+    epoch: int
+    rank: int
+    step: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What a rank's ledgers hold of one order of samples, in the order in which the iterations began."""
+
+    rank: int
+    iterations: list[Iteration]
+    changed: list[Changed]
+
+    @property
+    def starts(self) -> list[Start]:
+        """Its starts, in their order."""
+        return list({iteration.start.number: iteration.start for iteration in self.iterations}.values())
+
+    @property
+    def is_in_run(self) -> bool:
+        """Whether each of its starts is one of the leader's."""
+        return all(start.in_run is not None for start in self.starts)
+
+
+@dataclass(frozen=True, slots=True)
 class Kept:
     """What of an iteration led to where the run is: all of it, or what none of `resumed` threw away."""
 
@@ -113,6 +149,15 @@ class Kept:
     def stop(self) -> Place | None:
         """The place where another iteration took over; None: its own end."""
         return min((other.place for other in self.resumed), default=None)
+
+    def has_behind(self, place: Place) -> bool:
+        """Whether something behind a place is left of it, of a worker that was ahead of another where one took over."""
+        return any(
+            cut.slicing.position(step + 1) > place[1]
+            for cut in self.resumed
+            if cut.begin.epoch == place[0] and cut.begin.step < max(cut.first_steps.values())
+            for step in cut.steps_of_others()
+        )
 
     def before(self, other: Iteration) -> Kept:
         """What is left of it where `other` resumes."""

@@ -8,37 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.audit.course import Course
-from penstock.audit.history import Iteration, Kept, Start
+from penstock.audit.history import Changed, Iteration, Kept, RankRecord, Start
 from penstock.audit.intervals import clip, covered, runs_of, without
 from penstock.audit.reading import IntArray, Part
 from penstock.ledger import Begin
 from penstock.slicing import Slicing
 
 _OPEN = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A batch that was recorded with different digests."""
-
-    epoch: int
-    rank: int
-    step: int
-    digests: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """What a rank's ledgers hold of one order of samples, in the order in which the iterations began."""
-
-    rank: int
-    iterations: list[Iteration]
-    changed: list[Changed]
-
-    @property
-    def starts(self) -> list[Start]:
-        """Its starts, in their order."""
-        return list({iteration.start.number: iteration.start for iteration in self.iterations}.values())
 
 
 @dataclass(frozen=True, slots=True)

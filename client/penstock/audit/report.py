@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from penstock.audit.account import Epoch, account_for
-from penstock.audit.course import Course, course_of, cuts_of, follow, reaches
-from penstock.audit.history import Iteration, Place, Start, StartKey
+from penstock.audit.alignment import align
+from penstock.audit.course import Course, Reach, course_of, cuts_of, follow, reach_of, reaches
+from penstock.audit.history import Changed, Iteration, Place, RankRecord, Start
 from penstock.audit.orders import OrderKey, Orders
-from penstock.audit.rank import Changed, RankHistory, RankRecord, history_of, record_of
+from penstock.audit.rank import RankHistory, history_of, record_of
 from penstock.audit.reading import Damage, Part, read_begins, read_ledger
 
 
@@ -102,7 +102,8 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
                 parts.setdefault((key, part.begin.rank), []).append(part)
         for (key, rank), found in parts.items():
             records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
-    return Report(list(paths), num_batches, [_make_order(key, records) for key in records], damages)
+    runs = {key: _Run.of(found) for key, found in records.items()}
+    return Report(list(paths), num_batches, [_make_order(key, runs) for key in runs], damages)
 
 
 def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:
@@ -115,27 +116,46 @@ def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:
     return [groups[own] for own in sorted(groups)]
 
 
-def _make_order(key: OrderKey, orders: Mapping[OrderKey, Sequence[RankRecord]]) -> Order:
-    records = sorted(orders[key], key=lambda record: record.rank)
-    reach = reaches([record.iterations for record in records])
-    first = _leader(records)
-    course = course_of(first.iterations, reach)
-    leader = history_of(first, course)
-    cuts = cuts_of(course)
-    courses = [course if record is first else _own_course(record, course, cuts, first, reach) for record in records]
-    histories = [leader if record is first else history_of(record, own) for record, own in zip(records, courses, strict=True)]
-    apart = [_apart(record, own, first, course) for record, own in zip(records, courses, strict=True)]
-    left_by = _left_by(course, records, [orders[other] for other in orders if other != key and _is_of_same_data(other, key)])
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What all ranks recorded in one order: of the leader, and of each rank; `reach` is that of the leader's starts."""
+
+    leader: RankRecord
+    records: list[RankRecord]
+    reach: Reach
+
+    @classmethod
+    def of(cls, records: Sequence[RankRecord]) -> _Run:
+        """The run of these ranks."""
+        in_order = sorted(records, key=lambda record: record.rank)
+        first = _leader(in_order)
+        aligned = [align(record, first) for record in in_order]
+        leader = next(record for record in aligned if record.rank == first.rank)
+        return cls(leader, aligned, reaches(leader, aligned))
+
+
+def _make_order(key: OrderKey, runs: Mapping[OrderKey, _Run]) -> Order:
+    run = runs[key]
+    course = course_of(run.leader.iterations, run.reach)
+    leader, cuts = history_of(run.leader, course), cuts_of(course)
+    courses = [
+        follow(record, cuts) if record.is_in_run else course_of(record.iterations, reach_of(record, run.reach))
+        for record in run.records
+    ]
+    pairs = list(zip(run.records, courses, strict=True))
+    histories = [leader if record is run.leader else history_of(record, own) for record, own in pairs]
+    apart = [_apart(record, own, run.leader) for record, own in pairs]
+    left_by = _left_by(course, run.records, [runs[other] for other in runs if other != key and _is_of_same_data(other, key)])
     took_part = {rank for start in leader.starts for rank in range(start.slicing.world_size)}
     return Order(
         key=key,
         ranks=histories,
         leader=leader,
-        absent=sorted(took_part - {record.rank for record in records}),
+        absent=sorted(took_part - {record.rank for record in run.records}),
         apart=[found for found in apart if found],
         left_by=left_by,
         epochs=list(account_for(leader, histories, is_left=left_by is not None)),
-        changed=[changed for record in records for changed in record.changed],
+        changed=[changed for record in run.records for changed in record.changed],
     )
 
 
@@ -147,50 +167,39 @@ def _leader(records: Sequence[RankRecord]) -> RankRecord:
     """
     first, *others = records
     for record in others:
-        if Counter(start.key for start in record.starts) > Counter(start.key for start in first.starts):
+        keys = iter([start.key for start in record.starts])
+        if len(record.starts) > len(first.starts) and all(start.key in keys for start in first.starts):
             first = record
     return first
 
 
-def _own_course(
-    record: RankRecord,
-    course: Course,
-    cuts: Mapping[int, Sequence[Iteration]],
-    leader: RankRecord,
-    reach: Mapping[StartKey, Place],
-) -> Course:
-    on_course = follow(record.iterations, course, cuts, leader.iterations)
-    return course_of(record.iterations, reach) if on_course is None else on_course
-
-
-def _apart(record: RankRecord, course: Course, leader: RankRecord, leads: Course) -> Apart | None:
-    """Whether each of the two has a start in its course that the other has not at all, though both should."""
-    mine, theirs = ({start.key for start in each.starts} for each in (record, leader))
-    own = [kept.iteration.start for kept in course if kept.iteration.start.key not in theirs]
-    others = [kept.iteration.start for kept in leads if kept.iteration.start.key not in mine]
-    others = [start for start in others if record.rank < start.slicing.world_size]
-    return Apart(record.rank, own[0], others[0]) if own and others else None
+def _apart(record: RankRecord, course: Course, leader: RankRecord) -> Apart | None:
+    """Whether a rank has a start in its course that is none of the leader's, and the leader one that is none of the rank's."""
+    known = {start.in_run for start in record.starts}
+    own = [kept.iteration.start for kept in course if kept.iteration.start.in_run is None]
+    others = [start for start in leader.starts if start.number not in known and record.rank < start.slicing.world_size]
+    return Apart(record.rank, own[0], others[-1]) if own and others else None
 
 
 def _is_of_same_data(one: OrderKey, other: OrderKey) -> bool:
     return all(dict(one)[name] == dict(other)[name] for name in ("dataset", "split"))
 
 
-def _left_by(course: Course, records: Sequence[RankRecord], others: Sequence[Sequence[RankRecord]]) -> Start | None:
+def _left_by(course: Course, records: Sequence[RankRecord], others: Sequence[_Run]) -> Start | None:
     """The start that went on in another order with weights that the last epoch of this one had trained."""
     epoch = course[-1].iteration.begin.epoch
     if not any(len(kept.runs) for kept in course if kept.iteration.begin.epoch == epoch):
         return None
     last_times = {record.rank: max(iteration.last_time for iteration in record.iterations) for record in records}
     for other in others:
-        reach = reaches([record.iterations for record in other])
-        for record in other:
+        for record in other.records:
+            reach = reach_of(record, other.reach)
             if record.rank in last_times and (start := _went_on(record, last_times[record.rank], epoch, reach)):
                 return start
     return None
 
 
-def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Mapping[StartKey, Place]) -> Start | None:
+def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Reach) -> Start | None:
     """The first start of a rank that goes on after a time with what was trained on before it in an epoch of another order.
 
     One with a state from before this epoch, or with one that its own order had come to, has thrown that away.
@@ -204,5 +213,5 @@ def _went_on(record: RankRecord, time: datetime, epoch: int, reach: Mapping[Star
         if len(iteration.runs) and iteration.time > time and not is_back:
             return start
         if first is iteration:
-            came = max(came, reach[start.key])
+            came = max(came, reach[start.number])
     return None
