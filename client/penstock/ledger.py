@@ -57,7 +57,7 @@ class Begin:
 
     launch         names one RemoteDataset of one process; the workers of its loader share it
     num_loads      how often a state was loaded into it before this iteration, by the loop or by workers when they began
-    iteration      how many it began before this one, in this process
+    iteration      how many it began before this one, in this process; a gap in these tells that one was not recorded
     num_sequences  of an epoch, over all ranks, skipped ones included
     spec           resolved; its offset is the iteration's
     step           the first one; in a loader's worker that of the round, to which its own number is added
@@ -135,9 +135,10 @@ class Book:
             num_workers=worker.stride if worker else 0,
             loader_seed=worker.loader_seed if worker else 0,
         )
-        self._num_iterations += 1
         path = ledger_path(self._ledger, self._rank, worker.first if worker else None)
-        return Ledger(path, begin, is_first=round_.is_first)
+        ledger = Ledger(path, begin, is_first=round_.is_first)
+        self._num_iterations += 1
+        return ledger
 
 
 class Ledger:

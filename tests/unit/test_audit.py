@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ledgers import FIRST, append, begin_of
+from ledgers import FIRST, append, begin_of, lines_of
 from penstock import Spec
 from penstock.audit import Report, audit, compare, reading
 from penstock.audit.facts import facts_of
@@ -465,6 +465,30 @@ def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(le
     append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
     assert report_on(ledger).is_proven
     assert f"{ledger}, line 9 was cut off, as by a full disk, or a process or machine that went down" in words(ledger)
+
+
+def test_whatever_is_left_of_the_lines_of_starts_that_were_killed_does_no_harm(ledger: Path) -> None:
+    whole = lines_of(begin_of(), range(8))
+    begin = lines_of(begin_of(start=1, step=5), [])
+    for cut in range(1, len(begin)):
+        for last in (whole, whole[:-11] + "\n"):  # of the start before, too, its last line may be cut
+            ledger.write_text(f"{last}{begin[:-cut]}\n" + lines_of(begin_of(start=2, step=5), range(5, 20), ends=True))
+            report = report_on(ledger)
+            assert report.is_proven
+            assert all(damage.is_torn for damage in report.damages)
+        ledger.write_text(begin[:-cut])
+        assert not report_on(ledger).orders or cut == 1
+
+
+def test_an_iteration_of_which_nothing_is_recorded_is_missed(ledger: Path) -> None:
+    for epoch in (0, 1, 2):
+        append(ledger, begin_of(epoch=epoch), range(20), ends=True)
+    assert report_on(ledger).is_proven
+    ledger.unlink()
+    for iteration, epoch in ((0, 0), (2, 1)):  # and of iteration 1, which may have been of epoch 0 once more, nothing
+        append(ledger, replace(begin_of(epoch=epoch), iteration=iteration), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: of 1 iteration nothing is recorded, though of those before and after")
+    assert facts_of(report_on(ledger))["lost_iterations"] == 1
 
 
 @pytest.mark.parametrize("chunk_bytes", [1000, 4 << 20])

@@ -22,6 +22,7 @@ def facts_of(report: Report) -> dict[str, Any]:
         "proven": report.is_proven,
         "by_workers": report.by_workers,
         "batches": report.num_batches,
+        "lost_iterations": report.num_lost,
         "ledgers": [str(path) for path in report.paths],
         "damages": [asdict(damage) | {"path": str(damage.path)} for damage in report.damages],
         "orders": [_order(order) for order in report.orders],

@@ -129,7 +129,7 @@ class _Parser:
         """The next portion."""
         ends = np.flatnonzero(content == _NEWLINE)
         starts = np.append(0, ends[:-1] + 1)
-        is_batch = ends - starts == _LINE_COLUMNS
+        is_batch = (ends - starts == _LINE_COLUMNS) & (content[starts] != MAGIC[0])
         done = 0
         for index in [*np.flatnonzero(~is_batch).tolist(), len(ends)]:
             if index > done:
@@ -177,8 +177,10 @@ class _Parser:
         elif self._begin and line == f"end {check_of('end', self._check)}".encode():
             self._parts[self._begin].has_end = True
         elif line:
-            is_cut = line.startswith(MAGIC) or MAGIC.startswith(line) if number == 1 else len(line) < _LINE_COLUMNS
-            self._bad.append((number, is_cut or line.startswith(MAGIC) or 0 in line))
+            is_begin = line.startswith(MAGIC) or MAGIC.startswith(line)
+            if is_begin:  # of the line before it was left what its process wrote last, too
+                self._torn_before.add(number)
+            self._bad.append((number, is_begin or (number > 1 and len(line) < _LINE_COLUMNS) or 0 in line))
 
     def _batches(self, first_line: int, content: Bytes, starts: IntArray) -> None:
         lines = np.lib.stride_tricks.sliding_window_view(content, _LINE_COLUMNS)[starts]

@@ -57,17 +57,22 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the ledgers of a run say. `num_batches` counts those that were trained on twice as well."""
+    """What the ledgers of a run say. `num_batches` counts those that were trained on twice as well.
+
+    num_lost  iterations of which nothing is recorded, between others of their processes
+    """
 
     paths: list[Path]
     num_batches: int
+    num_lost: int
     orders: list[Order]
     damages: list[Damage]
 
     @property
     def is_proven(self) -> bool:
-        """Whether all orders are, and no line is lost that might say otherwise; a torn one is what a killed process leaves."""
-        return bool(self.num_batches) and all(o.is_proven for o in self.orders) and all(d.is_torn for d in self.damages)
+        """Whether all orders are, and nothing is lost that might say otherwise; a torn line is what a killed process leaves."""
+        is_whole = not self.num_lost and all(damage.is_torn for damage in self.damages)
+        return bool(self.num_batches) and is_whole and all(order.is_proven for order in self.orders)
 
     @property
     def by_workers(self) -> bool:
@@ -90,20 +95,24 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
             ranks[path].add(begin.rank)
             orders.add(begin)
     records: dict[OrderKey, list[RankRecord]] = {}
-    num_batches = 0
+    num_batches = num_lost = 0
     for files in _by_rank(ranks):
         parts: dict[tuple[OrderKey, int], list[Part]] = {}
+        recorded: dict[tuple[object, ...], set[int]] = {}  # iterations, by the processes that began them
         for path in files:
             reading = read_ledger(path)
             damages += reading.damages
             num_batches += sum(len(part.steps) for part in reading.parts)
             for part in reading.parts:
+                begin = part.begin
+                recorded.setdefault((begin.launch, begin.rank, begin.worker, begin.loader_seed), set()).add(begin.iteration)
                 key, part.begin, part.stop = orders.of(part.begin)
                 parts.setdefault((key, part.begin.rank), []).append(part)
+        num_lost += sum(max(numbers) + 1 - min(numbers) - len(numbers) for numbers in recorded.values())
         for (key, rank), found in parts.items():
             records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
     runs = {key: _Run.of(found) for key, found in records.items()}
-    return Report(list(paths), num_batches, [_make_order(key, runs) for key in runs], damages)
+    return Report(list(paths), num_batches, num_lost, [_make_order(key, runs) for key in runs], damages)
 
 
 def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:

@@ -62,6 +62,11 @@ def _verdict(report: Report) -> str:
         found.append(f"{counted(changed, 'batch', 'batches')} changed")
     if lines := sum(d.last - d.first + 1 for d in report.damages if not d.is_torn):
         found.append(f"{counted(lines, 'line')} cannot be read, and may say anything")
+    if report.num_lost:
+        found.append(
+            f"of {counted(report.num_lost, 'iteration')} nothing is recorded, though of those before and after: the disk was "
+            f"full, or the ledger is not among these"
+        )
     return f"NOT PROVEN: {', '.join(found) or 'no batch is recorded'}"
 
 
