@@ -22,12 +22,18 @@ FIRST = datetime(2025, 1, 1, tzinfo=UTC)
 
 
 def round_at(
-    epoch: int = 0, step: int = 0, worker: Worker | None = None, *, num_loads: int = 0, is_first: bool = True
+    epoch: int = 0,
+    step: int = 0,
+    worker: Worker | None = None,
+    *,
+    num_loads: int = 0,
+    is_first: bool = True,
+    launch: str = "5f",
 ) -> Round:
     """A round of a thousand steps that begins there."""
     return Round(
         worker=worker, stretch=Stretch(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
-        number=1, num_sets=1, is_repetition=False, is_first=is_first, num_loads=num_loads,
+        number=1, num_sets=1, is_repetition=False, is_first=is_first, num_loads=num_loads, launch="5f0c77aa",
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ _MOST_PENDING_BYTES = 16 << 20
 class Begin:
     """An iteration over a dataset: what it gives, from where on, and who began it.
 
-    launch         names one RemoteDataset of one process; the workers of its loader share it
+    launch         names one RemoteDataset of one process, which may be a fork of another; the workers of its loader share it
     num_loads      how often a state was loaded into it before this iteration, by the loop or by workers when they began
     iteration      how many it began before this one, in this process; a gap in these tells that one was not recorded
     num_sequences  of an epoch, over all ranks, skipped ones included
@@ -113,7 +113,6 @@ class Book:
         self._num_iterations = 0
         self._ledger = Path(ledger).absolute()  # or a loop that changes its folder would go on in another file
         self._dataset, self._rank, self._num_sequences = dataset, rank, num_sequences
-        self._launch = os.urandom(8).hex()
         path = ledger_path(self._ledger, rank)
         hold_ledger(path)  # whether it can be is said now, not when the first loop begins
         release_ledger(path)
@@ -122,7 +121,7 @@ class Book:
         """The ledger of an iteration that begins, and of what spec. Raises LedgerError: see Ledger."""
         position, worker = round_.stretch.position, round_.worker
         begin = Begin(
-            launch=self._launch,
+            launch=round_.launch,
             num_loads=round_.num_loads,
             iteration=self._num_iterations,
             dataset=self._dataset,

@@ -78,7 +78,6 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
         spec=SPEC, time=first.begin.time,
     )  # fmt: skip
     assert (second.begin.epoch, second.begin.iteration, second.begin.launch) == (5, 1, first.begin.launch)
-    assert first.begin.launch != book(path)._launch
 
 
 def test_the_file_is_as_it_is_documented(tmp_path: Path) -> None:

@@ -192,24 +192,26 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
     assert (other.exitcode, start.stretch, start.num_sets) == (0, RESUMED, 1)
 
 
-def _loops(dataset: IterableDataset[int], start: SharedStart, told: Connection) -> None:
+def _loops(dataset: IterableDataset[tuple[bool, str]], start: SharedStart, told: Connection) -> None:
     """What a process that did not make the start sees of two rounds of its own workers."""
     get_context("forkserver").set_forkserver_preload(["penstock.place.start"])  # the server of this process, not of the tests
-    told.send(([[bool(given) for given in DataLoader(dataset, batch_size=None, num_workers=2)] for _ in range(2)],
-               start.is_with_workers))  # fmt: skip
+    rounds = [list(DataLoader(dataset, batch_size=None, num_workers=2)) for _ in range(2)]
+    launches = {launch for given in rounds for _, launch in given}
+    told.send(([[is_ours for is_ours, _ in given] for given in rounds], start.is_with_workers, launches == {start.launch},
+               start.launch))  # fmt: skip
 
 
-class _Rounds(IterableDataset[int]):
-    """Whether a round of workers takes the start; one number a worker."""
+class _Rounds(IterableDataset[tuple[bool, str]]):
+    """Whether a round of workers takes the start, and of what launch it is; once a worker."""
 
     def __init__(self, start: SharedStart) -> None:
         self.start = start
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[tuple[bool, str]]:
         found = find_worker()
         is_ours = self.start.begin(1, found)
         self.start.take(1, found)
-        yield int(is_ours)
+        yield is_ours, self.start.launch
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
@@ -219,8 +221,10 @@ def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: 
     other = context.Process(target=_loops, args=(_Rounds(start), start, there))
     other.start()
     there.close()  # or one that dies would be waited for
-    assert here.recv() == ([[True, True], [False, False]], True)
+    rounds, is_with_workers, is_one_launch, launch = here.recv()
+    assert (rounds, is_with_workers, is_one_launch) == ([[True, True], [False, False]], True, True)
     other.join()
+    assert launch != start.launch
     assert (start.is_taken, start.num_sets) == (False, 1)  # as the process has it that made it
 
 

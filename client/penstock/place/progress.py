@@ -16,6 +16,7 @@ class Round:
     is_repetition  the iteration before it gave more of the same epoch than a first batch to look at, and nothing was set since
     is_first       no round before it gave a batch, in whatever process
     num_loads      how many states were loaded before it
+    launch         names the process whose loop it is, or whose loader's worker this is
     """
 
     worker: Worker | None
@@ -26,6 +27,7 @@ class Round:
     is_repetition: bool
     is_first: bool
     num_loads: int
+    launch: str
 
 
 @dataclass(slots=True)
@@ -149,6 +151,7 @@ class Progress:
             is_repetition=is_repetition,
             is_first=self._start.is_first(self._num_rounds, worker),
             num_loads=self._start.num_loads(worker),
+            launch=self._start.launch,
         )
 
     def finish(self, round_: Round) -> None:

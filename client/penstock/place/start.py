@@ -59,7 +59,7 @@ class SharedStart:
     """
 
     def __init__(self, stretch: Stretch) -> None:
-        self._owner = os.getpid()
+        self._begin_launch()
         self._memory = torch.zeros(_NUM_CELLS, dtype=torch.int64, device="cpu")  # whatever torch's default is
         self._share()
         _known.add(self)
@@ -73,8 +73,18 @@ class SharedStart:
     def own(self) -> None:
         """A process that inherited this, and is no loader worker, goes on with a copy of its own."""
         if os.getpid() != self._owner and not find_worker():
-            self._owner, self._memory = os.getpid(), self._memory.clone()
+            self._begin_launch()
+            self._memory = self._memory.clone()
             self._share()
+
+    def _begin_launch(self) -> None:
+        self._owner, self._launch = os.getpid(), os.urandom(8).hex()
+
+    @property
+    def launch(self) -> str:
+        """A name that is this process's and its loader workers' alone."""
+        self.own()
+        return self._launch
 
     def _share(self) -> None:
         if self._memory.is_inference():  # outside of inference mode nobody could write to it
