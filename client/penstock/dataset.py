@@ -172,8 +172,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self.spec.snapshot
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the next iteration's epoch. Another epoch starts at its first step; the same one keeps its place."""
+        """Chooses the next iteration's epoch. Another epoch starts at its first step; the same one keeps its place.
+
+        Raises PenstockError: the rank has changed.
+        """
         epoch = check_whole("epoch", epoch, 0, LARGEST_COUNT)
+        self._check_rank()
         self._progress.confirm_epoch()
         if epoch != self.epoch:
             if num_left := self._progress.discards:
@@ -202,10 +206,7 @@ class RemoteDataset(IterableDataset[Batch]):
         return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))
 
     def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, None, None]:
-        if self._rank_was_found and not worker:  # a worker is not told what the loop's process is
-            check_rank(self.rank, self.world_size)
-        if self._agreement and not worker:
-            self._agreement.check(self.snapshot)
+        self._check_rank()
         destination = find_destination(self._device, worker)
         round_ = begun or self._progress.begin(worker)
         at = round_.stretch.position
@@ -235,6 +236,16 @@ class RemoteDataset(IterableDataset[Batch]):
             if not number:
                 self._progress.give_back(round_)
             raise
+
+    def _check_rank(self) -> None:
+        """Whether this is the rank that it was made for, on the snapshot of the others. Raises PenstockError.
+
+        Workers that were forked know what rank the loop's process is, others do not; of the snapshot none can ask.
+        """
+        if self._rank_was_found:
+            check_rank(self.rank, self.world_size)
+        if self._agreement and not find_worker():
+            self._agreement.check(self.snapshot)
 
     @contextmanager
     def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> Iterator[Feed]:
@@ -266,7 +277,8 @@ class RemoteDataset(IterableDataset[Batch]):
         return sum((feed.stats() for feed in self._feeds), self._stats)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes along to a loader worker: the threads of iterations stay here."""
+        """What goes along to a loader worker: the threads of iterations stay here. Raises PenstockError: see _check_rank."""
+        self._check_rank()
         return self.__dict__ | {"_feeds": [], "_stats": replace(self.stats(), buffered_bytes=0)}
 
     def __copy__(self) -> RemoteDataset:

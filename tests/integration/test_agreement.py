@@ -7,17 +7,20 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
 
 import penstock.agreement
 from corpora import write_numbered
 from forks import Fork
-from penstock import PenstockError
+from penstock import PenstockError, RemoteDataset
 from penstock.agreement import Agreement
 from serving import Server
 
@@ -103,6 +106,26 @@ def test_ranks_that_cannot_agree_in_time_are_told_before_they_train(begin: Calla
     mine, others = (late, early) if refused == [1] else (early, late)
     assert f"this rank would train on snapshot {mine}, and others do on {others}" in told[refused[0]]
     assert f"pass snapshot={others!r}" in told[refused[0]]
+
+
+@pytest.fixture
+def is_late(tmp_path: Path, serve: Callable[..., Server]) -> Iterator[RemoteDataset]:
+    """A dataset that was made before its process became rank 1 of 2."""
+    data = RemoteDataset(serve(write_numbered(tmp_path / "data" / "numbers", NUM_ROWS).parent).url, "numbers")
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield data
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
+def test_a_dataset_that_was_made_before_the_rank_is_refused_also_by_loader_workers(is_late: RemoteDataset) -> None:
+    refused = partial(pytest.raises, PenstockError, match="made for rank 0 of 1, before .* This is rank 1 of 2")
+    for context in (None, "fork", "spawn", "forkserver"):
+        loader = DataLoader(is_late, batch_size=None, num_workers=int(bool(context)), multiprocessing_context=context)
+        with refused():
+            list(loader)
+    with refused():
+        is_late.set_epoch(1)
 
 
 def test_a_process_without_a_job_agrees_with_itself() -> None:
