@@ -1,13 +1,15 @@
 """Agreement: ranks of a job that ask for the latest snapshot while data arrives begin on one and the same.
 
-What a rank takes it notes in the store of torch.distributed, and a rank that has not taken that yet takes it from there. One
-that has, asks anew, and may note something newer. Nobody waits for anybody: a collective would hang where not every rank makes
-the dataset. Nor is it counted who asks how often: one rank alone may look at a few batches of a dataset of its own.
+What a rank takes it notes in the store of torch.distributed, with a mark that no other note has. A rank that has not taken that
+note yet takes it; one that has is the first to ask anew, and notes what it has by now. Nobody waits for anybody: a collective
+would hang where not every rank makes the dataset. Nor is it counted who asks how often: one rank alone may look at a few
+batches of a dataset of its own.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed
@@ -15,7 +17,7 @@ import torch.distributed
 from penstock.errors import PenstockError
 from penstock.rank import is_distributed
 
-_taken = dict[str, str]()  # the last answer to each question that this process took
+_taken = dict[str, str]()  # the last note on each question that this process took
 _forked: list[bool] = []
 
 
@@ -23,31 +25,53 @@ class Agreement:
     """What the ranks of a job agree on, each time that they ask the same `question`."""
 
     def __init__(self, question: str) -> None:
-        self._question = question
-        self._first: str | None = None
+        self._question, self._key = question, f"penstock/{question}"
+        self._note: str | None = None
+        self._is_settled = False
 
     def first(self, answer: str) -> str:
         """The answer of the rank that noted one first; this rank's own while torch.distributed is not initialized."""
-        if self._first is None and (store := _store()) is not None:
+        if self._note is None and (store := _store()) is not None:
             try:
-                self._first = _taken[self._question] = self._noted(store, answer)
+                self._note = _taken[self._question] = self._noted(store, answer)
             except RuntimeError:  # whoever kept it has ended, and so has the job
-                self._first = answer
-        return answer if self._first is None else self._first
+                self._note = answer
+        return answer if self._note is None else _answer_of(self._note)
 
     def _noted(self, store: Any, answer: str) -> str:
-        """What is noted, if this process has not taken it yet; else the answer is noted in its place."""
-        key, taken = f"penstock/{self._question}", _taken.get(self._question)
-        noted = bytes(store.compare_set(key, "", answer)).decode()
-        return bytes(store.compare_set(key, noted, answer)).decode() if noted == taken != answer else noted
+        """The note, if this process has not taken it yet; else one of its own in its place."""
+        own = f"{answer} {os.urandom(8).hex()}"
+        noted = bytes(store.compare_set(self._key, "", own)).decode()
+        return bytes(store.compare_set(self._key, noted, own)).decode() if noted == _taken.get(self._question) else noted
 
     def check(self, answer: str) -> None:
         """Raises PenstockError: torch.distributed was initialized since, and another rank had another answer."""
-        if (first := self.first(answer)) != answer:
+        self._compare(answer, self.first(answer))
+
+    def settle(self, answer: str) -> None:
+        """What was agreed on is about to be used, and is not asked for again.
+
+        Raises PenstockError: another rank had another answer, also if it noted that since.
+        """
+        self.check(answer)
+        store = None if self._is_settled else _store()
+        self._is_settled = True
+        if store is not None and self._note is not None:
+            with suppress(RuntimeError):  # the job has ended
+                self._compare(answer, _answer_of(bytes(store.compare_set(self._key, "", self._note)).decode()))
+
+    def _compare(self, answer: str, noted: str) -> None:
+        if noted != answer:
             raise PenstockError(
-                f"this rank would train on snapshot {answer}, and others do on {first}: data arrived while they started, and "
-                f"torch.distributed was not initialized yet. Make the dataset later, or pass snapshot={first!r} to all ranks."
+                f"this rank would train on snapshot {answer}, and others do on {noted}: data arrived while they started, and "
+                f"torch.distributed was not initialized yet, or one rank has made a dataset more than the others. Make the "
+                f"dataset later, or pass snapshot={noted!r} to all ranks."
             )
+
+
+def _answer_of(note: str) -> str:
+    """What a note says, without its mark."""
+    return note.partition(" ")[0]
 
 
 def _store() -> Any:

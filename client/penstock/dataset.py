@@ -207,6 +207,8 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, None, None]:
         self._check_rank()
+        if self._agreement and not worker:
+            self._agreement.settle(self.snapshot)
         destination = find_destination(self._device, worker)
         round_ = begun or self._progress.begin(worker)
         at = round_.stretch.position

@@ -157,6 +157,32 @@ def test_a_rank_that_has_made_one_dataset_more_agrees_with_the_others(monkeypatc
     assert ask(0, "5d") == "5d"  # of another job in the same process
 
 
+def test_a_later_dataset_is_on_the_snapshot_of_the_rank_that_made_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if that had nothing new yet. A rank that has made one more may be told what it has not seen, and then is refused."""
+    taken: tuple[dict[str, str], dict[str, str]] = ({}, {})
+
+    def ask(rank: int, answer: str) -> Agreement:
+        monkeypatch.setattr(penstock.agreement, "_taken", taken[rank])
+        agreement = Agreement("stories")
+        agreement.first(answer)
+        return agreement
+
+    for _ in range(2):  # the second time in a job of its own, whose processes have taken notes before
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        monkeypatch.setattr(penstock.agreement, "_store", lambda store=store: store)
+        for _ in range(2):
+            for rank, answer in ((0, "5d"), (1, "c4")):  # data arrived in between
+                ask(rank, answer).settle("5d")
+    ask(0, "5d").settle("5d")  # one more
+    behind, ahead = ask(1, "c4"), ask(0, "c4")
+    ahead.settle("c4")
+    with pytest.raises(PenstockError, match="would train on snapshot 5d, and others do on c4: .* a dataset more"):
+        behind.settle("5d")
+    for _ in range(2):
+        ask(1, "e7")
+    ahead.settle("c4")  # once it has begun nothing that is noted later stops it
+
+
 def test_a_fork_of_a_rank_leaves_alone_the_store_that_is_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
     job = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
