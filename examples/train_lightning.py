@@ -13,20 +13,9 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from penstock import RemoteDataset, StateMismatch
+from penstock.lightning import ExactResume, RemoteEpochs
 from penstock.tensors import Batch
 from train_gpt import TinyGPT, vocab_size_of
-
-
-class Epochs(RemoteDataset):
-    """Lightning asks for the length once, maybe in a resumed epoch, and cuts all that follow to it: so it is an epoch's."""
-
-    def __len__(self) -> int:
-        return self.steps_per_epoch
-
-    @property
-    def num_left(self) -> int:
-        return super().__len__()
 
 
 class Data(lightning.LightningDataModule):
@@ -37,9 +26,9 @@ class Data(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:  # noqa: ARG002
         # Here, and not where Trainer is made: Lightning starts the other ranks in between, and a dataset made before would
         # take each process for the only one.
-        self.data = Epochs(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
+        self.data = RemoteEpochs(self.server, self.dataset, batch_size=16, seq_len=128, seed=7)
 
-    def train_dataloader(self) -> Epochs:
+    def train_dataloader(self) -> RemoteEpochs:
         return self.data  # as it is: Lightning saves its state and shards nothing that is no DataLoader
 
 
@@ -50,22 +39,6 @@ class Model(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def on_train_start(self) -> None:
-        data, loop = self.trainer.train_dataloader, self.trainer.fit_loop
-        if not loop.restarting:  # an epoch begins, maybe after a checkpoint of the end of the one before
-            return
-        counted, trained = loop.epoch_loop.batch_idx + 1, data.steps_per_epoch - data.num_left
-        if counted != trained:  # Lightning ends the epoch by its own count, and would leave its last batches out
-            raise StateMismatch(
-                f"Lightning counts {counted} batches of epoch {data.epoch} before this checkpoint, but the data has "
-                f"given {trained}. Resume with the devices and the batch size that it was saved with."
-            )
-        if not data.num_left and not loop.restarted_on_epoch_end:
-            data.set_epoch(data.epoch + 1)  # only after a checkpoint of an epoch's end does Lightning say that the next begins
-
-    def on_train_epoch_start(self) -> None:
-        self.trainer.train_dataloader.set_epoch(self.current_epoch)  # without it every pass has the same order
 
     def training_step(self, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = self.gpt(batch["input_ids"], batch["labels"])
@@ -83,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_top_k=1,
         enable_version_counter=False,
     )
-    trainer = lightning.Trainer(max_steps=args.steps, devices=args.devices, callbacks=[saver], logger=False)
+    trainer = lightning.Trainer(max_steps=args.steps, devices=args.devices, callbacks=[saver, ExactResume()], logger=False)
     resumed = args.checkpoint if args.checkpoint.exists() else None
     trainer.fit(Model(), datamodule=Data(args.server, args.dataset), ckpt_path=resumed)
 

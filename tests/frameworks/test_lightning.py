@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from penstock import StateMismatch
-from recorded import Given, run_example, whole_run
+from penstock import RemoteDataset, SpecError, StateMismatch
+from penstock.tensors import Batch
+from recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "lightning"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),  # that save: a test resumes without
+    pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path="),  # of a checkpoint that a fit may have meant
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
 ]
 
 
@@ -45,10 +51,12 @@ def test_a_run_goes_on_from_each_of_its_checkpoints(
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
+    from penstock.lightning import ExactResume
     from train_lightning import Data, Model
 
-    def train(callbacks: list[Any], resumed: Path | None) -> None:
-        trainer = lightning.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=bool(callbacks), **limit)
+    def train(savers: list[Any], resumed: Path | None) -> None:
+        callbacks = [*savers, ExactResume()]
+        trainer = lightning.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=bool(savers), **limit)
         trainer.fit(Model(), datamodule=Data(url, "numbers"), ckpt_path=resumed)
 
     train([ModelCheckpoint(tmp_path, save_top_k=-1, **when)], None)
@@ -63,19 +71,135 @@ def test_a_run_goes_on_from_each_of_its_checkpoints(
 
 
 @pytest.mark.parametrize("steps", [4, 20], ids=["in the middle of an epoch", "at its end"])
-@pytest.mark.parametrize(("batch_size", "trained"), [(32, {4: 2, 20: 10}), (8, {4: 8, 20: 40})])
+@pytest.mark.parametrize("batch_size", [32, 8])
 def test_a_checkpoint_of_another_batch_size_is_refused(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, batch_size: int, trained: dict[int, int]
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, batch_size: int
 ) -> None:
     """Lightning would cut the epoch at what it counts, and with larger batches leave out the rest without a word."""
     import train_lightning
+    from penstock.lightning import RemoteEpochs
 
     arguments = [url, "numbers", "--save-every", "4", "--checkpoint", str(tmp_path / "gpt.ckpt"), "--steps"]
     train_lightning.main([*arguments, str(steps)])
-    epochs = train_lightning.Epochs
-    monkeypatch.setattr(train_lightning, "Epochs", lambda *args, **spec: epochs(*args, **spec | {"batch_size": batch_size}))
-    with pytest.raises(StateMismatch, match=f"counts {steps} batches of epoch 0 .* given {trained[steps]}. Resume with"):
+    other = {"batch_size": batch_size}
+    monkeypatch.setattr(train_lightning, "RemoteEpochs", lambda *args, **spec: RemoteEpochs(*args, **spec | other))
+    with pytest.raises(StateMismatch, match=f"saved with batch_size=16, and now it is {batch_size}. .* Resume with"):
         train_lightning.main([*arguments, "24"])
+
+
+class Stopped(Exception):
+    """The training step failed."""
+
+
+@pytest.fixture
+def fit(url: str, tmp_path: Path) -> Callable[..., list[int]]:
+    """Trains on epochs of 4 steps, from a checkpoint or from the start: the numbers of the batches that it trains on."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    from penstock.lightning import ExactResume, RemoteEpochs
+
+    spec = SPEC | {"batch_size": 80}
+    data, numbers = RemoteDataset(url, "numbers", **spec), dict[tuple[int, ...], int]()
+    for epoch in range(4):
+        data.set_epoch(epoch)
+        numbers |= {rows_of(batch): 4 * epoch + step for step, batch in enumerate(data)}
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]  # mypy does not follow it
+        def __init__(self, fails_at: int | None) -> None:
+            super().__init__()
+            self.weight, self.fails_at, self.trained = torch.nn.Parameter(torch.zeros(1)), fails_at, list[int]()
+
+        def train_dataloader(self) -> RemoteEpochs:
+            return RemoteEpochs(url, "numbers", **spec)
+
+        def training_step(self, batch: Batch) -> torch.Tensor:
+            if len(self.trained) == self.fails_at:
+                raise Stopped
+            self.trained.append(numbers[rows_of(batch)])
+            loss: torch.Tensor = self.weight * batch["input_ids"].sum()
+            return loss
+
+        def validation_step(self, batch: Batch) -> None:
+            pass
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+    def train(saver: dict[str, int] | None, resumed: str | None, *, fails_at: int | None = None, **settings: Any) -> list[int]:
+        """With no `saver` when a step fails; it validates if it is told how often."""
+        saves = OnExceptionCheckpoint(tmp_path) if saver is None else ModelCheckpoint(tmp_path, save_top_k=-1, **saver)
+        num_held_out = 1 if "val_check_interval" in settings else 0
+        trainer = lightning.Trainer(
+            callbacks=[saves, ExactResume()], logger=False, accelerator="cpu", limit_val_batches=num_held_out, **settings
+        )
+        held_out = RemoteDataset(url, "numbers", batch_size=80, shuffle="none")
+        model = Model(fails_at)
+        with suppress(Stopped):
+            trainer.fit(model, val_dataloaders=held_out, ckpt_path=tmp_path / f"{resumed}.ckpt" if resumed else None)
+        return model.trained
+
+    return train
+
+
+def rows_of(batch: Batch) -> tuple[int, ...]:
+    return tuple(batch["input_ids"][:, 0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("saver", "settings", "resumed", "expected"),
+    [
+        ({}, {"max_steps": 10, "max_epochs": 3}, ["epoch=0-step=4"], range(4, 10)),
+        ({}, {"max_epochs": 3}, ["epoch=0-step=4", "epoch=1-step=8"], range(8, 12)),
+        ({"every_n_train_steps": 1}, {"max_epochs": 3}, ["epoch=0-step=4", "epoch=1-step=6"], range(6, 12)),
+        ({"every_n_train_steps": 1}, {"max_epochs": 3}, ["epoch=0-step=4", "epoch=1-step=8"], range(8, 12)),
+        ({"every_n_train_steps": 1}, {"max_steps": 10, "val_check_interval": 4}, ["epoch=0-step=4", "epoch=1-step=8"], [8, 9]),
+        ({"every_n_train_steps": 1}, {"max_steps": 9, "limit_train_batches": 3}, ["epoch=0-step=3"], [4, 5, 6, 8, 9, 10]),
+        ({"every_n_train_steps": 1}, {"max_steps": 9, "limit_train_batches": 3}, ["epoch=0-step=2"], [2, 4, 5, 6, 8, 9, 10]),
+    ],
+    ids=str,
+)
+def test_a_run_that_was_resumed_goes_on_from_its_checkpoints_too(
+    fit: Callable[..., list[int]], saver: dict[str, int], settings: dict[str, int], resumed: list[str], expected: Sequence[int]
+) -> None:
+    """Some of these Lightning counts as if an epoch that has ended were still to come, or had been twice."""
+    fit(saver, None, fails_at=4, **settings)
+    for checkpoint in resumed:
+        trained = fit(saver, checkpoint, **settings)
+    assert trained == [*expected]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 6])
+def test_a_batch_whose_step_failed_is_trained_on_when_the_run_is_resumed(fit: Callable[..., list[int]], fails_at: int) -> None:
+    fit(None, None, fails_at=fails_at, max_steps=10)
+    assert fit(None, "on_exception", max_steps=10) == [*range(fails_at, 10)]
+
+
+def test_a_run_that_lightning_would_resume_elsewhere_is_refused(fit: Callable[..., list[int]], tmp_path: Path) -> None:
+    """As it does where it was told to stop in an epoch's last step, and counts that epoch twice."""
+    fit({"every_n_train_steps": 4}, None, max_steps=4)
+    path = tmp_path / "epoch=0-step=4.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    for counts in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+        counts |= dict.fromkeys(counts, 2)
+    torch.save(checkpoint, path)
+    with pytest.raises(StateMismatch, match="step 0 of epoch 1 is due, but Lightning goes on with step 0 of epoch 3"):
+        fit({"every_n_train_steps": 4}, "epoch=0-step=4", max_steps=10)
+
+
+def test_data_whose_length_may_be_that_of_a_resumed_epoch_is_refused(url: str, tmp_path: Path) -> None:
+    import lightning
+
+    from penstock.lightning import ExactResume
+    from train_lightning import Data, Model
+
+    model, data = Model(), Data(url, "numbers")
+    trainer = lightning.Trainer(default_root_dir=tmp_path, callbacks=[ExactResume()], logger=False, max_steps=1)
+    with (
+        patch.object(data, "train_dataloader", lambda: RemoteDataset(url, "numbers", **SPEC)),
+        pytest.raises(SpecError, match="must return a RemoteEpochs as it is, not a RemoteDataset"),
+    ):
+        trainer.fit(model, datamodule=data)
 
 
 def test_two_ranks_that_lightning_starts_itself_are_given_each_batch_once(url: str, tmp_path: Path) -> None:
