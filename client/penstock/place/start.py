@@ -113,8 +113,8 @@ class SharedStart:
 
     def num_loads(self, worker: Worker | None) -> int:
         """How often a state was loaded: the same number for all workers of a round, and for none of a round before."""
-        own = self._cells[_WORKER_LOADS:]
-        by_workers = own[worker.first] if worker and worker.first < _MOST_WORKERS else own.max()
+        loads = self._cells[_WORKER_LOADS:]
+        by_workers = loads[worker.first] if worker and worker.first < _MOST_WORKERS else loads.max()
         return int(self._cells[_LOADS] + by_workers)
 
     @property
