@@ -173,9 +173,9 @@ def test_json_shows_text_mask_and_every_row(server: Server) -> None:
 
 
 def test_the_count_is_made_once_told_while_it_runs_and_kept(serve: Callable[..., Server], tmp_path: Path) -> None:
-    texts = [f"{n} " + "the quick brown fox jumps over the lazy dog " * 40 for n in range(4000)]
+    texts = [f"{n} " + "the quick brown fox jumps over the lazy dog " * 40 for n in range(12_000)]
     write_tokenizer(tmp_path / "tokenizer.json")
-    write_shards(tmp_path / "data" / "long", "text", [texts], type_=pa.string(), row_group_size=50)
+    write_shards(tmp_path / "data" / "long", "text", [texts], type_=pa.string(), row_group_size=150)
     flags = ("--tokenizer", str(tmp_path / "tokenizer.json"))
     first = serve(tmp_path / "data", *flags, cache_dir=tmp_path / "cache")
     response = first.get("/v1/datasets/long/spec", packing="concat")
