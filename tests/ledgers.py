@@ -28,7 +28,6 @@ def round_at(
     *,
     num_loads: int = 0,
     is_first: bool = True,
-    launch: str = "5f",
 ) -> Round:
     """A round of a thousand steps that begins there."""
     return Round(

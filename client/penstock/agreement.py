@@ -51,14 +51,17 @@ class Agreement:
     def settle(self, answer: str) -> None:
         """What was agreed on is about to be used, and is not asked for again.
 
-        Raises PenstockError: another rank had another answer, also if it noted that since.
+        Raises PenstockError: another rank had another answer, also if it noted that since. What this process has taken since,
+        for another dataset, is no matter.
         """
         self.check(answer)
-        store = None if self._is_settled else _store()
+        if self._is_settled or self._note is None or (store := _store()) is None:
+            return
+        with suppress(RuntimeError):  # the job has ended
+            noted = bytes(store.compare_set(self._key, "", self._note)).decode()
+            if noted != _taken.get(self._question):
+                self._compare(answer, _answer_of(noted))
         self._is_settled = True
-        if store is not None and self._note is not None:
-            with suppress(RuntimeError):  # the job has ended
-                self._compare(answer, _answer_of(bytes(store.compare_set(self._key, "", self._note)).decode()))
 
     def _compare(self, answer: str, noted: str) -> None:
         if noted != answer:

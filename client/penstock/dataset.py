@@ -206,17 +206,18 @@ class RemoteDataset(IterableDataset[Batch]):
         return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))
 
     def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, None, None]:
-        self._check_rank()
-        if self._agreement and not worker:
-            self._agreement.settle(self.snapshot)
-        destination = find_destination(self._device, worker)
         round_ = begun or self._progress.begin(worker)
-        at = round_.stretch.position
-        spec = replace(self.spec, offset=at.offset)
-        if round_.is_repetition and self._replay is None:
-            warn_of_repetition(spec, at.epoch)
         number = 0
         try:
+            self._progress.enter(round_)
+            self._check_rank()
+            if self._agreement and not worker:
+                self._agreement.settle(self.snapshot)
+            destination = find_destination(self._device, worker)
+            at = round_.stretch.position
+            spec = replace(self.spec, offset=at.offset)
+            if round_.is_repetition and self._replay is None:
+                warn_of_repetition(spec, at.epoch)
             ledger = self._book and self._book.open(spec, round_)
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked

@@ -45,30 +45,31 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
-        self._state: dict[str, Any] | None = None  # of the data, where the checkpoint was saved
+        self._loop: dict[str, Any] | None = None  # the loop's part of the checkpoint
         self._due: tuple[int, int] | None = None  # epoch and step of the batch that is to be trained on first
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Lightning calls this first, also where it validates or tests."""
+        self._loop = self._due = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Lightning calls this before the data is made."""
-        loop = checkpoint["loops"]["fit_loop"]
-        counts = loop["epoch_loop.batch_progress"]["current"]
-        for state in loop["state_dict"].get("combined_loader", [])[:1]:
-            # A batch that was given, and whose step failed, is not trained on.
-            self._state = state | {"step": state["step"] - (counts["ready"] - counts["processed"])}
+        self._loop = checkpoint["loops"]["fit_loop"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Lightning calls this once its counts and the data are there."""
         data, loop, num_batches = _data_of(trainer), trainer.fit_loop, trainer.num_training_batches
-        if self._state is None:
+        if self._loop is None:
             return
+        state = _state_in(self._loop)
         for name in ("batch_size", "world_size"):
-            if self._state[name] != (now := getattr(data.spec, name)):
+            if state[name] != (now := getattr(data.spec, name)):
                 raise StateMismatch(
-                    f"this checkpoint was saved with {name}={self._state[name]}, and now it is {now}. Lightning counts "
+                    f"this checkpoint was saved with {name}={state[name]}, and now it is {now}. Lightning counts "
                     f"batches, and would end epochs too early or too late. Resume with the devices and the batch size of then; "
                     f"only a loop of your own, or Accelerate, can go on with others."
                 )
-        epoch, step = self._state["epoch"], self._state["step"]
+        epoch, step = state["epoch"], state["step"]
         epoch, step = self._due = (epoch, step) if step < num_batches else (epoch + 1, 0)
         has_ended = loop.restarting and loop.epoch_loop.batch_idx + 1 >= num_batches
         if loop.restarted_on_epoch_end:  # Lightning looks for batches of the epoch that has ended, and counts it once more
@@ -77,8 +78,7 @@ class ExactResume(Callback):
                 counts.processed -= 1
         elif has_ended and loop.restarted_mid_epoch:
             loop.reset_restart_stage()  # else the next epoch would not be counted
-        data.load_state_dict(self._state | {"epoch": epoch, "step": step})
-        self._state = None
+        data.load_state_dict(state | {"epoch": epoch, "step": step})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Lightning calls this before it takes batches of an epoch, but for one in whose midst it resumes."""
@@ -95,6 +95,19 @@ class ExactResume(Callback):
                 f"after this checkpoint step {due[1]:,} of epoch {due[0]} is due, but Lightning goes on with step {given[1]:,} "
                 f"of epoch {given[0]}. Resume from a checkpoint that was written before."
             )
+
+
+def _state_in(loop: dict[str, Any]) -> dict[str, Any]:
+    """The state of the data behind the last batch that was trained on. Raises StateMismatch: the checkpoint has none."""
+    states = loop["state_dict"].get("combined_loader") or [{}]
+    if not states[0].keys() >= {"epoch", "step", "batch_size", "world_size"}:
+        raise StateMismatch(
+            "this checkpoint holds no state of the data: it was not saved while training on a RemoteEpochs, and where in the "
+            "data it was cannot be told. Load the weights alone, and begin anew."
+        )
+    counts = loop["epoch_loop.batch_progress"]["current"]
+    # A batch that was given, and whose step failed, is not trained on.
+    return {**states[0], "step": states[0]["step"] - (counts["ready"] - counts["processed"])}
 
 
 def _data_of(trainer: Trainer) -> RemoteEpochs:

@@ -187,6 +187,41 @@ def test_a_run_that_lightning_would_resume_elsewhere_is_refused(fit: Callable[..
         fit({"every_n_train_steps": 4}, "epoch=0-step=4", max_steps=10)
 
 
+def test_a_checkpoint_without_a_state_of_the_data_is_refused(fit: Callable[..., list[int]], tmp_path: Path) -> None:
+    fit({"every_n_train_steps": 2}, None, max_steps=2)
+    path = tmp_path / "epoch=0-step=2.ckpt"
+    for state in ({}, {"combined_loader": [{"_snapshot": 1}]}):  # as of a list of batches, or of another loader
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["loops"]["fit_loop"]["state_dict"] = state
+        torch.save(checkpoint, path)
+        with pytest.raises(StateMismatch, match="holds no state of the data|not a state of a RemoteDataset"):
+            fit({"every_n_train_steps": 2}, "epoch=0-step=2", max_steps=10)
+
+
+def test_a_checkpoint_that_was_validated_moves_no_training(url: str, tmp_path: Path, given: list[Given]) -> None:
+    import lightning
+
+    from penstock.lightning import ExactResume
+    from train_lightning import Data, Model
+
+    class Validated(Model):
+        def validation_step(self, batch: Batch) -> None:
+            pass
+
+    trainer = lightning.Trainer(
+        default_root_dir=tmp_path, callbacks=[ExactResume()], logger=False, max_steps=4, limit_val_batches=1
+    )
+    held_out = RemoteDataset(url, "numbers", batch_size=80, shuffle="none")
+    with patch.object(Data, "val_dataloader", lambda _: held_out):
+        trainer.fit(Validated(), datamodule=Data(url, "numbers"))
+        trainer.save_checkpoint(tmp_path / "gpt.ckpt")
+        trainer.validate(Validated(), datamodule=Data(url, "numbers"), ckpt_path=tmp_path / "gpt.ckpt")
+        given.clear()
+        again = lightning.Trainer(default_root_dir=tmp_path, callbacks=trainer.callbacks, logger=False, max_steps=4)
+        again.fit(Validated(), datamodule=Data(url, "numbers"))
+    assert [batch for batch in given if len(batch.rows) == 16] == whole_run(url, 4)
+
+
 def test_data_whose_length_may_be_that_of_a_resumed_epoch_is_refused(url: str, tmp_path: Path) -> None:
     import lightning
 

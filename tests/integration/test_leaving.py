@@ -40,6 +40,15 @@ def change(request: pytest.FixtureRequest, server: Server) -> Iterator[Callable[
     os.kill(server.pid, signal.SIGCONT)
 
 
+@pytest.fixture(autouse=True)
+def _alone() -> None:
+    """What another test asked a server that hangs is over."""
+    deadline = time.monotonic() + 30
+    while any(name.startswith("penstock-") for name in held()):
+        assert time.monotonic() < deadline, held()
+        time.sleep(0.05)
+
+
 def dataset(server: Server, **settings: Any) -> RemoteDataset:
     return RemoteDataset(server.url, "numbers", batch_size=1, seq_len=8, prefetch_bytes=1, **settings)
 

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ def worker(first: int, loader_seed: int) -> Worker:
 def take(start: SharedStart, number: int, worker: Worker | None) -> bool:
     """A round begins and gives a batch: whether of the stretch."""
     is_ours = start.begin(number, worker)
+    start.enter(number, worker)
     start.take(number, worker)
     return is_ours
 
@@ -73,6 +75,14 @@ def test_rounds_of_loaders_with_one_seed_are_told_apart_though_not_all_workers_o
     for _ in range(2):
         assert [take(start, 1, worker(n, loader_seed=99)) for n in range(3)] == [True] * 3
         start.set(RESUMED, by_state=True)
+
+
+def test_a_worker_that_was_never_asked_for_a_batch_is_of_the_next_round_of_the_same_name() -> None:
+    """Its loader was dropped at once; the other worker has given a batch of the next when it begins that."""
+    start = SharedStart(RESUMED)
+    for n in range(2):
+        assert start.begin(1, worker(n, loader_seed=99))
+    assert [take(start, 1, worker(n, loader_seed=99)) for n in range(2)] == [True] * 2
 
 
 def test_workers_that_are_killed_before_their_first_batch_take_nothing() -> None:
@@ -169,6 +179,25 @@ def test_a_state_of_an_epochs_end_leaves_a_loop_that_chose_a_later_one_there(epo
     progress.take(progress.begin(None))
     progress.go_to(replace(RESUMED, position=replace(RESUMED.position, step=50)), None)  # back from an epoch that it is in
     assert (progress.epoch, progress.num_left) == (2, 0)
+
+
+def test_workers_of_a_round_tell_the_same_number_of_loads_and_those_of_others_another() -> None:
+    loop = Progress(50)
+
+    def loads(num_workers: int, *, each_loads: bool) -> list[int]:
+        found = []
+        for n in range(num_workers):
+            process = copy(loop)  # which shares the start
+            if each_loads:
+                process.go_to(RESUMED, worker(n, loader_seed=99))
+            found.append(process.begin(worker(n, loader_seed=99)).num_loads)
+        return found
+
+    assert [loads(2, each_loads=True) for _ in range(2)] == [[1, 1], [2, 2]]
+    assert loads(4, each_loads=False) == [2, 2, 2, 2]  # also of more workers, of which some never loaded any
+    loop.go_to(RESUMED, None)
+    assert loads(4, each_loads=False) == [3, 3, 3, 3]
+    assert loads(2, each_loads=True) == [4, 4]
 
 
 def test_workers_that_gave_all_of_an_epoch_are_at_its_end_though_their_last_turn_is_short() -> None:

@@ -34,8 +34,10 @@ def align(record: RankRecord, leader: RankRecord) -> RankRecord:
         pairs = [(own[one], theirs[other]) for one, other in found]
     known = {one.number: replace(one, in_run=other.number) for one, other in pairs}
     iterations = [replace(each, start=known.get(each.start.number, each.start)) for each in record.iterations]
-    kept = [each for each in iterations if each.start.in_run is not None or steps[each.start.number]]
-    return replace(record, iterations=kept or iterations)
+    kept = [each for each in iterations if each.start.in_run is not None or steps[each.start.number]] or iterations
+    numbers = {number: at for at, number in enumerate(dict.fromkeys(each.start.number for each in kept))}
+    kept = [replace(each, start=replace(each.start, number=numbers[each.start.number])) for each in kept]
+    return replace(record, iterations=kept)
 
 
 def _steps_of(iterations: Sequence[Iteration]) -> dict[int, int]:

@@ -59,7 +59,7 @@ class Order:
 class Report:
     """What the ledgers of a run say. `num_batches` counts those that were trained on twice as well.
 
-    num_lost  iterations of which nothing is recorded, between others of their processes
+    num_lost  iterations of which nothing is recorded, between others of their loop's process
     """
 
     paths: list[Path]
@@ -98,14 +98,14 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
     num_batches = num_lost = 0
     for files in _by_rank(ranks):
         parts: dict[tuple[OrderKey, int], list[Part]] = {}
-        recorded: dict[tuple[object, ...], set[int]] = {}  # iterations, by the processes that began them
+        recorded: dict[tuple[str, int], set[int]] = {}  # iterations, by the processes that began them
         for path in files:
             reading = read_ledger(path)
             damages += reading.damages
             num_batches += sum(len(part.steps) for part in reading.parts)
             for part in reading.parts:
-                begin = part.begin
-                recorded.setdefault((begin.launch, begin.rank, begin.worker, begin.loader_seed), set()).add(begin.iteration)
+                if not part.begin.num_workers:  # workers of two rounds may have one name
+                    recorded.setdefault((part.begin.launch, part.begin.rank), set()).add(part.begin.iteration)
                 key, part.begin, part.stop = orders.of(part.begin)
                 parts.setdefault((key, part.begin.rank), []).append(part)
         num_lost += sum(max(numbers) + 1 - min(numbers) - len(numbers) for numbers in recorded.values())

@@ -57,6 +57,7 @@ class Progress:
         self._steps_per_epoch = steps_per_epoch
         self._start = SharedStart(self._whole(0))
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
+        self._loaded: Worker | None = None  # that this process is, once it has loaded a state
         self._num_rounds = 0
         self._is_meant = False  # that the epoch is given once more
         self._counted = _Counted()
@@ -112,6 +113,7 @@ class Progress:
         """
         is_behind = self._start.is_chosen and stretch.position.epoch < self.epoch
         self._start.load(worker)
+        self._loaded = worker
         if worker is None:
             if stretch.num_left or not is_behind:
                 self._set(stretch, by_state=True)
@@ -150,7 +152,7 @@ class Progress:
             num_sets=num_sets,
             is_repetition=is_repetition,
             is_first=self._start.is_first(self._num_rounds, worker),
-            num_loads=self._start.num_loads(worker),
+            num_loads=self._start.num_loads(self._loaded),
             launch=self._start.launch,
         )
 
@@ -158,6 +160,11 @@ class Progress:
         """The iteration gave all of its batches. A stretch without steps is taken here, since it has no first batch."""
         if not round_.stretch.num_left:
             self.take(round_)
+
+    def enter(self, round_: Round) -> None:
+        """The iteration is asked for its first batch."""
+        if round_.num_sets == self._start.num_sets:
+            self._start.enter(round_.number, round_.worker)
 
     def take(self, round_: Round) -> None:
         """The iteration gives its first batch: the next one is another."""

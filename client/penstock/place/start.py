@@ -3,7 +3,8 @@
 event      by whom                    when                                 what changes
 load       the loop, or a worker      it loads a state                     how often it did
 set        the loop                   set_epoch, load_state_dict           the stretch; nobody has taken it yet
-begin      the loop, or each worker   an iteration begins                  a worker notes which round it began
+begin      the loop, or each worker   an iteration begins                  nothing
+enter      a worker                   it is asked for its first batch      it notes which round it began
 take       the loop, or a worker      it gives its first batch             the stretch is its round's; later rounds begin anew
 give_back  a worker                   it failed before its first batch     its note goes
 move       a worker                   a state was loaded there             the stretch, but not whether it is taken
@@ -106,16 +107,21 @@ class SharedStart:
 
     def load(self, worker: Worker | None) -> None:
         """The loop loads a state, or a worker does, as torchdata has each of them do when they begin."""
+        by_workers = self._cells[_WORKER_LOADS:]
         if worker is None:
-            self._cells[_LOADS] += 1
+            self._cells[_LOADS] += by_workers.max() + 1
+            by_workers.zero_()
         elif worker.first < _MOST_WORKERS:
-            self._cells[_WORKER_LOADS + worker.first] += 1
+            by_workers[worker.first] += 1
 
-    def num_loads(self, worker: Worker | None) -> int:
-        """How often a state was loaded: the same number for all workers of a round, and for none of a round before."""
-        loads = self._cells[_WORKER_LOADS:]
-        by_workers = loads[worker.first] if worker and worker.first < _MOST_WORKERS else loads.max()
-        return int(self._cells[_LOADS] + by_workers)
+    def num_loads(self, loaded: Worker | None) -> int:
+        """How often a state was loaded: the same number for all workers of a round, and for none of a round before.
+
+        `loaded` is a worker that has loaded its own; others have not come to that yet, or never do.
+        """
+        by_workers = self._cells[_WORKER_LOADS:]
+        own = by_workers[loaded.first] if loaded and loaded.first < _MOST_WORKERS else by_workers.max()
+        return int(self._cells[_LOADS] + own)
 
     @property
     def is_taken(self) -> bool:
@@ -176,14 +182,16 @@ class SharedStart:
         claim = _claim(number, worker)
         if self.is_taken and self._cells[_CLAIM] != claim:
             return False
-        if worker and worker.first < _MOST_WORKERS:
-            begun = self._cells[_WORKERS + worker.first]
-            # An earlier round of the same name took it: the loop gives torch the same seed before each.
-            if self.is_taken and begun == claim:
-                self._cells[_CLAIM] = _NOBODYS
-                return False
-            begun.fill_(claim)
+        # An earlier round of the same name took it: the loop gives torch the same seed before each.
+        if worker and worker.first < _MOST_WORKERS and self.is_taken and self._cells[_WORKERS + worker.first] == claim:
+            self._cells[_CLAIM] = _NOBODYS
+            return False
         return True
+
+    def enter(self, number: int, worker: Worker | None) -> None:
+        """This round is asked for its first batch."""
+        if worker and worker.first < _MOST_WORKERS:
+            self._cells[_WORKERS + worker.first] = _claim(number, worker)
 
     def is_first(self, number: int, worker: Worker | None) -> bool:
         """Whether no round before this one gave a batch."""
