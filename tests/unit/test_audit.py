@@ -657,6 +657,23 @@ def test_a_start_is_known_by_how_far_its_ranks_came_where_one_lacks_some_of_seve
     assert (epoch.missing.tolist(), epoch.twice.tolist(), epoch.num_due) == ([], [], 50)
 
 
+def test_a_start_in_which_only_one_rank_began_and_none_trained_changes_nothing(ledger: Path) -> None:
+    said = []
+    for has_empty in (False, True):
+        path = ledger.with_name(f"{has_empty}.ledger")
+        append(path, begin_of(0, world_size=2), range(8))
+        append(path, begin_of(0, world_size=2, start=4, step=6), range(6, 10), ends=True)
+        append(path, begin_of(1, world_size=2), range(8))
+        if has_empty:
+            append(path, begin_of(1, world_size=2, start=1, step=2), [])
+        last = begin_of(1, world_size=2, start=2, step=4)
+        append(path, last, range(4, 10), ends=True)
+        append(path, replace(last, step=0, iteration=1, time=last.time + timedelta(hours=1)), range(4))
+        said.append(words(path))
+    assert said[0] == said[1]
+    assert said[0].startswith("NOT PROVEN: 20 samples trained on more than once, 1 rank resumed elsewhere")
+
+
 def test_a_rank_of_which_nothing_is_recorded_of_the_last_of_several_starts_from_one_state_is_missed(ledger: Path) -> None:
     for rank in range(2):
         append(ledger, begin_of(rank, world_size=2, num_sequences=300), range(9))
