@@ -692,6 +692,14 @@ def test_a_state_that_the_first_of_two_starts_from_one_state_saved_is_not_of_the
     assert report_on(ledger).is_proven
 
 
+def test_a_state_may_be_of_an_epoch_that_a_start_has_left_since(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(epoch=1), range(5))
+    append(ledger, begin_of(start=1, step=12), [12, 13])
+    append(ledger, begin_of(start=2, step=17), range(17, 20), ends=True)
+    assert report_on(ledger).is_proven
+
+
 def test_a_start_throws_away_what_a_worker_ahead_of_another_had_of_a_start_before(ledger: Path) -> None:
     append(ledger, begin_of(), [0])
     for start, begins_at in ((1, [1, 1, 1]), (2, [4, 1, 1])):

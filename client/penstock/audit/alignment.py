@@ -32,12 +32,11 @@ def align(record: RankRecord, leader: RankRecord) -> RankRecord:
     else:
         found = _match([(start.key, steps[start.number]) for start in own], [(s.key, their_steps[s.number]) for s in theirs])
         pairs = [(own[one], theirs[other]) for one, other in found]
-    known = {one.number: replace(one, in_run=other.number) for one, other in pairs}
-    iterations = [replace(each, start=known.get(each.start.number, each.start)) for each in record.iterations]
-    kept = [each for each in iterations if each.start.in_run is not None or steps[each.start.number]] or iterations
-    numbers = {number: at for at, number in enumerate(dict.fromkeys(each.start.number for each in kept))}
-    kept = [replace(each, start=replace(each.start, number=numbers[each.start.number])) for each in kept]
-    return replace(record, iterations=kept)
+    in_run = {one.number: other.number for one, other in pairs}
+    kept = [start for start in own if start.number in in_run or steps[start.number]] or own
+    starts = {s.number: replace(s, number=number, in_run=in_run.get(s.number)) for number, s in enumerate(kept)}
+    iterations = [i for i in record.iterations if i.start.number in starts]
+    return replace(record, iterations=[replace(i, start=starts[i.start.number]) for i in iterations])
 
 
 def _steps_of(iterations: Sequence[Iteration]) -> dict[int, int]:

@@ -106,7 +106,7 @@ def _resumed(courses: Sequence[Course], reach: Reach, resumed: Iteration) -> Cou
     for course in chain(together, reversed(courses)):
         for at in reversed(range(len(course))):
             iteration = course[at].iteration
-            if iteration.start is course[-1].iteration.start and iteration.may_have_saved(resumed):
+            if iteration.start.number == course[-1].iteration.start.number and iteration.may_have_saved(resumed):
                 earlier = (kept.before(resumed) if kept.has_behind(place) else kept for kept in course[:at])
                 return [*earlier, course[at].before(resumed)]
         if place[1] == 0 and course[-1].iteration.begin.epoch < place[0]:
