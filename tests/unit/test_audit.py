@@ -679,8 +679,10 @@ def test_a_rank_of_which_nothing_is_recorded_of_the_last_of_several_starts_from_
         append(ledger, begin_of(rank, world_size=2, num_sequences=300), range(9))
         append(ledger, begin_of(rank, world_size=2, start=1, step=5, num_sequences=300), range(5, 30), ends=True)
     append(ledger, begin_of(0, world_size=2, start=2, step=5, num_sequences=300), range(5, 30), ends=True)
-    [epoch] = report_on(ledger).orders[0].epochs
+    report = report_on(ledger)
+    [epoch] = report.orders[0].epochs
     assert [(gap.ranks, gap.steps) for gap in epoch.gaps] == [([1], (5, 30))]
+    assert [start["ranks"] for start in facts_of(report)["orders"][0]["starts"]] == [2, 2, 1]
 
 
 def test_a_state_that_the_first_of_two_starts_from_one_state_saved_is_not_of_the_second(ledger: Path) -> None:

@@ -30,7 +30,7 @@ def facts_of(report: Report) -> dict[str, Any]:
 
 
 def _order(order: Order) -> dict[str, Any]:
-    num_ranks = Counter(key for history in order.ranks for key in {start.key for start in history.starts})
+    num_ranks = Counter(start.in_run for history in order.ranks for start in history.starts)
     return {
         "proven": order.is_proven,
         **dict(order.key),
@@ -50,7 +50,7 @@ def _order(order: Order) -> dict[str, Any]:
                 "offset": start.slicing.offset,
                 "batch_size": start.slicing.batch_size,
                 "world_size": start.slicing.world_size,
-                "ranks": num_ranks[start.key],
+                "ranks": num_ranks[start.number],
             }
             for start in order.leader.starts
         ],

@@ -3,8 +3,8 @@
 event      by whom                    when                                 what changes
 load       the loop, or a worker      it loads a state                     how often it did
 set        the loop                   set_epoch, load_state_dict           the stretch; nobody has taken it yet
-begin      the loop, or each worker   an iteration begins                  nothing
-enter      a worker                   it is asked for its first batch      it notes which round it began
+begin      the loop, or each worker   an iteration begins                  nothing, but where a round of the same name took it
+enter      a worker                   it is asked for its first batch      it notes which round it is in
 take       the loop, or a worker      it gives its first batch             the stretch is its round's; later rounds begin anew
 give_back  a worker                   it failed before its first batch     its note goes
 move       a worker                   a state was loaded there             the stretch, but not whether it is taken
@@ -28,9 +28,9 @@ from penstock.rank import Worker, find_worker
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
 # PUT_OFF is the epoch that the loop chose and that a worker's state of an earlier one goes before, 0 for none. LOADS counts the
-# states that the loop loaded; FIRST is the round of the very first batch, 0 for none yet. Behind them are two cells for each
-# worker: the round that it last began since the start was set, 0 for none; and how many states it loaded itself, also in
-# processes that are over.
+# states that were loaded up to the loop's last; FIRST is the round of the very first batch, 0 for none yet. Behind them are two
+# cells for each worker: the round that it was last in since the start was set, 0 for none; and how many states it loaded
+# itself since the loop did, also in processes that are over.
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _LOADS, _FIRST = range(11)
 _WORKERS, _MOST_WORKERS = 11, 1024
 _WORKER_LOADS, _NUM_CELLS = _WORKERS + _MOST_WORKERS, _WORKERS + 2 * _MOST_WORKERS
