@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 from penstock import __version__, wire
 from penstock.errors import SpecError
 from penstock.wording import cut
-from penstock_server.answers import HealthAnswer, ReadyAnswer
+from penstock_server.answers.service import HealthAnswer, ReadyAnswer
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.logs import Seldom

@@ -11,33 +11,33 @@ import pytest
 from pydantic import TypeAdapter
 
 from corpora import write_numbered, write_pairs, write_shards, write_text, write_tokenizer
-from penstock_server import answers
+from penstock_server.answers import batches, datasets, rows, service, shuffling
 from penstock_server.datasets.dataset import Change
 from serving import Server
 
 BATCH = "/v1/datasets/pairs/epochs/0/ranks/0/batches/1"
 ANSWERS: list[tuple[str, Any]] = [
-    ("/healthz", answers.HealthAnswer),
-    ("/readyz", answers.ReadyAnswer),
-    ("/v1/datasets", answers.DatasetsAnswer),
-    ("/v1/datasets/pairs", answers.DatasetAnswer),
-    ("/v1/datasets/both", answers.MixtureAnswer),
-    ("/v1/datasets/pairs/spec?pad=longest", answers.SpecAnswer),
-    ("/v1/datasets/both/spec", answers.SpecAnswer),
-    ("/v1/datasets/pairs/shuffle-report?batch_size=4", answers.ReportAnswer),
-    ("/v1/datasets/both/shuffle-report?world_size=2", answers.ReportAnswer),
-    ("/v1/datasets/pairs/rows/3", answers.RowAnswer),
-    ("/v1/datasets/holes/rows/1", answers.RowAnswer),
-    ("/v1/datasets/numbers/rows/0", answers.RowAnswer),
-    ("/v1/datasets/texts/rows/0", answers.RowAnswer),
-    ("/v1/datasets/pairs/rows/3/schedule", answers.ScheduleAnswer),
-    ("/v1/datasets/holes/quarantine", answers.QuarantineAnswer),
-    (f"{BATCH}/provenance", answers.ProvenanceAnswer),
-    (f"{BATCH}?format=json", answers.BatchAnswer),
-    (f"{BATCH}?format=json&packing=concat&boundaries=documents&seq_len=32", answers.BatchAnswer),
-    (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", answers.BatchAnswer),
-    (f"{BATCH}?format=json&task=seq2seq", answers.BatchAnswer),
-    (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[answers.BatchAnswer]),
+    ("/healthz", service.HealthAnswer),
+    ("/readyz", service.ReadyAnswer),
+    ("/v1/datasets", datasets.DatasetsAnswer),
+    ("/v1/datasets/pairs", datasets.DatasetAnswer),
+    ("/v1/datasets/both", datasets.MixtureAnswer),
+    ("/v1/datasets/pairs/spec?pad=longest", datasets.SpecAnswer),
+    ("/v1/datasets/both/spec", datasets.SpecAnswer),
+    ("/v1/datasets/pairs/shuffle-report?batch_size=4", shuffling.ReportAnswer),
+    ("/v1/datasets/both/shuffle-report?world_size=2", shuffling.ReportAnswer),
+    ("/v1/datasets/pairs/rows/3", rows.RowAnswer),
+    ("/v1/datasets/holes/rows/1", rows.RowAnswer),
+    ("/v1/datasets/numbers/rows/0", rows.RowAnswer),
+    ("/v1/datasets/texts/rows/0", rows.RowAnswer),
+    ("/v1/datasets/pairs/rows/3/schedule", rows.ScheduleAnswer),
+    ("/v1/datasets/holes/quarantine", rows.QuarantineAnswer),
+    (f"{BATCH}/provenance", batches.ProvenanceAnswer),
+    (f"{BATCH}?format=json", batches.BatchAnswer),
+    (f"{BATCH}?format=json&packing=concat&boundaries=documents&seq_len=32", batches.BatchAnswer),
+    (f"{BATCH}?format=json&packing=best_fit&seq_len=32&batch_size=2", batches.BatchAnswer),
+    (f"{BATCH}?format=json&task=seq2seq", batches.BatchAnswer),
+    (BATCH.replace("pairs", "both").replace("batches/1", "batches") + "?format=json&stop=2", list[batches.BatchAnswer]),
 ]
 
 
@@ -76,7 +76,7 @@ def test_a_refresh_tells_what_changed(server: Server) -> None:
 def test_a_refusal_holds_what_is_said_of_it(server: Server, path: str) -> None:
     answer = httpx.get(f"{server.url}/v1/datasets/{path}", timeout=60)
     assert answer.headers["Content-Type"] == "application/problem+json"
-    assert TypeAdapter(answers.ProblemAnswer).validate_json(answer.content, strict=True, extra="forbid")
+    assert TypeAdapter(service.ProblemAnswer).validate_json(answer.content, strict=True, extra="forbid")
 
 
 def nodes(node: Any) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.wording import counted, rows_kept
-from penstock_server.answers import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
+from penstock_server.answers.datasets import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
 from penstock_server.batches.plan import Plan
 from penstock_server.counts.lengths import RowLengths
 from penstock_server.datasets.advice import advice_on_run

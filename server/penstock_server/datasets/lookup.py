@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.wording import counted
-from penstock_server.answers import OccurrenceAnswer, QuarantineAnswer
+from penstock_server.answers.rows import OccurrenceAnswer, QuarantineAnswer
 from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import shown_columns

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from penstock import wire
 from penstock.spec import Spec
 from penstock.urls import DATASETS
-from penstock_server.answers import BatchAnswer, ProvenanceAnswer
+from penstock_server.answers.batches import BatchAnswer, ProvenanceAnswer
 from penstock_server.batches.gather import chunks, gather, load
 from penstock_server.batches.readable import check_readable
 from penstock_server.datasets.catalog import Catalog

@@ -12,16 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from penstock import wire
 from penstock.spec import LARGEST_COUNT
 from penstock.urls import DATASETS
-from penstock_server.answers import (
-    DatasetAnswer,
-    DatasetsAnswer,
-    MixtureAnswer,
-    QuarantineAnswer,
-    ReportAnswer,
-    RowAnswer,
-    ScheduleAnswer,
-    SpecAnswer,
-)
+from penstock_server.answers.datasets import DatasetAnswer, DatasetsAnswer, MixtureAnswer, SpecAnswer
+from penstock_server.answers.rows import QuarantineAnswer, RowAnswer, ScheduleAnswer
+from penstock_server.answers.shuffling import ReportAnswer
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import check_room
 from penstock_server.datasets.catalog import Catalog

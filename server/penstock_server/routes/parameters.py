@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from penstock.errors import SpecError
 from penstock.spec import LARGEST_COUNT, Spec, describe
-from penstock_server.answers import ProblemAnswer
+from penstock_server.answers.service import ProblemAnswer
 from penstock_server.routes.plain import query_of
 
 _REMEMBERED_QUERIES = 32

@@ -1,0 +1,1 @@
+"""Answers: what the routes tell as JSON, field by field. The documentation page shows these words."""
