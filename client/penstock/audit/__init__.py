@@ -2,9 +2,10 @@
 
 reading              files: iterations with their steps and digests, and what is damaged
 orders               which iterations are of one order of samples
-history, rank        of one rank, its starts and iterations, and what became of them
+record               of one rank: its starts and iterations
 alignment            which starts of a rank are which of the leader's
-course               which of these led to where the run is, and which a later start threw away
+course               which iterations led to where the run is, and where a later start threw the rest of one away
+history              of one rank: what of its record counts, and what was thrown away
 positions, intervals steps of ranks: samples of an epoch
 account              all ranks: which samples were trained on once, never, or more than once
 report, facts, text  the answer, as data, as JSON and in words

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.audit.history import Leg, RankHistory
 from penstock.audit.intervals import clip, covered, intervals, join, size, without
 from penstock.audit.positions import positions_of
-from penstock.audit.rank import Leg, RankHistory
 from penstock.audit.reading import IntArray
 from penstock.slicing import Slicing
 

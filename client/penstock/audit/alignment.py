@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.audit.history import Iteration, RankRecord, StartKey
 from penstock.audit.intervals import size
+from penstock.audit.record import Iteration, RankRecord, StartKey
 
 _UNKNOWN = 1 << 62  # more than all steps of a run: a start is left without one of the leader's only where there is none for it
 _MOST_UNKNOWN = 16  # starts that one way of pairing leaves out and another does not; of thousands not all ways are tried

@@ -15,12 +15,50 @@ Start 2 loads a state of step 60. Start 3 loads one of step 90, so it cannot be 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from penstock.audit.history import Iteration, Kept, Place, RankRecord
+from penstock.audit.reading import IntArray
+from penstock.audit.record import Iteration, Place, RankRecord
+
+Reach = Mapping[int, Place]  # of each start, by its number
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of an iteration led to where the run is: all of it, or what none of `resumed` threw away."""
+
+    iteration: Iteration
+    resumed: tuple[Iteration, ...] = ()
+
+    @property
+    def runs(self) -> IntArray:
+        """The steps that these are."""
+        runs = self.iteration.own_runs
+        for other in self.resumed:
+            runs = self.iteration.before(runs, other)
+        return runs
+
+    @property
+    def stop(self) -> Place | None:
+        """The place where another iteration took over; None: its own end."""
+        return min((other.place for other in self.resumed), default=None)
+
+    def has_behind(self, place: Place) -> bool:
+        """Whether something behind a place is left of it, of a worker that was ahead of another where one took over."""
+        return any(
+            cut.slicing.position(step + 1) > place[1]
+            for cut in self.resumed
+            if cut.begin.epoch == place[0] and cut.begin.step < max(cut.first_steps.values())
+            for step in cut.steps_of_others()
+        )
+
+    def before(self, other: Iteration) -> Kept:
+        """What is left of it where `other` resumes."""
+        return replace(self, resumed=(*self.resumed, other))
+
 
 Course = list[Kept]
-Reach = Mapping[int, Place]  # of each start, by its number
 
 
 def reaches(leader: RankRecord, records: Sequence[RankRecord]) -> dict[int, Place]:

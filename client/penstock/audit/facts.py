@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.audit.account import Epoch, Gap
+from penstock.audit.history import Thrown
 from penstock.audit.intervals import size
-from penstock.audit.rank import Thrown
 from penstock.audit.reading import IntArray
 from penstock.audit.report import Order, Report
 

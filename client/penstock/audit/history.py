@@ -1,164 +1,99 @@
-"""What a rank did: its starts, its iterations, and what of these is left where a later one resumes."""
+"""The history of a rank: what of its record led to where the run is, and what was thrown away."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from datetime import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from penstock.audit.intervals import NONE, clip, join
+from penstock.audit.course import Course, Kept
+from penstock.audit.intervals import covered, without
 from penstock.audit.reading import IntArray
+from penstock.audit.record import RankRecord, Start
 from penstock.ledger import Begin
 from penstock.slicing import Slicing
 
-Place = tuple[int, int]  # epoch and position
-StartKey = tuple[Slicing, int, int, int, bool]
+_OPEN = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """One start of a rank: from a process's begin, or from a state that was loaded into it, up to the next.
+class Leg:
+    """One leg of a course: what an iteration of a rank gave, as far as it led to where the run is.
 
-    number     from 0, of the rank's own
-    begin      of its first iteration, of the worker that begins first; `last_step` is that at which the last one begins
-    resumes    it loaded a state, or is taken for one that did
-    in_run     the number of the leader's start that it is; None: of none
+    start, stop  positions from which on and up to which it is what counts; `stop` may be far past the epoch's end
+    runs         its steps that were recorded, half-open; a step that was recorded again is in a run of its own
+    has_end      it went through the epoch to its end
     """
 
-    number: int
-    begin: Begin
-    last_step: int
-    slicing: Slicing
-    resumes: bool
-    in_run: int | None = None
-
-    @property
-    def place(self) -> Place:
-        """Where it begins."""
-        return self.begin.epoch, self.slicing.position(self.begin.step)
-
-    @property
-    def key(self) -> StartKey:
-        """Equal for the ranks that start together; a start from the same state has it again."""
-        return self.slicing, self.begin.epoch, self.begin.step, self.last_step, self.resumes
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """One iteration of a rank over an epoch, by all workers of its loader.
-
-    begin        of the worker that begins first
-    first_steps  of each worker, as its begin line has it
-    runs         steps that were recorded, half-open, sorted, shape [runs, 2]; one that was recorded again begins a run anew
-    own_runs     those of them up to where its run changed over to another order of samples; mostly all
-    time         when it began, and `last_time` when it last went on after another; see Part
-    """
-
-    start: Start
     begin: Begin
     slicing: Slicing
-    first_steps: dict[int, int]
+    start: int
+    stop: int
     runs: IntArray
-    own_runs: IntArray
+    started: Start
     has_end: bool
-    time: datetime
-    last_time: datetime
 
     @property
-    def place(self) -> Place:
-        """Where it begins."""
-        return self.begin.epoch, self.slicing.position(self.begin.step)
+    def epoch(self) -> int:
+        """The epoch that it is of."""
+        return self.begin.epoch
 
     @property
-    def reach(self) -> Place:
-        """Behind what it recorded, as far as that is of its run's order of samples."""
-        runs = self.own_runs
-        return self.begin.epoch, self.slicing.position(int(runs[-1, 1])) if len(runs) else self.place[1]
-
-    def may_have_saved(self, resumed: Iteration) -> bool:
-        """Whether the state with which another iteration resumes may be of this one: it was there, between two of its steps."""
-        place, last = resumed.place, max([resumed.begin.step - 1, *resumed.steps_of_others()])
-        came_by = self.place <= place and (place[0], resumed.slicing.position(last + 1)) <= self.reach
-        between = self.slicing.position(self.slicing.num_steps_before(place[1]))
-        # Under another slicing a state is counted in samples; see penstock.place.state.
-        counts = not any(resumed.first_steps.values()) or self.slicing.counts_like(resumed.slicing)
-        return came_by and between == place[1] and counts
-
-    def before(self, runs: IntArray, other: Iteration) -> IntArray:
-        """What of its runs is not thrown away where `other` resumes."""
-        if self.begin.epoch != other.begin.epoch:
-            return runs if self.begin.epoch < other.begin.epoch else NONE
-        if self.slicing != other.slicing:
-            return clip(runs, 0, self.slicing.num_steps_before(other.place[1]))
-        if not len(runs) or runs[-1, 1] <= other.begin.step:
-            return runs  # as mostly: of hundreds of starts only the next few begin before their end
-        behind = [clip(runs, step, step + 1) for step in other.steps_of_others()]
-        return join([clip(runs, 0, other.begin.step), *behind])
-
-    def steps_of_others(self) -> list[int]:
-        """The steps behind its first that a worker has behind itself, because another came less far."""
-        first, stride = self.begin.step, max(1, self.begin.num_workers)
-        own = {worker: self.first_steps.get(worker, first) for worker in range(stride)}
-        return sorted(step + worker for worker in own for step in range(first, own[worker], stride))
+    def first_step(self) -> int:
+        """The step at `start`."""
+        return self.begin.step
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """A batch that was recorded with different digests."""
+class Thrown:
+    """Steps of a rank, half-open, that trained weights which were thrown away, and the start that resumed before them."""
 
     epoch: int
-    rank: int
-    step: int
-    digests: tuple[str, ...]
+    steps: tuple[int, int]
+    slicing: Slicing
+    started: Start
+    resumed: Start | None
 
 
 @dataclass(frozen=True, slots=True)
-class RankRecord:
-    """What a rank's ledgers hold of one order of samples, in the order in which the iterations began."""
+class RankHistory:
+    """What became of what a rank recorded. `legs`, of its course, are in the order in which they were trained on."""
 
     rank: int
-    iterations: list[Iteration]
-    changed: list[Changed]
-
-    @property
-    def starts(self) -> list[Start]:
-        """Its starts, in their order."""
-        return list({iteration.start.number: iteration.start for iteration in self.iterations}.values())
-
-    @property
-    def is_in_run(self) -> bool:
-        """Whether each of its starts is one of the leader's."""
-        return all(start.in_run is not None for start in self.starts)
+    starts: list[Start]
+    legs: list[Leg]
+    thrown: list[Thrown]
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What of an iteration led to where the run is: all of it, or what none of `resumed` threw away."""
+def history_of(record: RankRecord, course: Course) -> RankHistory:
+    """What became of it, with what of it led to where the run is."""
+    thrown = list(_thrown(record, course))
+    return RankHistory(record.rank, record.starts, [_leg(kept) for kept in course], thrown)
 
-    iteration: Iteration
-    resumed: tuple[Iteration, ...] = ()
 
-    @property
-    def runs(self) -> IntArray:
-        """The steps that these are."""
-        runs = self.iteration.own_runs
-        for other in self.resumed:
-            runs = self.iteration.before(runs, other)
-        return runs
+def _leg(kept: Kept) -> Leg:
+    iteration = kept.iteration
+    epoch, position = iteration.place
+    stop = kept.stop
+    return Leg(
+        begin=iteration.begin,
+        slicing=iteration.slicing,
+        start=position,
+        stop=_OPEN if stop is None or stop[0] > epoch else stop[1] if stop[0] == epoch else position,
+        runs=kept.runs,
+        started=iteration.start,
+        has_end=iteration.has_end and not kept.resumed,
+    )
 
-    @property
-    def stop(self) -> Place | None:
-        """The place where another iteration took over; None: its own end."""
-        return min((other.place for other in self.resumed), default=None)
 
-    def has_behind(self, place: Place) -> bool:
-        """Whether something behind a place is left of it, of a worker that was ahead of another where one took over."""
-        return any(
-            cut.slicing.position(step + 1) > place[1]
-            for cut in self.resumed
-            if cut.begin.epoch == place[0] and cut.begin.step < max(cut.first_steps.values())
-            for step in cut.steps_of_others()
-        )
-
-    def before(self, other: Iteration) -> Kept:
-        """What is left of it where `other` resumes."""
-        return replace(self, resumed=(*self.resumed, other))
+def _thrown(record: RankRecord, course: Course) -> Iterator[Thrown]:
+    starts = record.starts
+    kept_of = {id(kept.iteration): kept for kept in course}
+    for iteration in record.iterations:
+        kept = kept_of.get(id(iteration))
+        runs = without(iteration.runs, kept.runs) if kept else covered(iteration.runs)
+        if kept and kept.resumed:
+            resumed: Start | None = kept.resumed[0].start
+        else:
+            resumed = next((start for start in starts if start.number > iteration.start.number and start.resumes), None)
+        for run in runs.tolist():
+            yield Thrown(iteration.begin.epoch, (run[0], run[1]), iteration.slicing, iteration.start, resumed)

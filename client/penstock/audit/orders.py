@@ -8,7 +8,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from penstock.audit.history import Place
+from penstock.audit.record import Place
 from penstock.ledger import Begin
 from penstock.mix import first_other, parse_mix
 from penstock.place.state import goes_on, order_of

@@ -10,10 +10,10 @@ from pathlib import Path
 from penstock.audit.account import Epoch, account_for
 from penstock.audit.alignment import align
 from penstock.audit.course import Course, Reach, course_of, cuts_of, follow, reach_of, reaches
-from penstock.audit.history import Changed, Iteration, Place, RankRecord, Start
+from penstock.audit.history import RankHistory, history_of
 from penstock.audit.orders import OrderKey, Orders
-from penstock.audit.rank import RankHistory, history_of, record_of
 from penstock.audit.reading import Damage, Part, read_begins, read_ledger
+from penstock.audit.record import Changed, Iteration, Place, RankRecord, Start, record_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from dataclasses import asdict
 import numpy as np
 
 from penstock.audit.account import Epoch, Gap
-from penstock.audit.history import Changed, Start
+from penstock.audit.history import Leg, Thrown
 from penstock.audit.intervals import NONE, covered, join, runs_of, size, without
 from penstock.audit.positions import positions_of
-from penstock.audit.rank import Leg, Thrown
 from penstock.audit.reading import Damage, IntArray
+from penstock.audit.record import Changed, Start
 from penstock.audit.report import Apart, Order, Report
 from penstock.slicing import Slicing
 from penstock.spec import Spec
