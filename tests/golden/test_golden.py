@@ -9,7 +9,8 @@ import pytest
 from penstock import Spec, wire
 from penstock.place.state import Position, read_state
 from penstock.wire import Address, Layout
-from penstock_server.geometry.order import EpochOrder, key, permute, unpermute
+from penstock_server.geometry.order import EpochOrder
+from penstock_server.geometry.permutation import key, permute, unpermute
 
 HERE = Path(__file__).parent
 ORDER = json.loads((HERE / "order.json").read_text())

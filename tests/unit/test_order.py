@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.mixture import ENDLESS
-from penstock_server.geometry.order import EpochOrder, key, permute, permute_together, unpermute
+from penstock_server.geometry.order import EpochOrder
+from penstock_server.geometry.permutation import key, permute, permute_together, unpermute
 from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import RankOutOfRange, StepOutOfRange
 

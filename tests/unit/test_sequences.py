@@ -20,7 +20,8 @@ from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.sequences import LoadedBlock, Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.packing import STREAM, Spans
-from penstock_server.storage.block import Block, Feature, Features, RowSpans
+from penstock_server.storage.block import Block
+from penstock_server.storage.features import Feature, Features, RowSpans
 from penstock_server.storage.lists import ListColumn
 
 Row = list[list[int]]  # turns: prompt, response, prompt, ...

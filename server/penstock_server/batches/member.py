@@ -15,8 +15,9 @@ from penstock_server.counts.index import Index
 from penstock_server.geometry.arrays import IntArray, by_value
 from penstock_server.geometry.best_fit import BestFit
 from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder, key
+from penstock_server.geometry.order import EpochOrder
 from penstock_server.geometry.packing import Concat, Packing, Rows, SplitRows
+from penstock_server.geometry.permutation import key
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 

@@ -19,7 +19,8 @@ from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
 from penstock_server.problems import BadParameter
 from penstock_server.recipes.tokenizer import TokenizerFile
-from penstock_server.storage.block import Block, Turn
+from penstock_server.storage.block import Block
+from penstock_server.storage.features import Turn
 
 _MOST_TOKENS = 1 << 21  # of a batch
 _MOST_SEQUENCES = 1 << 14  # of all batches that are made at a time

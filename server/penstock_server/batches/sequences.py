@@ -26,7 +26,8 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.arrays import IntArray, begins_run, by_value, equal_runs, find, numbered
 from penstock_server.geometry.packing import STREAM, Spans
-from penstock_server.storage.block import Block, Features, RowSpans, TokenRuns, Turn
+from penstock_server.storage.block import Block
+from penstock_server.storage.features import Features, RowSpans, TokenRuns, Turn
 from penstock_server.storage.lists import ListColumns
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock_server.geometry.arrays import IntArray, by_value, concatenated_ranges, distinct, starts_of
-from penstock_server.geometry.order import EpochOrder, permute
+from penstock_server.geometry.order import EpochOrder
+from penstock_server.geometry.permutation import permute
 
 _REMEMBERED_WINDOWS = 4  # 8 bytes a sequence each
 _Places = npt.NDArray[np.int32]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from penstock_server.geometry.arrays import starts_of
-from penstock_server.geometry.order import permute
+from penstock_server.geometry.permutation import permute
 from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Lists, Reasons, checked_ids, raw_texts, take_rows, travelling

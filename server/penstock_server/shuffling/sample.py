@@ -16,7 +16,8 @@ import numpy.typing as npt
 from penstock_server.batches.plan import Plan
 from penstock_server.geometry.arrays import IntArray, by_value, find, starts_of
 from penstock_server.geometry.length_order import LengthOrder
-from penstock_server.geometry.order import EpochOrder, key, permute
+from penstock_server.geometry.order import EpochOrder
+from penstock_server.geometry.permutation import key, permute
 from penstock_server.problems import BadParameter
 from penstock_server.shuffling.extent import MOST_SCATTERED, num_measured, num_scattered
 
