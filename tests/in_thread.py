@@ -12,7 +12,7 @@ from typing import Any
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import open_catalog
 from penstock_server.inflight import InFlight
-from penstock_server.serve import Server
+from penstock_server.serving.serve import Server
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 

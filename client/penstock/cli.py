@@ -18,7 +18,7 @@ _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn
 def main() -> int:
     """Runs one command; the value is the process's exit status."""
     try:  # around most imports, too: Ctrl-C in the first moment would end in a traceback
-        from penstock.commands.stdout import print_anything
+        from penstock.display.stdout import print_anything
 
         ends_as_usual()
         print_anything()

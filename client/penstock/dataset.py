@@ -23,9 +23,10 @@ from penstock.advice import (
     warn_of_replay,
 )
 from penstock.agreement import Agreement
-from penstock.device import Destination, check_device, find_destination
 from penstock.errors import PenstockError, SpecError
-from penstock.feed import Feed
+from penstock.feeding.device import Destination, check_device, find_destination
+from penstock.feeding.feed import Feed
+from penstock.feeding.runs import PREFETCH_BYTES
 from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
@@ -33,7 +34,6 @@ from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
 from penstock.place.state import write_state
 from penstock.rank import Worker, check_rank, find_rank, find_worker
-from penstock.runs import PREFETCH_BYTES
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.stats import Stats

@@ -46,7 +46,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
     they become int32 and int64; uint64 stays, for `.to(torch.int64)` where the numbers are small.
 
-    On a GPU the same is made by penstock.device.unpack.
+    On a GPU the same is made by penstock.feeding.device.unpack.
     """
     kind = kind_of(frame.alike.names)
     arrays, made = travelled(frame, kind), Batch()

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.commands import whole_number
-from penstock.commands.stdout import readers_may_leave
+from penstock.commands.arguments import whole_number
+from penstock.display.stdout import readers_may_leave
 from penstock.spec import LARGEST_SEQ_LEN
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
@@ -112,7 +112,7 @@ def _set_libraries_up() -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
-    from penstock.commands.terminal import Terminal
+    from penstock.display.terminal import Terminal
     from penstock_server.datasets.inspection import inspect
     from penstock_server.opening import open_data, warn
 
@@ -181,16 +181,16 @@ def _chosen(catalog: Catalog, names: list[str] | None) -> tuple[list[Served], li
 
 def _serve(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
-    from penstock_server.listening import bind
+    from penstock_server.serving.listening import bind
 
     try:
         settings = Settings.read(vars(arguments), os.environ)
         with bind(settings) as listener:
             if settings.processes > 1:
-                from penstock_server.processes import serve_with_several
+                from penstock_server.serving.processes import serve_with_several
 
                 return serve_with_several(settings, listener)
-            from penstock_server.serve import run
+            from penstock_server.serving.serve import run
 
             run(settings, listener)
     except (SettingsError, DatasetRefused) as error:

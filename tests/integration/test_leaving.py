@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from corpora import write_numbered, write_shards, write_tokenizer
 from leftovers import held, nothing_left
 from penstock import RemoteDataset
-from penstock.feed import Feed
+from penstock.feeding.feed import Feed
 from penstock.source import Source
 from serving import Server
 

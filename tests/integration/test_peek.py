@@ -23,8 +23,8 @@ from chat_templates import CHATML
 from commands import penstock, penstock_in_terminal
 from corpora import write_numbered, write_pairs, write_text, write_tokenizer
 from penstock import RemoteDataset, Spec
-from penstock.commands.batch_view import SequenceView, view
 from penstock.commands.remote import get_json
+from penstock.display.batch_view import SequenceView, view
 from penstock.network.transport import Transport
 from penstock.urls import batches_path
 from serving import Server
@@ -115,7 +115,9 @@ def test_tokens_padding_and_loss_are_those_that_the_trainer_gets(server: Server,
             assert shown.num_positions == sum(mask.numel() for mask in masks)
             assert sum(passage.num_tokens for passage in shown.passages) == shown.num_tokens
             if len(masks) == 1:
-                learned = [run.learned for passage in shown.passages for run in passage.runs for _ in range(run.num_tokens)]
+                learned = [
+                    piece.learned for passage in shown.passages for piece in passage.pieces for _ in range(piece.num_tokens)
+                ]
                 taken = (labels[0] != -100).tolist()
                 starts = (
                     {0} if "position_ids" not in batch else {i for i, at in enumerate(batch["position_ids"][index]) if at == 0}
@@ -132,7 +134,7 @@ def test_each_passage_names_the_row_that_its_text_is_of(server: Server, data_dir
             for passage in sequence.passages:
                 [(row, start)] = re.findall(r"^part-000.parquet, row group 0, row (\d+)(, from token \d+)?$", passage.source)
                 whole = rows[int(row)]["prompt"] + rows[int(row)]["response"] + "<|endoftext|>"
-                text = "".join(run.text for run in passage.runs)
+                text = "".join(piece.text for piece in passage.pieces)
                 assert text in whole if start else whole.startswith(text)
                 seen += 1
     assert seen >= 8
@@ -315,5 +317,5 @@ def test_the_text_is_what_the_token_ids_say(server: Server, data_dir: Path) -> N
     for ids, length, shown in zip(
         frame.tensors["input_ids"], frame.tensors["lengths"], views(server, "chats", 0, batch_size=4), strict=True
     ):
-        text = "".join(run.text for passage in shown.passages for run in passage.runs)
+        text = "".join(piece.text for passage in shown.passages for piece in passage.pieces)
         assert text == tokenizer.decode(ids[:length].tolist(), skip_special_tokens=False)

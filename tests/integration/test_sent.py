@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import penstock.dataset
-import penstock.device
-import penstock.feed
+import penstock.feeding.device
+import penstock.feeding.feed
 from chaos_proxy import ChaosProxy
 from corpora import write_numbered, write_pairs, write_tokenizer
 from penstock import RemoteDataset
-from penstock.device import Destination, OnDevice
-from penstock.pinned import tensor_over
+from penstock.feeding.device import Destination, OnDevice
+from penstock.feeding.pinned import tensor_over
 from penstock.tensors import CPU
 from serving import Server
 
@@ -54,8 +54,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(penstock.dataset, "check_device", lambda device: device)
     monkeypatch.setattr(penstock.dataset, "find_destination", lambda device, _: destinations[device])
-    monkeypatch.setattr(penstock.feed, "allocate_pinned", allocate)
-    monkeypatch.setattr(penstock.feed, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
+    monkeypatch.setattr(penstock.feeding.feed, "allocate_pinned", allocate)
+    monkeypatch.setattr(penstock.feeding.feed, "OnDevice", lambda frames, _, columns: OnDevice(frames, CPU, columns))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, bool]]:
         found[array.ndim, tensor is not None and np.shares_memory(tensor.numpy(), array)] += 1
         return tensor
 
-    monkeypatch.setattr(penstock.device, "tensor_over", look)
+    monkeypatch.setattr(penstock.feeding.device, "tensor_over", look)
     return found
 
 

@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock_server import accepting
-from penstock_server.accepting import Seat, accept_in_turn
+from penstock_server.serving import accepting
+from penstock_server.serving.accepting import Seat, accept_in_turn
 
 
 class Clock:

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock_server.accepting import Seat
-from penstock_server.processes import _Child, _how_it_ended
+from penstock_server.serving.accepting import Seat
+from penstock_server.serving.processes import _Child, _how_it_ended
 
 
 def child(seat: Any, *, is_alive: bool, lived_seconds: float, delay_seconds: float = 0.5) -> _Child:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-import penstock.feed
+import penstock.feeding.feed
 from penstock import Spec, wire
-from penstock.device import Destination
-from penstock.feed import Feed
-from penstock.item import Item
+from penstock.feeding.device import Destination
+from penstock.feeding.feed import Feed
+from penstock.feeding.item import Item
 from penstock.network.transport import Transport
 from penstock.source import Source
 from penstock.tensors import CPU, Batch, expand
@@ -64,7 +64,7 @@ def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("CUDA error: out of memory")
         return expand(frame, pin_memory=pin_memory, columns=columns)
 
-    monkeypatch.setattr(penstock.feed, "expand", expanded)
+    monkeypatch.setattr(penstock.feeding.feed, "expand", expanded)
 
 
 def feed(num_steps: int, replay: int | None = None) -> Feed:

@@ -25,7 +25,7 @@ from penstock.spec import Spec
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadRow, DatasetRefused, UnknownDataset
-from penstock_server.serve import _greeting
+from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
 from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.snapshot import Snapshot, read_folder

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.feeding.pinned import allocate_pinned, tensor_over
 from penstock.network.buffers import LARGEST_BUFFER
-from penstock.pinned import allocate_pinned, tensor_over
 from penstock.wire.layout import TensorLayout, strided
 
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64"]

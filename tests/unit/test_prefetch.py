@@ -11,9 +11,9 @@ from weakref import ref
 
 import pytest
 
-import penstock.prefetch
+import penstock.feeding.prefetch
 from penstock import PenstockError
-from penstock.prefetch import Prefetch
+from penstock.feeding.prefetch import Prefetch
 
 KIB = 1 << 10
 
@@ -249,7 +249,7 @@ def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_
 
 
 def test_a_worker_whose_loader_was_killed_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.prefetch, "_ORPHAN_SECONDS", 0.05)
+    monkeypatch.setattr(penstock.feeding.prefetch, "_ORPHAN_SECONDS", 0.05)
     context = get_context("fork")
     heard, told = context.Pipe(duplex=False)
 
@@ -286,7 +286,7 @@ def test_a_worker_whose_loader_was_killed_waits_no_longer(monkeypatch: pytest.Mo
 
 def test_who_is_no_loader_worker_outlives_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a run does whose shell was closed."""
-    monkeypatch.setattr(penstock.prefetch, "_ORPHAN_SECONDS", 0.01)
+    monkeypatch.setattr(penstock.feeding.prefetch, "_ORPHAN_SECONDS", 0.01)
     gate = threading.Event()
 
     def groups() -> Generator[list[bytes], None, None]:
@@ -299,5 +299,5 @@ def test_who_is_no_loader_worker_outlives_the_process_that_started_it(monkeypatc
 
     ahead = prefetch(groups(), KIB)
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    monkeypatch.setattr(penstock.prefetch, "current_process", look)
+    monkeypatch.setattr(penstock.feeding.prefetch, "current_process", look)
     assert list(ahead) == [item(0)]

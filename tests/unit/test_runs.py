@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+from penstock.feeding.runs import OBJECT_BYTES, fetch_ahead, fetch_runs
 from penstock.network.transport import Transport
-from penstock.runs import OBJECT_BYTES, fetch_ahead, fetch_runs
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.wire import Frame

@@ -15,8 +15,8 @@ import pytest
 
 import in_thread
 from corpora import write_numbered
-from penstock_server import stalled as stalled_module
 from penstock_server.inflight import InFlight
+from penstock_server.serving import stalled as stalled_module
 from penstock_server.storage.blocks import Blocks, EncodedBlocks
 from slow import slow_readers
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.commands.terminal import Terminal, Unit, abridge, columns_of, units, wrap
+from penstock.display.terminal import Terminal, Unit, abridge, columns_of, units, wrap
 from penstock.printable import printable
 
 

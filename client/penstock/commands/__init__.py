@@ -8,8 +8,8 @@ import warnings
 from functools import partial
 from importlib import import_module
 
-from penstock.commands.arguments import add_spec_options
-from penstock.commands.stdout import readers_may_leave
+from penstock.commands.arguments import add_spec_options, whole_number
+from penstock.display.stdout import readers_may_leave
 from penstock.errors import PenstockError
 from penstock.wording import without_passwords
 
@@ -107,13 +107,6 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         print(f"penstock {name}: {printable(without_passwords(str(error)))}", file=sys.stderr)
         return 2
     return status
-
-
-def whole_number(text: str) -> int:
-    """A number from 0 that a person gave. Raises ArgumentTypeError: it is none."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 16):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0")
-    return int(text)
 
 
 def _amount(text: str) -> float:

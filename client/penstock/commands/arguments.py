@@ -43,3 +43,10 @@ def spec_query(arguments: argparse.Namespace, address: Address) -> dict[str, str
 def first_of(option: int | None, inside: int | None) -> int:
     """What an option says, else what the address says, else 0."""
     return option if option is not None else inside or 0
+
+
+def whole_number(text: str) -> int:
+    """A number from 0 that a person gave. Raises ArgumentTypeError: it is none."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 16):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0")
+    return int(text)

@@ -16,7 +16,7 @@ from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.measure import Figures, measure
 from penstock.commands.remote import connected, dataset_of, describe_dataset
 from penstock.commands.supply import Supply, frames, tensors
-from penstock.commands.terminal import BOLD, DIM, YELLOW, Terminal
+from penstock.display.terminal import BOLD, DIM, YELLOW, Terminal
 from penstock.network.transport import Transport
 from penstock.printable import printable
 from penstock.wording import without_passwords

@@ -9,8 +9,8 @@ from typing import Any
 from penstock.commands.check import Check
 from penstock.commands.remote import RETRY_SECONDS, describe_dataset
 from penstock.errors import PenstockError
+from penstock.feeding.runs import RUN_BYTES
 from penstock.network.transport import Transport
-from penstock.runs import RUN_BYTES
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.wording import counted, rows_kept, size

@@ -13,7 +13,7 @@ from penstock.commands.data_checks import check_bandwidth, check_cache, check_da
 from penstock.commands.machine_checks import check_machine
 from penstock.commands.remote import RETRY_SECONDS, get_json, greet
 from penstock.commands.server_checks import check_proxies, check_versions, check_way
-from penstock.commands.terminal import BOLD, GREEN, RED, YELLOW, Terminal
+from penstock.display.terminal import BOLD, GREEN, RED, YELLOW, Terminal
 from penstock.errors import PenstockError
 from penstock.network.transport import Transport
 from penstock.printable import printable

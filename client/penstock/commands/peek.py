@@ -9,10 +9,10 @@ from typing import Any
 
 from penstock.commands.address import parse_address, url
 from penstock.commands.arguments import first_of, spec_query
-from penstock.commands.batch_view import MUCH_PADDING, SequenceView, view
 from penstock.commands.remote import connected, dataset_of, get_json
-from penstock.commands.table import table
-from penstock.commands.terminal import BOLD, DIM, RED, YELLOW, Terminal
+from penstock.display.batch_view import MUCH_PADDING, SequenceView, view
+from penstock.display.table import table
+from penstock.display.terminal import BOLD, DIM, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.spec import Spec
 from penstock.urls import batches_path
@@ -78,7 +78,7 @@ def _foot(
     if empty := [str(s.index) for s in sequences if not s.num_learned]:
         which = f"sequence{'s' * (len(empty) > 1)} {', '.join(empty)}"
         yield from terminal.paragraph(f"nothing is learned from {which}: does the prompt fill seq_len?", RED)
-    if any(not run.learned for s in sequences for passage in s.passages for run in passage.runs):
+    if any(not piece.learned for s in sequences for passage in s.passages for piece in passage.pieces):
         dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
         yield f"{dimmed}: no loss is taken there"
 

@@ -12,8 +12,8 @@ import httpx
 
 from penstock import __version__, wire
 from penstock.commands.check import Check
+from penstock.feeding.runs import RUN_BYTES
 from penstock.network.aside import client_aside, proxy_of
-from penstock.runs import RUN_BYTES
 from penstock.wording import size
 
 _PROBES = 15

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.batch import SIDES
-from penstock.commands.batch_view import Run
-from penstock.commands.table import run_lines
-from penstock.commands.terminal import BOLD, RED, YELLOW, Terminal
+from penstock.display.batch_view import Piece
+from penstock.display.table import piece_lines
+from penstock.display.terminal import BOLD, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.wording import counted, size
 from penstock_server.datasets.describe import describe_dataset, summary
@@ -50,22 +50,22 @@ def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterat
         yield terminal.paint(printable(f"    cannot be used: {facts['bad']}"), RED)
     for side in SIDES:
         if f"{side}tokens" in facts:
-            runs = _runs(facts, side)
+            pieces = _pieces(facts, side)
             named = f"{side.removesuffix('_')}: " if side else ""
-            num_learned = sum(run.num_tokens for run in runs if run.learned)
+            num_learned = sum(piece.num_tokens for piece in pieces if piece.learned)
             yield f"    {named}{counted(len(facts[f'{side}tokens']), 'token')}, {num_learned:,} learned"
-            yield from _indented(runs, terminal, num_lines)
+            yield from _indented(pieces, terminal, num_lines)
     for name, value in facts.get("columns", {}).items():
-        yield from _indented([Run(f"{name}: {value}", 0, True)], terminal, num_lines)
+        yield from _indented([Piece(f"{name}: {value}", 0, True)], terminal, num_lines)
 
 
-def _runs(facts: Mapping[str, Any], side: str) -> list[Run]:
+def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
     """The turns of a row, or all of it as one where it has none: as ids, where there is no tokenizer."""
     ids = facts[f"{side}tokens"]
     whole = {"learned": True, "num_tokens": len(ids), "text": facts.get(f"{side}text", " ".join(map(str, ids)))}
-    return [Run(turn["text"], turn["num_tokens"], turn["learned"]) for turn in facts.get(f"{side}turns", [whole])]
+    return [Piece(turn["text"], turn["num_tokens"], turn["learned"]) for turn in facts.get(f"{side}turns", [whole])]
 
 
-def _indented(runs: Sequence[Run], terminal: Terminal, num_lines: int) -> Iterator[str]:
-    for line in run_lines(runs, terminal, terminal.columns - len(_MARGIN), num_lines):
+def _indented(pieces: Sequence[Piece], terminal: Terminal, num_lines: int) -> Iterator[str]:
+    for line in piece_lines(pieces, terminal, terminal.columns - len(_MARGIN), num_lines):
         yield _MARGIN + line

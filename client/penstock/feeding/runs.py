@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
+from penstock.feeding.prefetch import Prefetch
 from penstock.network.transport import Transport
-from penstock.prefetch import Prefetch
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.wire import Frame

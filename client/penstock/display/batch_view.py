@@ -14,7 +14,7 @@ MUCH_PADDING = 0.5  # of a sequence, or of a batch: to be looked at
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Piece:
     """Tokens one after the other, all learned or none: their text, or their ids where the server has no tokenizer."""
 
     text: str
@@ -28,12 +28,12 @@ class Passage:
 
     source: str
     side: str
-    runs: tuple[Run, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def num_tokens(self) -> int:
         """Its tokens."""
-        return sum(run.num_tokens for run in self.runs)
+        return sum(piece.num_tokens for piece in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +77,8 @@ def _sequence(
     for side in SIDES:
         if f"{side}input_ids" not in facts:
             continue
-        for name, runs in zip(names, _by_row(_runs(facts, side), lengths), strict=True):
-            passages.append(Passage(source=name, side=side.removesuffix("_"), runs=tuple(runs)))
+        for name, pieces in zip(names, _by_row(_pieces(facts, side), lengths), strict=True):
+            passages.append(Passage(source=name, side=side.removesuffix("_"), pieces=tuple(pieces)))
         num_learned += sum(_mask(facts, side))
     return SequenceView(
         index=facts["index"],
@@ -97,21 +97,23 @@ def _named(source: Mapping[str, Any], is_mixed: bool) -> str:
     return f"{dataset}{source['shard']}, row group {source['row_group']}, row {source['row']:,}{begin}"
 
 
-def _runs(facts: Mapping[str, Any], side: str) -> Iterator[Run]:
+def _pieces(facts: Mapping[str, Any], side: str) -> Iterator[Piece]:
     """The tokens of one side, cut where rows or turns begin and where the loss does."""
     ids = facts[f"{side}input_ids"]
     if "label_lengths" in facts:  # an encoder reads the one, a decoder learns the other
-        yield Run(facts.get("prompt", _spelled(ids)), len(ids), False)
-        yield Run(facts.get("response", _spelled(facts["labels"])), len(facts["labels"]), True)
+        yield Piece(facts.get("prompt", _spelled(ids)), len(ids), False)
+        yield Piece(facts.get("response", _spelled(facts["labels"])), len(facts["labels"]), True)
         return
     mask = _mask(facts, side)
     end = 0
-    for num_tokens, text in _pieces(facts, side, ids, mask):
+    for num_tokens, text in _lengths_and_texts(facts, side, ids, mask):
         start, end = end, end + num_tokens
-        yield Run(_spelled(ids[start:end]) if text is None else text, num_tokens, any(mask[start:end]))
+        yield Piece(_spelled(ids[start:end]) if text is None else text, num_tokens, any(mask[start:end]))
 
 
-def _pieces(facts: Mapping[str, Any], side: str, ids: Sequence[int], mask: Sequence[bool]) -> Iterator[tuple[int, str | None]]:
+def _lengths_and_texts(
+    facts: Mapping[str, Any], side: str, ids: Sequence[int], mask: Sequence[bool]
+) -> Iterator[tuple[int, str | None]]:
     """How many tokens, and their text if it is known."""
     if f"{side}pieces" in facts:
         yield from ((piece["num_tokens"], piece.get("text")) for piece in facts[f"{side}pieces"])
@@ -128,14 +130,14 @@ def _mask(facts: Mapping[str, Any], side: str) -> list[bool]:
     return [label != IGNORED for label in facts[f"{side}labels"]]
 
 
-def _by_row(runs: Iterable[Run], lengths: Sequence[int]) -> list[list[Run]]:
-    """The runs of each row of these lengths; no run is of two rows."""
+def _by_row(pieces: Iterable[Piece], lengths: Sequence[int]) -> list[list[Piece]]:
+    """The pieces of each row of these lengths; no piece is of two rows."""
     ends = [*accumulate(lengths)]
-    found: list[list[Run]] = [[] for _ in lengths]
+    found: list[list[Piece]] = [[] for _ in lengths]
     at = 0
-    for run in runs:
-        found[bisect_right(ends, at)].append(run)
-        at += run.num_tokens
+    for piece in pieces:
+        found[bisect_right(ends, at)].append(piece)
+        at += piece.num_tokens
     return found
 
 

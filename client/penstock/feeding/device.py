@@ -11,9 +11,9 @@ import torch
 
 from penstock.batch import IGNORED
 from penstock.errors import PenstockError, SpecError
-from penstock.item import Item
-from penstock.pinned import tensor_over
-from penstock.prefetch import Prefetch
+from penstock.feeding.item import Item
+from penstock.feeding.pinned import tensor_over
+from penstock.feeding.prefetch import Prefetch
 from penstock.rank import Worker
 from penstock.tensors import ALL, CPU, Batch, Lines, as_tensor, kind_of, travelled
 from penstock.wire import Frame

@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
-from penstock.commands.stdout import print_anything
-from penstock_server.accepting import Seat
+from penstock.display.stdout import print_anything
 from penstock_server.logs import begin_log
 from penstock_server.problems import DatasetRefused
+from penstock_server.serving.accepting import Seat
 from penstock_server.settings import Settings, SettingsError
 
 log = logging.getLogger("penstock.processes")
@@ -183,7 +183,7 @@ def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Conn
     _die_with_parent()
     threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
     print_anything()
-    from penstock_server.serve import run
+    from penstock_server.serving.serve import run
 
     def begin(cache_bytes: int) -> None:
         if begins:

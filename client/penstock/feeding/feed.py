@@ -12,10 +12,10 @@ from itertools import cycle, islice
 
 import torch
 
-from penstock.device import Destination, OnDevice
-from penstock.item import Item
-from penstock.pinned import allocate_pinned
-from penstock.runs import fetch_ahead
+from penstock.feeding.device import Destination, OnDevice
+from penstock.feeding.item import Item
+from penstock.feeding.pinned import allocate_pinned
+from penstock.feeding.runs import fetch_ahead
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats

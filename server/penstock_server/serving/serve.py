@@ -19,23 +19,23 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
-from penstock.commands.stdout import give_stdout_up
+from penstock.display.stdout import give_stdout_up
 from penstock.ending import ends_at
 from penstock.printable import printable_lines
 from penstock.urls import DATASETS, batches_path
 from penstock.wording import counted
-from penstock_server.accepting import Seat, accept_in_turn
 from penstock_server.app import create_app
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.describe import summary
 from penstock_server.datasets.watch import watching
-from penstock_server.heads import BoundedHeads
 from penstock_server.inflight import InFlight
-from penstock_server.listening import listen
 from penstock_server.logs import begin_log
 from penstock_server.opening import open_data, warn
+from penstock_server.serving.accepting import Seat, accept_in_turn
+from penstock_server.serving.heads import BoundedHeads
+from penstock_server.serving.listening import listen
+from penstock_server.serving.stalled import SILENT_SECONDS, STALLED_SECONDS, cut_stalled
 from penstock_server.settings import Settings
-from penstock_server.stalled import SILENT_SECONDS, STALLED_SECONDS, cut_stalled
 
 log = logging.getLogger("penstock.serve")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.commands.batch_view import MUCH_PADDING, Passage, Run, SequenceView
-from penstock.commands.terminal import BOLD, CYAN, DIM, PLAIN, RED, YELLOW, Terminal, Unit, abridge, units, wrap
+from penstock.display.batch_view import MUCH_PADDING, Passage, Piece, SequenceView
+from penstock.display.terminal import BOLD, CYAN, DIM, PLAIN, RED, YELLOW, Terminal, Unit, abridge, units, wrap
 
 _WIDTHS = (4, 7, 5, 7)  # of the columns below
 _TITLES = ("#", "tokens", "pad", "learned")
-_FEWEST_RUN_COLUMNS = 32
+_FEWEST_PIECE_COLUMNS = 32
 
 
 def table(sequences: Sequence[SequenceView], terminal: Terminal, num_lines: int) -> Iterator[str]:
@@ -40,7 +40,7 @@ def _text(sequence: SequenceView, terminal: Terminal, width: int, num_lines: int
     for passage in shown:
         for line in wrap(_heading(passage, several), width):
             yield terminal.line(line)
-        yield from run_lines(passage.runs, terminal, width, num_lines)
+        yield from piece_lines(passage.pieces, terminal, width, num_lines)
     if left_out := len(sequence.passages) - len(shown):
         yield terminal.paint(f"▸ and {left_out:,} more; --lines 0 shows all", YELLOW)
     for name, value in sequence.columns.items():
@@ -56,25 +56,25 @@ def _heading(passage: Passage, several: bool) -> Iterator[Unit]:
     yield from units(f"{passage.source}" + (f", {passage.num_tokens:,} tokens" if several else ""), CYAN)
 
 
-def run_lines(runs: Sequence[Run], terminal: Terminal, width: int, num_lines: int) -> Iterator[str]:
-    """The text of some runs in about `num_lines` lines of at most `width` columns; 0: all of it."""
-    for line in wrap(_runs(runs, terminal, num_lines * width), width):
+def piece_lines(pieces: Sequence[Piece], terminal: Terminal, width: int, num_lines: int) -> Iterator[str]:
+    """The text of some pieces in about `num_lines` lines of at most `width` columns; 0: all of it."""
+    for line in wrap(_pieces(pieces, terminal, num_lines * width), width):
         yield terminal.line(line)
 
 
-def _runs(runs: Sequence[Run], terminal: Terminal, columns: int) -> Iterator[Unit]:
-    """Of each run its beginning and its end: a long prompt must not hide the response."""
-    most = columns // _FEWEST_RUN_COLUMNS if columns else len(runs)
-    if len(runs) <= most:
-        for run, share in zip(runs, _shares([len(run.text) for run in runs], columns), strict=True):
-            yield from _run(run, terminal, share)
+def _pieces(pieces: Sequence[Piece], terminal: Terminal, columns: int) -> Iterator[Unit]:
+    """Of each piece its beginning and its end: a long prompt must not hide the response."""
+    most = columns // _FEWEST_PIECE_COLUMNS if columns else len(pieces)
+    if len(pieces) <= most:
+        for piece, share in zip(pieces, _shares([len(piece.text) for piece in pieces], columns), strict=True):
+            yield from _piece(piece, terminal, share)
         return
-    first, last = runs[: -(-most // 2)], runs[len(runs) - most // 2 :]
-    for run in first:
-        yield from _run(run, terminal, _FEWEST_RUN_COLUMNS)
-    yield from _note(f"{len(runs) - most:,} more turns")
-    for run in last:
-        yield from _run(run, terminal, _FEWEST_RUN_COLUMNS)
+    first, last = pieces[: -(-most // 2)], pieces[len(pieces) - most // 2 :]
+    for piece in first:
+        yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
+    yield from _note(f"{len(pieces) - most:,} more turns")
+    for piece in last:
+        yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
 
 
 def _shares(lengths: Sequence[int], columns: int) -> list[int]:
@@ -86,12 +86,12 @@ def _shares(lengths: Sequence[int], columns: int) -> list[int]:
     return shares
 
 
-def _run(run: Run, terminal: Terminal, columns: int) -> Iterator[Unit]:
+def _piece(piece: Piece, terminal: Terminal, columns: int) -> Iterator[Unit]:
     """Without colours, what carries no loss stands between ⟦ and ⟧."""
-    marks = ("", "") if run.learned or terminal.has_colours else ("⟦", "⟧")
-    style = PLAIN if run.learned else DIM
+    marks = ("", "") if piece.learned or terminal.has_colours else ("⟦", "⟧")
+    style = PLAIN if piece.learned else DIM
     yield from units(marks[0], style)
-    yield from _abridged(run.text, style, columns)
+    yield from _abridged(piece.text, style, columns)
     yield from units(marks[1], style)
 
 
