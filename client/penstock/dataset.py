@@ -146,8 +146,8 @@ class RemoteDataset(IterableDataset[Batch]):
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
         self._has_asked = False  # the server how long rows are: once is enough
-        self._stats = Stats()  # of the iterations that have ended; those of others are in their feeds
-        self._feeds: list[Feed] = []
+        # Of the iterations that have ended, and the feeds of the others; as one, or stats() might miss what ends just then.
+        self._counted: tuple[Stats, tuple[Feed, ...]] = (Stats(), ())
         self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
 
     @property
@@ -164,6 +164,11 @@ class RemoteDataset(IterableDataset[Batch]):
     def has_loaded(self) -> bool:
         """Whether a state was loaded and no iteration has started from it yet."""
         return self._progress.has_loaded
+
+    @property
+    def replay(self) -> int | None:
+        """How many batches each iteration fetches and then repeats from memory; None: it fetches all."""
+        return self._replay
 
     @property
     def snapshot(self) -> str:
@@ -263,13 +268,15 @@ class RemoteDataset(IterableDataset[Batch]):
             replay=self._replay,
             columns=self._columns,
         )
-        self._feeds.append(feed)
+        ended, feeds = self._counted
+        self._counted = ended, (*feeds, feed)
         try:
             yield feed
         finally:
             feed.close()
-            self._feeds.remove(feed)
-            self._stats += replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
+            ended, feeds = self._counted
+            own = replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
+            self._counted = ended + own, tuple(other for other in feeds if other is not feed)
 
     def __repr__(self) -> str:
         rank = f"rank {self.rank} of {self.world_size}"
@@ -277,12 +284,13 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def stats(self) -> Stats:
         """Batches, tokens, retries and waiting times of all iterations in this process."""
-        return sum((feed.stats() for feed in self._feeds), self._stats)
+        ended, feeds = self._counted
+        return sum((feed.stats() for feed in feeds), ended)
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes along to a loader worker: the threads of iterations stay here. Raises PenstockError: see _check_rank."""
         self._check_rank()
-        return self.__dict__ | {"_feeds": [], "_stats": replace(self.stats(), buffered_bytes=0)}
+        return self.__dict__ | {"_counted": (replace(self.stats(), buffered_bytes=0), ())}
 
     def __copy__(self) -> RemoteDataset:
         """A dataset with a place of its own; a shallow copy would share it."""

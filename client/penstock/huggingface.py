@@ -171,6 +171,9 @@ class _Place(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, _control: TrainerControl, **_: Any) -> None:
         assert self.data
+        if self.data.replay:  # Trainer's counts go on meanwhile, and those of the data do not
+            state.stateful_callbacks.pop(_KEY, None)
+            return
         place = self.data.state_dict()
         state.stateful_callbacks[_KEY] = {"args": {}, "attributes": place}
         counted, trained = _counted(state, args, self.data), place["epoch"] * self.data.steps_per_epoch + place["step"]
@@ -192,7 +195,9 @@ class _Place(TrainerCallback):
             return
         saved = state.stateful_callbacks.get(_KEY)
         if saved is None:
-            raise StateMismatch("this checkpoint holds no state of the data: it was not written by a RemoteTrainer.")
+            raise StateMismatch(
+                "this checkpoint holds no state of the data: it was not written by a RemoteTrainer, or in a replay."
+            )
         data.load_state_dict(saved["attributes"])
         counted, trained = _counted(state, args, data), (data.epoch + 1) * data.steps_per_epoch - len(data)
         if trained != counted:

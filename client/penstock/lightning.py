@@ -33,6 +33,10 @@ class RemoteEpochs(RemoteDataset):
     def __len__(self) -> int:
         return self.steps_per_epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        """As that of any RemoteDataset. In a replay none that resumes: Lightning's counts go on meanwhile, not the data's."""
+        return {"replay": self.replay} if self.replay else super().state_dict()
+
 
 class ExactResume(Callback):
     """Sets the epoch of the data, and has a resumed run go on with the batch after the last that was trained on.
@@ -40,8 +44,9 @@ class ExactResume(Callback):
     Lightning counts epochs and batches by itself, and resumes by that: from some checkpoints, such as those of an epoch's last
     step, it would give an epoch once more, or leave one out. Its counts are put right where they can be; else it is refused.
 
-    Raises SpecError: train_dataloader is no RemoteEpochs.  Raises StateMismatch: the checkpoint is of other batch sizes or
-    ranks, or Lightning would go on with another batch than the next.
+    Raises SpecError: train_dataloader is no RemoteEpochs, or a replay, which resumes nothing.
+    Raises StateMismatch: the checkpoint is of other batch sizes or ranks, or Lightning would go on with another batch than the
+    next.
     """
 
     def __init__(self) -> None:
@@ -61,6 +66,8 @@ class ExactResume(Callback):
         data, loop, num_batches = _data_of(trainer), trainer.fit_loop, trainer.num_training_batches
         if self._loop is None:
             return
+        if data.replay:
+            raise SpecError("a replay goes through no epoch, so it cannot resume in one: leave ckpt_path out", ("replay",))
         state = _state_in(self._loop)
         for name in ("batch_size", "world_size"):
             if state[name] != (now := getattr(data.spec, name)):
@@ -102,8 +109,8 @@ def _state_in(loop: dict[str, Any]) -> dict[str, Any]:
     states = loop["state_dict"].get("combined_loader") or [{}]
     if not states[0].keys() >= {"epoch", "step", "batch_size", "world_size"}:
         raise StateMismatch(
-            "this checkpoint holds no state of the data: it was not saved while training on a RemoteEpochs, and where in the "
-            "data it was cannot be told. Load the weights alone, and begin anew."
+            "this checkpoint holds no state of the data: it was not saved while training on a RemoteEpochs, or in a replay, "
+            "and where in the data it was cannot be told. Load the weights alone, and begin anew."
         )
     counts = loop["epoch_loop.batch_progress"]["current"]
     # A batch that was given, and whose step failed, is not trained on.

@@ -181,6 +181,20 @@ def test_a_checkpoint_that_counts_other_batches_is_refused(url: str, tmp_path: P
         trainer(url, tmp_path, data=other).train(resume_from_checkpoint=checkpoint)
 
 
+def test_a_replay_is_resumed_by_none_and_may_begin_at_any_checkpoint(url: str, tmp_path: Path, given: list[Given]) -> None:
+    trainer(url, tmp_path / "whole", save_steps=5, max_steps=5).train()
+    replay: dict[str, Any] = {"data": RemoteDataset(url, "numbers", **SPEC, replay=2), "save_steps": 5}
+    trainer(url, tmp_path / "replay", max_steps=5, **replay).train()
+    given.clear()
+    trainer(url, tmp_path / "replay", max_steps=10, **replay).train(
+        resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5")
+    )
+    assert given == [whole_run(url, 40)[5:7][step % 2] for step in range(5)]
+    for checkpoint in ("checkpoint-5", "checkpoint-10"):
+        with pytest.raises(StateMismatch, match="holds no state of the data: .* or in a replay"):
+            trainer(url, tmp_path).train(resume_from_checkpoint=str(tmp_path / "replay" / checkpoint))
+
+
 def test_a_dataset_that_is_put_in_place_of_the_first_is_the_one_that_counts(
     url: str, tmp_path: Path, given: list[Given]
 ) -> None:

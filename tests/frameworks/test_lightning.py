@@ -106,12 +106,13 @@ def fit(url: str, tmp_path: Path) -> Callable[..., list[int]]:
         numbers |= {rows_of(batch): 4 * epoch + step for step, batch in enumerate(data)}
 
     class Model(lightning.LightningModule):  # type: ignore[misc]  # mypy does not follow it
-        def __init__(self, fails_at: int | None) -> None:
+        def __init__(self, fails_at: int | None, replay: int | None) -> None:
             super().__init__()
+            self.replay = replay
             self.weight, self.fails_at, self.trained = torch.nn.Parameter(torch.zeros(1)), fails_at, list[int]()
 
         def train_dataloader(self) -> RemoteEpochs:
-            return RemoteEpochs(url, "numbers", **spec)
+            return RemoteEpochs(url, "numbers", **spec, replay=self.replay)
 
         def training_step(self, batch: Batch) -> torch.Tensor:
             if len(self.trained) == self.fails_at:
@@ -126,7 +127,14 @@ def fit(url: str, tmp_path: Path) -> Callable[..., list[int]]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-9)
 
-    def train(saver: dict[str, int] | None, resumed: str | None, *, fails_at: int | None = None, **settings: Any) -> list[int]:
+    def train(
+        saver: dict[str, int] | None,
+        resumed: str | None,
+        *,
+        fails_at: int | None = None,
+        replay: int | None = None,
+        **settings: Any,
+    ) -> list[int]:
         """With no `saver` when a step fails; it validates if it is told how often."""
         saves = OnExceptionCheckpoint(tmp_path) if saver is None else ModelCheckpoint(tmp_path, save_top_k=-1, **saver)
         num_held_out = 1 if "val_check_interval" in settings else 0
@@ -134,7 +142,7 @@ def fit(url: str, tmp_path: Path) -> Callable[..., list[int]]:
             callbacks=[saves, ExactResume()], logger=False, accelerator="cpu", limit_val_batches=num_held_out, **settings
         )
         held_out = RemoteDataset(url, "numbers", batch_size=80, shuffle="none")
-        model = Model(fails_at)
+        model = Model(fails_at, replay)
         with suppress(Stopped):
             trainer.fit(model, val_dataloaders=held_out, ckpt_path=tmp_path / f"{resumed}.ckpt" if resumed else None)
         return model.trained
@@ -185,6 +193,15 @@ def test_a_run_that_lightning_would_resume_elsewhere_is_refused(fit: Callable[..
     torch.save(checkpoint, path)
     with pytest.raises(StateMismatch, match="step 0 of epoch 1 is due, but Lightning goes on with step 0 of epoch 3"):
         fit({"every_n_train_steps": 4}, "epoch=0-step=4", max_steps=10)
+
+
+def test_a_replay_neither_resumes_nor_is_resumed(fit: Callable[..., list[int]]) -> None:
+    assert fit({"every_n_train_steps": 3}, None, max_steps=3, replay=2) == [0, 1, 0]
+    with pytest.raises(StateMismatch, match=r"not a state of a RemoteDataset.*\['replay'\]"):
+        fit({"every_n_train_steps": 3}, "epoch=0-step=3", max_steps=10)
+    fit({"every_n_train_steps": 2}, None, max_steps=2)
+    with pytest.raises(SpecError, match="a replay goes through no epoch"):
+        fit({"every_n_train_steps": 2}, "epoch=0-step=2", max_steps=10, replay=2)
 
 
 def test_a_checkpoint_without_a_state_of_the_data_is_refused(fit: Callable[..., list[int]], tmp_path: Path) -> None:
