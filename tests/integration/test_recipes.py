@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from commands import penstock
-from corpora import EOS, write_tokenizer
+from corpora import EOS, write_shards, write_tokenizer
 from penstock import DataError, RemoteDataset
 from serving import Server
 
@@ -381,3 +381,11 @@ def test_global_without_room_is_refused_with_both_numbers(serve: Callable[..., S
         assert server.get("/v1/datasets/big/spec", shuffle="window").status_code == 200
     with serve(tmp_path, "--cache-bytes", "50MB") as server:
         assert server.get("/v1/datasets/big/spec", shuffle="global").status_code == 200
+
+
+def test_what_is_wrong_in_a_folder_below_another_is_told_by_the_name_of_the_dataset(tmp_path: Path) -> None:
+    rows = [[[1], [], [3, 4]]]
+    write_shards(tmp_path / "data" / "web" / "news", "tokens", rows, type_=pa.list_(pa.int32()), row_group_size=9)
+    with Server(tmp_path / "data", tmp_path / "cache") as server:
+        detail = server.get("/v1/datasets/web.news/epochs/0/ranks/0/batches/0", batch_size=3).json()["detail"]
+        assert detail.startswith("web.news: row 1 of row group 0")

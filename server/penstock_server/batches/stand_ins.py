@@ -37,7 +37,7 @@ def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tup
             return other, found, found.substitutes[rows % found.num_rows]
     address = member.snapshot.block(index)
     raise BadRow(
-        f"{member.snapshot.folder.name}: no row of row group {address.row_group} in {address.shard.path.name} can be used, nor "
+        f"{member.snapshot.name}: no row of row group {address.row_group} in {address.shard.path.name} can be used, nor "
         f"any in the row groups after it: there is nothing to serve in its place. GET /v1/datasets/{member.name}/quarantine "
         f"lists the rows with the reasons; mend the shards, or move them out of the folder."
     )

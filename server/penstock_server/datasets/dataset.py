@@ -216,7 +216,7 @@ class Dataset:
         return change
 
     def _read_folder(self, sight: Sight, *, settled: bool) -> Reading:
-        reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, settled=settled)
+        reading = read_folder(self.folder, sight.shards, self._tokenizer, self._footers, name=self.name, settled=settled)
         if look(self.folder, sight.shards, self._tokenizer).recipe != sight.recipe:  # or the next look would find nothing new
             raise being_written(f"the recipe of {self.folder}")
         known = self._held.recipe

@@ -103,7 +103,7 @@ class Held:
         if not self._earlier:
             self._earlier.update(earlier_snapshots(self.shards.values(), self.recipe))
         shards = self._earlier.get(fingerprint)
-        return Snapshot(shards[0].path.parent, shards, self.recipe) if shards else None
+        return Snapshot(shards[0].path.parent, shards, self.recipe, name=self.name) if shards else None
 
     def _older(self, fingerprint: str, serve: Callable[[Snapshot], Served]) -> Served | None:
         """An older snapshot, by its note or by the age of the shards; None: there is none of that name. Raises SnapshotGone."""
@@ -124,7 +124,7 @@ class Held:
         if former and former.snapshot.recipe is self.recipe and former.snapshot.shards == shards:
             return former
         if self.recipe:
-            snapshot = Snapshot(shards[0].path.parent, shards, self.recipe)
+            snapshot = Snapshot(shards[0].path.parent, shards, self.recipe, name=self.name)
             if snapshot.fingerprint == record.fingerprint:
                 return serve(snapshot)
         if former is None:
@@ -132,7 +132,7 @@ class Held:
         # What is known of its shards is by its own recipe; only their dates may be new.
         pairs = zip(former.snapshot.shards, shards, strict=True)
         own = [replace(shard, date=now.date) for shard, now in pairs]
-        return serve(Snapshot(former.snapshot.folder, own, former.snapshot.recipe))
+        return serve(Snapshot(former.snapshot.folder, own, former.snapshot.recipe, name=self.name))
 
     def _gone(self, fingerprint: str, reason: str) -> SnapshotGone:
         what = f"snapshot {fingerprint} of {self.name} is gone: {reason} since it was made"

@@ -60,11 +60,13 @@ class Snapshot:
     first_block_of_shard shape [num_shards + 1]: where each shard's blocks start, and at last their number
     vocab_size       every token id is below it; None where neither the recipe nor the footers know
     token_bound      ids that are not below it make a bad row, by the recipe; see bound_in
+    name             of the dataset that it is of, by which errors call it; default: the folder's
     token_dtype      the smallest of uint16 and uint32 that holds every token id
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], recipe: Recipe) -> None:
+    def __init__(self, folder: Path, shards: Sequence[Shard], recipe: Recipe, *, name: str | None = None) -> None:
         self.folder = folder
+        self.name = folder.name if name is None else name
         self.shards = tuple(shards)
         self.recipe = recipe
         rows, nbytes = self._rows_per_group, self._bytes_per_group
@@ -185,6 +187,7 @@ def recipe_key(recipe: Recipe) -> str:
 class Reading:
     """What a folder holds: the recipe, the readable shards by name, and what is wrong with the others."""
 
+    name: str
     folder: Path
     recipe: Recipe
     shards: Mapping[str, Shard]
@@ -199,22 +202,31 @@ class Reading:
         if self.failures:
             more = [f"... and {len(self.failures) - 10} more"] if len(self.failures) > 10 else []
             raise DatasetRefused("\n".join([*self.failures[:10], *more]))
-        snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe)
+        snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe, name=self.name)
         _check_rows(snapshot)
         return snapshot
 
 
 def read_folder(
-    folder: Path, dates: Mapping[str, Date], default_tokenizer: Path | None, footers: Footers, *, settled: bool = False
+    folder: Path,
+    dates: Mapping[str, Date],
+    default_tokenizer: Path | None,
+    footers: Footers,
+    *,
+    name: str | None = None,
+    settled: bool = False,
 ) -> Reading:
-    """Reads a folder's recipe, and the footers of those shards that are not remembered; `settled` as in Footers.read.
+    """Reads a folder's recipe, and the footers of those shards that are not remembered.
+
+    `name` is as in Snapshot, `settled` as in Footers.read.
 
     Raises DatasetRefused: the recipe is wrong, or no shard can be read to find out what the columns are.
     """
     recipe = read_recipe(folder, footers.schema(dates), default_tokenizer)
     read = footers.read(dates, recipe, settled=settled)
     shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
-    return Reading(folder, recipe, shards, tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused)))
+    failures = tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused))
+    return Reading(folder.name if name is None else name, folder, recipe, shards, failures)
 
 
 def _joined(numbers: Iterable[array[int]]) -> IntArray:

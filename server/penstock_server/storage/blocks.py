@@ -220,7 +220,7 @@ class Blocks:
         leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
         or_leave_out = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
         return BadRow(
-            f"{self._snapshot.folder.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
+            f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
             f'cannot be used. Mend the shard, or set on_bad_row = "substitute"{limit} in '
             f"{self._snapshot.folder / 'penstock.toml'} to serve a neighbour in place of each: that changes no other batch, so "
             f"a run can go on where it stopped.{or_leave_out}"

@@ -109,14 +109,14 @@ def reading(snapshot: Snapshot, address: BlockAddress) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:  # pyarrow's is an ArrowException, too
-        what = f"for {_place(address)} of {snapshot.folder.name}"
+        what = f"for {_place(address)} of {snapshot.name}"
         advice = "write smaller rows. Or the shard is damaged: such a one may ask for any amount"
         raise OutOfMemory(what, error, advice) from error
     except OSError as error:
         if error.errno is None:  # pyarrow's word for a damaged file, too
             raise _unreadable(snapshot, address, error) from error
         raise ShardUnavailable(
-            f"{snapshot.folder.name}: {address.shard.path} cannot be read now: {error.strerror}. The client tries "
+            f"{snapshot.name}: {address.shard.path} cannot be read now: {error.strerror}. The client tries "
             f"again; if it stays so, mend the storage or its permissions."
         ) from error
     except (pa.ArrowException, ValueError) as error:
@@ -155,7 +155,7 @@ def _check_unwritten(file: pa.OSFile, opened: Date) -> None:
 
 def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:
     reason = " ".join(str(error).split()).rstrip(".")
-    name, row_group = snapshot.folder.name, _place(address)
+    name, row_group = snapshot.name, _place(address)
     if isinstance(error, TransformError):
         return ShardUnreadable(
             f"{name}: {reason}, on {row_group}. Batches that need it fail. Mend the transform, or the data: with another "

@@ -153,7 +153,7 @@ class Quarantine:
         """Raises DatasetRefused: more rows are known to be bad than the recipe allows to substitute."""
         recipe = self._snapshot.recipe
         if recipe.on_bad_row == "substitute" and self.has_too_many:
-            name, num_bad = self._snapshot.folder.name, self.num_bad_rows
+            name, num_bad = self._snapshot.name, self.num_bad_rows
             raise DatasetRefused(
                 f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, "
                 f"more than max_bad_share = {recipe.max_bad_share:g} allows to substitute. GET /v1/datasets/{name}/quarantine "
