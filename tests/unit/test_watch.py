@@ -51,7 +51,9 @@ def get(*servers: str, retry_seconds: float = 60.0) -> tuple[bytes, int]:
 @pytest.mark.usefixtures("curt")
 def test_a_server_that_hangs_gives_way_to_the_next() -> None:
     with server() as hanging, pages(lambda _: (200, b"here")) as good:
-        assert get(hanging, good) == (b"here", 1)
+        given, num_retries = get(hanging, good)
+    assert given == b"here"
+    assert num_retries >= 1  # on a busy machine the other is slow, too
 
 
 @pytest.mark.usefixtures("curt")
@@ -223,8 +225,10 @@ def test_one_with_nobody_behind_it_does_not() -> None:
         return (502, b"") if path == "/healthz" else (200, bytes(over.wait(60)))
 
     with pages(answer) as url, pages(lambda _: (200, b"here")) as good:
-        assert get(url, good) == (b"here", 1)
+        given, num_retries = get(url, good)
         over.set()
+    assert given == b"here"
+    assert num_retries >= 1  # on a busy machine the other is slow, too
 
 
 def test_closing_ends_the_watch_also_while_it_asks() -> None:
