@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,7 @@ from penstock.errors import PenstockError, SpecError
 from penstock.feeding.device import Destination, check_device, find_destination
 from penstock.feeding.feed import Feed
 from penstock.feeding.runs import PREFETCH_BYTES
+from penstock.feeding.tally import Tally
 from penstock.iteration import Iteration
 from penstock.ledger import Book
 from penstock.mix import spell_mix
@@ -146,8 +147,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
         self._has_asked = False  # the server how long rows are: once is enough
-        # Of the iterations that have ended, and the feeds of the others; as one, or stats() might miss what ends just then.
-        self._counted: tuple[Stats, tuple[Feed, ...]] = (Stats(), ())
+        self._tally = Tally()
         self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
 
     @property
@@ -255,8 +255,7 @@ class RemoteDataset(IterableDataset[Batch]):
         if self._agreement and not find_worker():
             self._agreement.check(self.snapshot)
 
-    @contextmanager
-    def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> Iterator[Feed]:
+    def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[Feed]:
         """A feed of these steps, whose figures count among this dataset's."""
         feed = Feed(
             self._source,
@@ -268,15 +267,7 @@ class RemoteDataset(IterableDataset[Batch]):
             replay=self._replay,
             columns=self._columns,
         )
-        ended, feeds = self._counted
-        self._counted = ended, (*feeds, feed)
-        try:
-            yield feed
-        finally:
-            feed.close()
-            ended, feeds = self._counted
-            own = replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
-            self._counted = ended + own, tuple(other for other in feeds if other is not feed)
+        return self._tally.counting(feed)
 
     def __repr__(self) -> str:
         rank = f"rank {self.rank} of {self.world_size}"
@@ -284,13 +275,12 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def stats(self) -> Stats:
         """Batches, tokens, retries and waiting times of all iterations in this process."""
-        ended, feeds = self._counted
-        return sum((feed.stats() for feed in feeds), ended)
+        return self._tally.total()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes along to a loader worker: the threads of iterations stay here. Raises PenstockError: see _check_rank."""
+        """What goes along to a loader worker. Raises PenstockError: see _check_rank."""
         self._check_rank()
-        return self.__dict__ | {"_counted": (replace(self.stats(), buffered_bytes=0), ())}
+        return self.__dict__
 
     def __copy__(self) -> RemoteDataset:
         """A dataset with a place of its own; a shallow copy would share it."""
