@@ -109,7 +109,7 @@ class Dataset:
     @property
     def latest(self) -> Served:
         """The latest snapshot. Raises DatasetRefused: there is none, because the folder could not be opened."""
-        return self._held.find(None, self._serve)
+        return self._held.opened()
 
     def served(self, fingerprint: str | None) -> Served:
         """The snapshot of this name, None for the latest, for a job. Raises what Held.find raises."""

@@ -71,10 +71,10 @@ def _splits(lengths: RowLengths) -> dict[str, SplitAnswer]:
     return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
 
 
-def describe_held(latest: Served, held: Held) -> DatasetAnswer:
-    """A dataset by its latest snapshot, and what is held of it."""
+def describe_held(held: Held) -> DatasetAnswer:
+    """A dataset by its latest snapshot, and what is held of it. Raises DatasetRefused: see Held.opened."""
     return {
-        **describe_dataset(latest),
+        **describe_dataset(held.opened()),
         "snapshots": [{"snapshot": r.fingerprint, "shards": len(r.shards), "rows": r.num_rows} for r in held.snapshots],
         "refresh_error": held.error,
     }

@@ -75,22 +75,25 @@ class Held:
 
         Raises SnapshotGone: it is not, or no longer, on this server. Raises DatasetRefused: there is no latest.
         """
-        if self.latest and fingerprint in (None, self.latest.snapshot.fingerprint):
-            return self.latest
-        if fingerprint:
-            if reason := self.gone.get(fingerprint):
-                raise self._gone(fingerprint, reason)
-            with self._making:
-                if fingerprint not in self._again and (older := self._older(fingerprint, serve)):
-                    self._again[fingerprint] = older
-                if fingerprint in self._again:
-                    return self._again[fingerprint]
-        if self.latest is None:
-            raise DatasetRefused(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
+        if fingerprint is None or (self.latest and fingerprint == self.latest.snapshot.fingerprint):
+            return self.opened()
+        if reason := self.gone.get(fingerprint):
+            raise self._gone(fingerprint, reason)
+        with self._making:
+            if fingerprint not in self._again and (older := self._older(fingerprint, serve)):
+                self._again[fingerprint] = older
+            if fingerprint in self._again:
+                return self._again[fingerprint]
         raise SnapshotGone(
-            f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.latest.snapshot.fingerprint}: the "
+            f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.opened().snapshot.fingerprint}: the "
             f"shards or the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
         )
+
+    def opened(self) -> Served:
+        """The latest snapshot. Raises DatasetRefused: there is none, because the folder could not be opened."""
+        if self.latest is None:
+            raise DatasetRefused(self.error or f"{self.name} is new, and will be opened once nothing changes in it.")
+        return self.latest
 
     def earlier(self, fingerprint: str) -> Snapshot | None:
         """An older snapshot of which nothing is noted, by the age of the shards; None: there is none of that name."""

@@ -60,8 +60,7 @@ def make_dataset_router(catalog: Catalog) -> APIRouter:
         """Rows, shards, columns, recipe and snapshot; older snapshots still served; the error that keeps new data out."""
         if mixture := catalog.mixtures.get(dataset):
             return describe_mixture(mixture)
-        found = catalog[dataset]
-        return describe_held(found.latest, found.held)
+        return describe_held(catalog[dataset].held)
 
     refreshing = asyncio.Lock()  # those who wait for it need no thread
 
