@@ -51,7 +51,7 @@ def synthetic(num_blocks: int) -> Snapshot:
         for n, rows in enumerate(sizes.tolist())
     ]
     recipe = Recipe(kind="tokens", fields=(("tokens", Field("tokens", (("", ("tokens",)),))),))
-    return Snapshot(Path("synthetic"), shards, recipe)
+    return Snapshot(Path("synthetic"), shards, recipe, name="synthetic")
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -17,7 +17,7 @@ from penstock_server.snapshots.snapshot import Snapshot, read_folder
 
 def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
     """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
-    return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder)).snapshot()
+    return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder), name=folder.name).snapshot()
 
 
 def plan_of(catalog: Catalog, dataset: str, **spec: Any) -> Plan:

@@ -50,4 +50,6 @@ def _snapshot(name: str, geometry: Geometry) -> Snapshot:
         )
         for number, rows in enumerate(geometry)
     ]
-    return Snapshot(Path(name), shards, Recipe(kind="tokens", fields=(("tokens", Field("tokens", (("", ("tokens",)),))),)))
+    return Snapshot(
+        Path(name), shards, Recipe(kind="tokens", fields=(("tokens", Field("tokens", (("", ("tokens",)),))),)), name=name
+    )

@@ -120,7 +120,7 @@ def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_larg
 def test_ids_beyond_what_a_shards_own_footer_tells_make_bad_rows(data: Path, cache_dir: Path) -> None:
     snapshot = open_snapshot(data, None)
     shards = [replace(shard, token_range=(0, 5)) for shard in snapshot.shards]
-    blocks = Blocks(Snapshot(data, shards, snapshot.recipe), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(Snapshot(data, shards, snapshot.recipe, name=data.name), BlockStore(CacheFolder(cache_dir)))
     assert "6" in blocks.get([0])[0].bad[6]
 
 
@@ -789,7 +789,7 @@ def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> Non
     folder = write_shards(tmp_path / "parts", "tokens", [rows, rows[:7]], type_=pa.list_(pa.int32()), row_group_size=50)
     found = open_snapshot(folder, None)
     large = replace(found.shards[0], rows_per_group=numbers([200_000, 0]), bytes_per_group=numbers([40 << 20, 0]))
-    snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe)
+    snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe, name=found.name)
     assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
     assert snapshot.bytes_per_block.tolist() == [8 << 20] * 5 + [0, found.shards[1].bytes_per_group[0]]
 

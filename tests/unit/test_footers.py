@@ -49,7 +49,7 @@ def age(folder: Path, mtime_ns: int = HOUR_AGO_NS) -> None:
 
 
 def read(folder: Path, footers: Footers, *, settled: bool = False) -> Snapshot:
-    return read_folder(folder, list_folder(folder).shards, None, footers, settled=settled).snapshot()
+    return read_folder(folder, list_folder(folder).shards, None, footers, name=folder.name, settled=settled).snapshot()
 
 
 def write_shard(path: Path, ids: list[int]) -> None:
@@ -207,7 +207,7 @@ def test_what_rows_are_split_by_is_compared_with_a_first_shard_that_comes_later(
     footers = Footers(tmp_path)
     for name, values in (("b", [7]), ("a", [7.0])):
         pq.write_table(pa.table({"tokens": pa.array([[1]], pa.list_(pa.int32())), "n": values}), tmp_path / f"{name}.parquet")
-        reading = read_folder(tmp_path, list_folder(tmp_path).shards, None, footers, settled=True)
+        reading = read_folder(tmp_path, list_folder(tmp_path).shards, None, footers, name="d", settled=True)
         assert list(reading.shards) == [f"{name}.parquet"]
     assert "b.parquet: split_by reads 'n', which is int64 here and double in the first shard" in reading.failures[0]
 

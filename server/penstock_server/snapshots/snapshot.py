@@ -60,13 +60,13 @@ class Snapshot:
     first_block_of_shard shape [num_shards + 1]: where each shard's blocks start, and at last their number
     vocab_size       every token id is below it; None where neither the recipe nor the footers know
     token_bound      ids that are not below it make a bad row, by the recipe; see bound_in
-    name             of the dataset that it is of, by which errors call it; default: the folder's
+    name             of the dataset that it is of, by which errors call it; a.b for the folder a/b
     token_dtype      the smallest of uint16 and uint32 that holds every token id
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], recipe: Recipe, *, name: str | None = None) -> None:
+    def __init__(self, folder: Path, shards: Sequence[Shard], recipe: Recipe, *, name: str) -> None:
         self.folder = folder
-        self.name = folder.name if name is None else name
+        self.name = name
         self.shards = tuple(shards)
         self.recipe = recipe
         rows, nbytes = self._rows_per_group, self._bytes_per_group
@@ -213,7 +213,7 @@ def read_folder(
     default_tokenizer: Path | None,
     footers: Footers,
     *,
-    name: str | None = None,
+    name: str,
     settled: bool = False,
 ) -> Reading:
     """Reads a folder's recipe, and the footers of those shards that are not remembered.
@@ -226,7 +226,7 @@ def read_folder(
     read = footers.read(dates, recipe, settled=settled)
     shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
     failures = tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused))
-    return Reading(folder.name if name is None else name, folder, recipe, shards, failures)
+    return Reading(name, folder, recipe, shards, failures)
 
 
 def _joined(numbers: Iterable[array[int]]) -> IntArray:
