@@ -109,8 +109,8 @@ def _state_in(loop: dict[str, Any]) -> dict[str, Any]:
     states = loop["state_dict"].get("combined_loader") or [{}]
     if not states[0].keys() >= {"epoch", "step", "batch_size", "world_size"}:
         raise StateMismatch(
-            "this checkpoint holds no state of the data: it was not saved while training on a RemoteEpochs, or in a replay, "
-            "and where in the data it was cannot be told. Load the weights alone, and begin anew."
+            "this checkpoint holds no state of the data: it was not saved while training on a RemoteEpochs, and where in the "
+            "data it was cannot be told. Load the weights alone, and begin anew."
         )
     counts = loop["epoch_loop.batch_progress"]["current"]
     # A batch that was given, and whose step failed, is not trained on.
