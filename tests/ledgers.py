@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import Spec
-from penstock.ledger import Begin, check_of
-from penstock.ledger_file import ledger_path
+from penstock.ledger.begin import Begin, check_of
+from penstock.ledger.names import ledger_path
 from penstock.place.progress import Round
 from penstock.place.start import Stretch
 from penstock.place.state import Position
@@ -45,7 +45,7 @@ def begin_of(rank: int = 0, *, start: int = 0, epoch: int = 0, step: int = 0, nu
     """An iteration of a run's start number `start`, which loaded a state unless it is the first."""
     settings: dict[str, Any] = {"batch_size": 5, "snapshot": "abc"} | spec
     return Begin(
-        launch=f"{start}-{rank}", num_loads=int(start > 0), iteration=epoch, dataset="numbers", num_sequences=num_sequences,
+        launch=f"{start}-{rank}", num_loads=int(start > 0), iteration=0, dataset="numbers", num_sequences=num_sequences,
         rank=rank, epoch=epoch, step=step, spec=Spec(**settings),
         time=FIRST + timedelta(hours=start, minutes=epoch),
     )  # fmt: skip

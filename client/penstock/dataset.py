@@ -29,7 +29,7 @@ from penstock.feeding.feed import Feed
 from penstock.feeding.runs import PREFETCH_BYTES
 from penstock.feeding.tally import Tally
 from penstock.iteration import Iteration
-from penstock.ledger import Book
+from penstock.ledger.book import Book
 from penstock.mix import spell_mix
 from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
@@ -223,7 +223,9 @@ class RemoteDataset(IterableDataset[Batch]):
             spec = replace(self.spec, offset=at.offset)
             if round_.is_repetition and self._replay is None:
                 warn_of_repetition(spec, at.epoch)
-            ledger = self._book and self._book.open(spec, round_)
+            ledger = self._book and self._book.open(spec, round_, self._progress.num_recorded(round_))
+            if ledger:
+                self._progress.count_recorded(round_)
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True

@@ -11,6 +11,8 @@ from torch.utils.data import get_worker_info
 from penstock.errors import PenstockError, SpecError
 from penstock.whole import plain
 
+MOST_WORKERS = 1024
+
 
 def is_distributed() -> bool:
     """Whether torch.distributed is initialized in this process."""
@@ -81,6 +83,11 @@ class Worker:
 
 
 def find_worker() -> Worker | None:
-    """The worker that this process is; None in the process of the training loop."""
+    """The worker that this process is; None in the process of the training loop. Raises PenstockError: there are too many."""
     info = get_worker_info()
+    if info and info.num_workers > MOST_WORKERS:
+        raise PenstockError(
+            f"a DataLoader of {info.num_workers:,} workers has more than the {MOST_WORKERS:,} that are kept track of: take "
+            f"num_workers=0, a thread fetches ahead anyway."
+        )
     return Worker(info.id, info.num_workers, info.seed - info.id) if info else None

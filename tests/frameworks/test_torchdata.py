@@ -11,7 +11,7 @@ import torch
 
 from penstock import RemoteDataset, StateMismatch
 from penstock.audit import audit
-from penstock.ledger_file import find_ledgers
+from penstock.ledger.names import find_ledgers
 from recorded import SPEC
 
 LIBRARY = "torchdata"

@@ -16,7 +16,7 @@ from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
 from penstock.audit import audit
 from penstock.audit.compare import compare
-from penstock.ledger_file import find_ledgers
+from penstock.ledger.names import find_ledgers
 from serving import Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +17,14 @@ import pytest
 from ledgers import FIRST, append, begin_of, lines_of
 from penstock import Spec
 from penstock.audit import Report, audit, compare, reading
+from penstock.audit import report as report_module
 from penstock.audit.facts import facts_of
+from penstock.audit.reading import read_begins
 from penstock.audit.text import lines_of as words_of
 from penstock.commands import audit as command
-from penstock.errors import AddressError, LedgerError, UnknownDataset
-from penstock.ledger import Begin
-from penstock.ledger_file import find_ledgers
+from penstock.errors import AddressError, LedgerError, ServerUnavailable, UnknownDataset
+from penstock.ledger.begin import Begin
+from penstock.ledger.names import find_ledgers
 
 
 @pytest.fixture
@@ -339,7 +342,7 @@ def test_an_epoch_that_is_left_for_another_lacks_its_rest(ledger: Path) -> None:
     append(ledger, begin_of(epoch=1), range(3))
     append(ledger, begin_of(epoch=4), range(3))
     assert "MISSING epoch 0, steps 15-19 of start 1, rank 0: 25 samples at positions 75-99" in words(ledger)
-    assert "no batch of epoch 2, 3 was asked for" in words(ledger)
+    assert "no batch of epoch 2, 3 is recorded" in words(ledger)
 
 
 def test_a_start_without_a_state_counts_everything_again_unless_it_is_trusted(ledger: Path) -> None:
@@ -448,6 +451,39 @@ def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
     assert "order 2 (b), epoch 0, step 1 of start 1, rank 1" in named
 
 
+def asked(ledger: Path, **options: object) -> argparse.Namespace:
+    """What `penstock audit` was called with."""
+    usual = {"ledgers": [str(ledger)], "trust_starts": False, "server": None, "sample": None, "rows": False, "json": False}
+    return argparse.Namespace(**usual | options)
+
+
+def test_what_the_ledgers_say_is_told_though_no_server_answers(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(ledger)
+    monkeypatch.setattr(compare, "_RETRY_SECONDS", 0)
+    for is_json, first in ((False, "PROVEN: each sample that was due"), (True, '{\n  "proven": true')):
+        with pytest.raises(ServerUnavailable, match="the report is of the ledgers alone: no answer within"):
+            command.run(asked(ledger, server=["http://127.0.0.1:1"], sample="9" * 5000, json=is_json))
+        assert capsys.readouterr().out.startswith(first)
+
+
+def test_how_many_batches_are_missing_is_told_though_not_the_rows_of_each(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(ledger, steps=6)  # of 10
+    for epoch in (0, 1):
+        append(ledger, begin_of(2, epoch=epoch, world_size=2), [9], ends=True)
+    monkeypatch.setattr(command, "compare", lambda *_: compare.Comparison(0, []))
+    monkeypatch.setattr(command, "rows_of_missing", lambda *_: {"one": {"sequences": []}, "two": {"reason": "no more"}})
+    num_missing = sum(len(gap.ranks) * len(range(*gap.steps)) for e in report_on(ledger).orders[0].epochs for gap in e.gaps)
+    assert num_missing > 3
+    assert command.run(asked(ledger, server=["http://localhost:1"], rows=True)) == 1
+    assert capsys.readouterr().out.endswith(f"\n{num_missing - 2} more batches are missing, of which no rows were asked for\n")
+    assert command.run(asked(ledger, server=["http://localhost:1"], rows=True, json=True)) == 1
+    assert json.loads(capsys.readouterr().out)["missing_batches_without_rows"] == num_missing - 2
+
+
 def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:
     append(ledger, begin_of(), range(8))
     append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
@@ -487,8 +523,50 @@ def test_an_iteration_of_which_nothing_is_recorded_is_missed(ledger: Path) -> No
     ledger.unlink()
     for iteration, epoch in ((0, 0), (2, 1)):  # and of iteration 1, which may have been of epoch 0 once more, nothing
         append(ledger, replace(begin_of(epoch=epoch), iteration=iteration), range(20), ends=True)
-    assert words(ledger).startswith("NOT PROVEN: of 1 iteration nothing is recorded, though of those before and after")
+    assert words(ledger).startswith("NOT PROVEN: of 1 iteration nothing is recorded, though of later ones of the same process")
     assert facts_of(report_on(ledger))["lost_iterations"] == 1
+
+
+def test_of_a_ledger_that_was_begun_anew_in_mid_run_the_iterations_before_are_missed(ledger: Path) -> None:
+    for iteration in (2, 3):
+        append(ledger, replace(begin_of(epoch=iteration), iteration=iteration), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: of 2 iterations nothing is recorded, though of later ones")
+
+
+def test_a_round_of_which_no_worker_recorded_anything_is_missed(ledger: Path) -> None:
+    for iteration, epoch in ((0, 0), (2, 1)):
+        for worker in (0, 1):
+            of_worker: dict[str, Any] = {
+                "worker": worker,
+                "num_workers": 2,
+                "loader_seed": 5 + iteration,
+                "iteration": iteration,
+            }
+            with Path(f"{ledger}.worker{worker}").open("a") as file:
+                file.write(lines_of(replace(begin_of(epoch=epoch), **of_worker), range(worker, 20, 2), ends=True))
+    assert words(ledger).startswith("NOT PROVEN: of 1 iteration nothing is recorded, though of later ones of the same process")
+
+
+def test_an_epoch_that_is_trained_on_again_behind_a_state_of_its_end_is_trained_on_twice(ledger: Path) -> None:
+    """Though of the first time nothing is recorded: the disk was full."""
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(start=1, epoch=1, step=20, skip="samples:0-4"), [], ends=True)
+    append(ledger, replace(begin_of(start=1, epoch=1), iteration=1), range(20), ends=True)
+    [_, epoch] = report_on(ledger).orders[0].epochs
+    assert (epoch.missing.tolist(), epoch.twice.tolist()) == ([], [[5, 100]])
+
+
+def test_an_audit_takes_the_files_as_they_are_when_it_begins(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+
+    def read_and_go_on(path: Path, nbytes: int) -> Iterator[Begin]:
+        yield from read_begins(path, nbytes)
+        append(ledger, begin_of(start=1, seed=1), range(3))
+
+    monkeypatch.setattr(report_module, "read_begins", read_and_go_on)
+    assert audit([ledger]).num_batches == 20
+    with pytest.raises(LedgerError, match="none cannot be read: No such file"):
+        audit([ledger.with_name("none")])
 
 
 @pytest.mark.parametrize("chunk_bytes", [1000, 4 << 20])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from penstock import Spec
 from penstock.audit import Report, audit
-from penstock.ledger import Begin, check_of
-from penstock.ledger_file import find_ledgers, ledger_path
+from penstock.ledger.begin import Begin, check_of
+from penstock.ledger.names import find_ledgers, ledger_path
 from penstock.place.state import Position, read_state, write_state
 from penstock_server.geometry.schedule import Schedule
 
@@ -108,7 +108,7 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
         for rank in itertools.compress(range(spec.world_size), began):
             for worker in range(num_workers) if num_workers else [None]:
                 begin = Begin(
-                    launch=f"{number}-{rank}", num_loads=int(saved is not None), iteration=0 if num_workers else iteration,
+                    launch=f"{number}-{rank}", num_loads=int(saved is not None), iteration=iteration,
                     dataset="d", num_sequences=history.num_sequences, rank=rank, epoch=position.epoch,
                     step=position.step if worker is None else firsts[worker], spec=this, worker=worker or 0,
                     num_workers=num_workers,

@@ -20,11 +20,13 @@ from pathlib import Path
 import pytest
 
 from ledgers import begin_of, line, lines_of, round_at
-from penstock import LedgerError, Spec, ledger_file
-from penstock import ledger as ledger_module
+from penstock import LedgerError, Spec
 from penstock.audit.reading import Reading, read_ledger
-from penstock.ledger import Begin, Book, Ledger
-from penstock.ledger_file import find_ledgers, ledger_path
+from penstock.ledger import book as book_module
+from penstock.ledger import file as file_module
+from penstock.ledger.begin import Begin
+from penstock.ledger.book import Book, Ledger
+from penstock.ledger.names import find_ledgers, ledger_path
 from penstock.rank import Worker
 
 SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
@@ -39,7 +41,7 @@ def digest(step: int) -> str:
 
 
 def open_at(path: Path, epoch: int = 0) -> Ledger:
-    return book(path).open(SPEC, round_at(epoch=epoch))
+    return book(path).open(SPEC, round_at(epoch=epoch), 0)
 
 
 def record(ledger: Ledger, *steps: int) -> None:
@@ -64,7 +66,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
     for epoch in (4, 5):
-        ledger = data.open(SPEC, round_at(epoch=epoch, step=7, num_loads=2))
+        ledger = data.open(SPEC, round_at(epoch=epoch, step=7, num_loads=2), epoch - 4)
         record(ledger, 7, 8, 10**15)
         if epoch == 4:
             ledger.finish()
@@ -155,13 +157,13 @@ def test_batches_whose_begin_line_is_lost_belong_to_no_other(tmp_path: Path) -> 
 def test_iterations_at_once_take_turns(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    one, two = (data.open(SPEC, round_at()) for _ in range(2))
+    one, two = (data.open(SPEC, round_at(), 0) for _ in range(2))
     for step in range(3):
         record(one, step)
         record(two, step + 10)
     one.close()
     record(two, 13)
-    three = data.open(SPEC, round_at())
+    three = data.open(SPEC, round_at(), 0)
     two.finish()
     two.close()
     three.close()
@@ -171,24 +173,91 @@ def test_iterations_at_once_take_turns(tmp_path: Path) -> None:
     assert reading.damages == []
 
 
-def test_what_waits_in_memory_is_not_written_behind_the_lines_of_another_iteration(
+def test_what_waits_in_memory_is_written_in_its_order_though_iterations_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    one = data.open(SPEC, round_at())
-    record(one, 0)
+    for room in (0, 20, 43, 60, 700, 800):  # lines and begin lines are cut off anywhere
+        one, two = (data.open(SPEC, round_at(epoch=epoch), room) for epoch in (0, 1))
+        record(two, 10)
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=room))
+            for step in (0, 1):
+                record(one, step)
+                record(two, step + 11)
+        record(two, 13)
+        record(one, 2)
+        for ledger in (one, two):
+            ledger.close()
+        reading = read_ledger(path)
+        assert [part.steps.tolist() for part in reading.parts[-2:]] == [[0, 1, 2], [10, 11, 12, 13]]
+        assert reading.damages == []
+    assert "not in the ledger" not in caplog.text
+
+
+def test_what_an_iteration_could_not_write_is_written_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.ledger"
+    data = book(path)
+    data.open(SPEC, round_at(), 0).close()
     with monkeypatch.context() as full:
-        full.setattr(os, "write", fails_with(errno.ENOSPC))
-        record(one, 1)
-    two = data.open(SPEC, round_at())
-    record(two, 10)
-    for ledger in (one, two):
-        ledger.close()
+        full.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=1000))
+        for epoch in (1, 2):
+            ledger = data.open(SPEC, round_at(epoch=epoch, is_first=False), epoch)
+            record(ledger, *range(9))
+            ledger.finish()
+            ledger.close()
+    assert open_files(tmp_path) == []
+    assert f"lines are not in the ledger {path} yet: they wait for another iteration of this process" in caplog.text
+    data.open(SPEC, round_at(epoch=3, is_first=False), 3).close()
     reading = read_ledger(path)
-    assert [part.steps.tolist() for part in reading.parts] == [[0], [10]]
-    assert reading.damages == []
-    assert f"1 lines are not in the ledger {path}" in caplog.text
+    assert [(part.begin.epoch, len(part.steps), part.has_end) for part in reading.parts] == [
+        (0, 0, False), (1, 9, True), (2, 9, True), (3, 0, False),
+    ]  # fmt: skip
+    assert all(damage.is_torn for damage in reading.damages)
+    assert (os.getpid(), path) not in file_module._files
+
+
+FREES_THE_DISK = """
+import os, sys
+from penstock import Spec
+from penstock.ledger.book import Book
+from penstock.place.progress import Progress
+ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), Progress(9).begin(None), 0)
+def fail(*_):
+    raise OSError(28, "No space left")
+write, os.write = os.write, fail
+ledger.record(0, "0123456789abcdef")
+ledger.close()
+os.write = write
+"""
+
+
+def test_what_waits_is_written_at_the_exit_if_not_before(tmp_path: Path) -> None:
+    path = tmp_path / "run.ledger"
+    done = subprocess.run([sys.executable, "-c", FREES_THE_DISK, path], stderr=subprocess.PIPE, text=True, check=True)
+    assert "1 lines are not in the ledger" in done.stderr
+    assert entries(read_ledger(path)) == [(0, "0123456789abcdef")]
+
+
+def test_a_ledger_that_is_deleted_is_told_of_and_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(book_module, "_SYNC_SECONDS", 0.01)
+    path = tmp_path / "run.ledger"
+    ledger = open_at(path)
+    record(ledger, 0)
+    path.unlink()
+    deadline = time.monotonic() + 30
+    while "was deleted" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    record(ledger, 1)
+    ledger.close()
+    assert entries(read_ledger(path)) == [(1, digest(1))]
+    assert caplog.text.count("was deleted") == 1
 
 
 @pytest.mark.parametrize(
@@ -200,7 +269,7 @@ def test_each_rank_and_each_worker_has_a_file_of_its_own_and_all_are_found(tmp_p
         ledger_path(tmp_path / name, rank).parent.mkdir(exist_ok=True)
         data = book(tmp_path / name, rank)
         for worker in (None, Worker(first=2, stride=3, loader_seed=5)):
-            data.open(SPEC, round_at(worker=worker)).close()
+            data.open(SPEC, round_at(worker=worker), 0).close()
             path = ledger_path(tmp_path / name, rank, worker.first if worker else None)
             begin = read_ledger(path).parts[0].begin
             assert (begin.rank, begin.worker, begin.num_workers, begin.loader_seed) == (
@@ -224,7 +293,7 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
     data = book(Path("run.ledger"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    data.open(SPEC, round_at()).close()
+    data.open(SPEC, round_at(), 0).close()
     assert len(read_ledger(tmp_path / "run.ledger").parts) == 1
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -249,9 +318,9 @@ def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, m
 HOLDS_IT = """
 import sys
 from penstock import Spec
-from penstock.ledger import Book
+from penstock.ledger.book import Book
 from penstock.place.progress import Progress
-ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), Progress(9).begin(None))
+ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), Progress(9).begin(None), 0)
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -274,7 +343,7 @@ def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free
 
 @pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
 def test_a_fork_opens_a_ledger_though_a_thread_was_at_one_when_it_was_made(tmp_path: Path) -> None:
-    with ledger_file._files_lock:
+    with file_module._files_lock:
         child = os.fork()
         if child == 0:
             signal.alarm(30)
@@ -294,12 +363,12 @@ def test_a_loader_worker_waits_for_one_of_the_epoch_before_that_is_about_to_end(
         assert other.stdout
         assert other.stdout.readline() == "open\n"
         with monkeypatch.context() as impatient:
-            impatient.setattr(ledger_module, "_OLD_WORKERS_SECONDS", 0.1)
+            impatient.setattr(book_module, "_OLD_WORKERS_SECONDS", 0.1)
             with pytest.raises(LedgerError, match="another process writes to the ledger"):
-                book(path).open(SPEC, round_at(worker=worker))
+                book(path).open(SPEC, round_at(worker=worker), 0)
         end = threading.Timer(0.5, other.kill)
         end.start()
-        book(path).open(SPEC, round_at(worker=worker)).close()
+        book(path).open(SPEC, round_at(worker=worker), 0).close()
         end.join()
     assert len(read_ledger(tmp_path / "run.ledger.worker0").parts) == 2
 
@@ -347,7 +416,7 @@ def test_a_process_that_may_start_no_more_threads_leaves_the_file_to_others(
         crowded.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):
             open_at(path)
-    assert (os.getpid(), path) not in ledger_file._files
+    assert (os.getpid(), path) not in file_module._files
     ledger = open_at(path)
     record(ledger, 0)
     ledger.close()
@@ -358,7 +427,7 @@ def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytes
     data = book(tmp_path / "run.ledger")
     monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC))
     with pytest.raises(LedgerError, match="run.ledger cannot be written: No space left on device"):
-        data.open(SPEC, round_at())
+        data.open(SPEC, round_at(), 0)
     monkeypatch.undo()
     open_at(tmp_path / "run.ledger").close()
 
@@ -368,7 +437,7 @@ def test_a_full_disk_on_the_way_is_told_once_stops_nothing_and_loses_nothing_onc
 ) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    ledger = data.open(SPEC, round_at())
+    ledger = data.open(SPEC, round_at(), 0)
     for first in (0, 10):
         monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=60))  # one line, and a part of the next
         record(ledger, *range(first, first + 9))
@@ -386,7 +455,7 @@ def test_a_full_disk_on_the_way_is_told_once_stops_nothing_and_loses_nothing_onc
 def test_what_waits_in_memory_is_written_at_the_close_or_at_the_next_sync_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float
 ) -> None:
-    monkeypatch.setattr(ledger_module, "_SYNC_SECONDS", seconds)
+    monkeypatch.setattr(book_module, "_SYNC_SECONDS", seconds)
     path = tmp_path / "run.ledger"
     ledger = open_at(path)
     with monkeypatch.context() as full:
@@ -409,7 +478,7 @@ def test_batches_that_find_no_room_to_wait_in_are_counted(
 ) -> None:
     path = tmp_path / "run.ledger"
     ledger = open_at(path)
-    monkeypatch.setattr(ledger_module, "_MOST_PENDING_BYTES", 100)
+    monkeypatch.setattr(file_module, "_MOST_WAITING_BYTES", 100)
     monkeypatch.setattr(os, "write", fails_with(errno.EIO))
     record(ledger, *range(10))
     monkeypatch.undo()
@@ -423,10 +492,10 @@ def test_a_ledger_that_goes_away_between_epochs_stops_nothing(tmp_path: Path, ca
     folder = tmp_path / "logs"
     folder.mkdir()
     data = book(folder / "run.ledger")
-    data.open(SPEC, round_at()).close()
+    data.open(SPEC, round_at(), 0).close()
     (folder / "run.ledger").unlink()
     folder.rmdir()
-    ledger = data.open(SPEC, round_at(epoch=1, is_first=False))
+    ledger = data.open(SPEC, round_at(epoch=1, is_first=False), 1)
     record(ledger, 0)
     assert "cannot be written: No such file or directory" in caplog.text
     folder.mkdir()
@@ -439,9 +508,9 @@ def test_a_worker_after_the_first_iteration_tells_at_once_that_its_ledger_cannot
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = book(tmp_path / "run.ledger")
-    data.open(SPEC, round_at()).close()
+    data.open(SPEC, round_at(), 0).close()
     (tmp_path / "run.ledger.worker0").mkdir()
-    ledger = data.open(SPEC, round_at(epoch=1, worker=Worker(0, 2, 7), is_first=False))
+    ledger = data.open(SPEC, round_at(epoch=1, worker=Worker(0, 2, 7), is_first=False), 0)
     record(ledger, 0)
     assert caplog.text.count("run.ledger.worker0 cannot be written: Is a directory; name a file in a folder") == 1
     assert caplog.text.count("Training goes on") == 1
@@ -449,7 +518,7 @@ def test_a_worker_after_the_first_iteration_tells_at_once_that_its_ledger_cannot
 
 
 def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "_SYNC_SECONDS", 0.01)
+    monkeypatch.setattr(book_module, "_SYNC_SECONDS", 0.01)
     synced, real = threading.Event(), os.fsync
 
     def fsync(fd: int) -> None:
@@ -459,11 +528,11 @@ def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", fsync)
     data = book(tmp_path / "run.ledger")
     assert synced.is_set()  # or a machine that goes down would lose the file with its name
-    ledger = data.open(SPEC, round_at())
+    ledger = data.open(SPEC, round_at(), 0)
     for _ in range(3):
         synced.clear()
         assert synced.wait(30)
-    monkeypatch.setattr(ledger_module, "_SYNC_SECONDS", 3600.0)
+    monkeypatch.setattr(book_module, "_SYNC_SECONDS", 3600.0)
     before = threading.active_count()
     ledger.close()
     ledger.close()
@@ -475,14 +544,31 @@ def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, m
 def test_a_ledger_of_another_version_says_so(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     text = begin_of().to_text()
-    for other in (text.replace('"ledger": 1', '"ledger": 2'), text.replace('"seq_len"', '"sequence_length"')):
-        path.write_text(line(other))
+    for old, new in [
+        ('"ledger": 1', '"ledger": 2'),
+        ('"seq_len"', '"sequence_length"'),
+        ('"rank": 0', '"rank": "0"'),
+        ('"step": 0', '"step": -1'),
+        ('"num_sequences": 100', '"num_sequences": true'),
+        ("+00:00", ""),
+        ('"batch_size": 5', '"batch_size": 0'),
+        ('"skip": null', '"skip": "5-4"'),
+        ('"spec": {', '"spec": {{'),
+        ('"spec": {', '"spec": ' + "[" * 100_000),
+    ]:
+        assert old in text
+        path.write_text(line(text.replace(old, new)))
         with pytest.raises(LedgerError, match="Install the penstock that wrote it, or a newer one"):
             read_ledger(path)
 
 
 def test_what_is_no_ledger_cannot_be_read(tmp_path: Path) -> None:
-    for name, content in (("text", b"one\ntwo\n"), ("word", b"one"), ("bytes", bytes(range(11, 256)) * 40_000)):
+    for name, content in (
+        ("text", b"one\ntwo\n"),
+        ("word", b"one"),
+        ("bytes", bytes(range(11, 256)) * 40_000),
+        ("lines", b"1\n" * 9_000_000),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(LedgerError, match="is no ledger"):
             read_ledger(tmp_path / name)
@@ -528,7 +614,7 @@ def test_a_disk_that_hangs_at_the_end_is_told_of_and_not_waited_for(
         may_go_on.wait(60)
         fsync(descriptor)
 
-    monkeypatch.setattr(ledger_module, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(book_module, "_CLOSE_SECONDS", 0.1)
     ledger = open_at(tmp_path / "run.ledger")
     monkeypatch.setattr(os, "fsync", hang)
     record(ledger, 0)

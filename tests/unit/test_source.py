@@ -19,7 +19,7 @@ from answering import pages, problem, response, server
 from ledgers import round_at
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone, Spec, SpecError, VersionMismatch, wire
 from penstock.audit.compare import compare
-from penstock.ledger import Book
+from penstock.ledger.book import Book
 from penstock.network.transport import Transport
 from penstock.source import Source
 
@@ -180,7 +180,7 @@ def test_what_one_step_of_a_run_is_refused_for_is_told_to_who_asks_for_that_step
 
 def test_a_step_that_is_refused_says_nothing_of_those_behind_it_when_a_ledger_is_compared(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
-    ledger = Book(path, "docs", 0, 100).open(SPEC, round_at(epoch=1))
+    ledger = Book(path, "docs", 0, 100).open(SPEC, round_at(epoch=1), 0)
     for given in wire.decode(run(range(4, 8))):
         ledger.record(given.step, given.digest)
     ledger.close()

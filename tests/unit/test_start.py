@@ -2,16 +2,18 @@
 
 import pickle
 from collections.abc import Iterator
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkContext, ForkServerContext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from penstock import rank
 from penstock.errors import PenstockError
 from penstock.place.progress import Progress
 from penstock.place.start import SharedStart, Stretch
@@ -221,17 +223,32 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
     assert (other.exitcode, start.stretch, start.num_sets) == (0, RESUMED, 1)
 
 
+def test_a_copy_is_a_launch_of_its_own_with_nothing_on_record() -> None:
+    start = SharedStart(RESUMED)
+    for recorder in (None, None, worker(1, loader_seed=5)):
+        take(start, 1, recorder)
+        start.count_recorded(recorder)
+    copied = deepcopy(start)
+    assert (start.num_recorded(None), start.num_recorded(worker(1, 6)), start.num_recorded(worker(0, 5))) == (2, 1, 0)
+    assert [copied.num_recorded(recorder) for recorder in (None, worker(1, 5))] == [0, 0]
+    assert (start.is_first(2, None), copied.is_first(2, None)) == (False, True)
+    assert copied.launch != start.launch
+    assert (copied.stretch, copied.is_taken) == (RESUMED, True)
+    copied.set(replace(RESUMED, num_steps=60), by_state=True)
+    assert start.stretch == RESUMED
+
+
 def _loops(dataset: IterableDataset[tuple[bool, str]], start: SharedStart, told: Connection) -> None:
     """What a process that did not make the start sees of two rounds of its own workers."""
     get_context("forkserver").set_forkserver_preload(["penstock.place.start"])  # the server of this process, not of the tests
     rounds = [list(DataLoader(dataset, batch_size=None, num_workers=2)) for _ in range(2)]
     launches = {launch for given in rounds for _, launch in given}
     told.send(([[is_ours for is_ours, _ in given] for given in rounds], start.is_with_workers, launches == {start.launch},
-               start.launch))  # fmt: skip
+               start.launch, [start.num_recorded(Worker(n, 2, 0)) for n in range(3)]))  # fmt: skip
 
 
 class _Rounds(IterableDataset[tuple[bool, str]]):
-    """Whether a round of workers takes the start, and of what launch it is; once a worker."""
+    """Whether a round of workers takes the start, and of what launch it is; once a worker. Counts it as put on record."""
 
     def __init__(self, start: SharedStart) -> None:
         self.start = start
@@ -240,21 +257,30 @@ class _Rounds(IterableDataset[tuple[bool, str]]):
         found = find_worker()
         is_ours = self.start.begin(1, found)
         self.start.take(1, found)
+        self.start.count_recorded(found)
         yield is_ours, self.start.launch
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
 def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: ForkContext | ForkServerContext) -> None:
     start = SharedStart(RESUMED)
+    start.count_recorded(worker(1, 5))  # of the launch that made it
     here, there = context.Pipe()
     other = context.Process(target=_loops, args=(_Rounds(start), start, there))
     other.start()
     there.close()  # or one that dies would be waited for
-    rounds, is_with_workers, is_one_launch, launch = here.recv()
+    rounds, is_with_workers, is_one_launch, launch, num_recorded = here.recv()
     assert (rounds, is_with_workers, is_one_launch) == ([[True, True], [False, False]], True, True)
     other.join()
+    assert num_recorded == [2, 2, 0]
     assert launch != start.launch
     assert (start.is_taken, start.num_sets) == (False, 1)  # as the process has it that made it
+
+
+def test_more_workers_than_are_kept_track_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "get_worker_info", lambda: SimpleNamespace(id=1, num_workers=1025, seed=8))
+    with pytest.raises(PenstockError, match="a DataLoader of 1,025 workers has more than the 1,024"):
+        find_worker()
 
 
 def test_without_shared_memory_only_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,13 +102,13 @@ def _account(
     rest = intervals([(end, last.slicing.num_positions)] if is_finished else [])
     dropped = without(rest, intervals(last.slicing.skipped))
     given = join([_given(slicing, runs[slicing], legs) for slicing in runs])
-    missing, twice = without(due, given), covered(given, 2)
+    missing, twice = without(due, given), covered(join([covered(given, 2), *_again(legs)]))
     return Epoch(
         epoch=epoch,
         num_sequences=last.slicing.num_positions,
         num_skipped=size(skipped) + size(rest) - size(dropped),
         num_dropped=size(dropped),
-        num_repeated=sum(leg.slicing.num_repeated for leg in legs if leg.stop >= end) if is_finished else 0,
+        num_repeated=sum(leg.slicing.num_repeated for leg in legs if leg.has_last_step) if is_finished else 0,
         num_ahead=0 if is_finished or len(twice) else size(clip(given, end, last.slicing.num_positions)),
         is_finished=is_finished,
         steps_done=done,
@@ -170,6 +170,15 @@ def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> 
     given = join(layers)
     counts = covered(intervals((leg.start, leg.stop) for leg in legs if leg.slicing == slicing))
     return join([clip(given, start, stop) for start, stop in counts.tolist()])
+
+
+def _again(legs: Sequence[Leg]) -> Iterator[IntArray]:
+    """What a leg gave of the samples that an earlier one began behind: they had been trained on by then, recorded or not."""
+    for at, leg in enumerate(legs):
+        later = [other for other in legs[at + 1 :] if other.start < leg.start <= leg.stop]
+        for other in later:
+            given = positions_of(other.slicing, dict.fromkeys(range(other.slicing.world_size), covered(other.runs)))
+            yield without(clip(given, other.start, min(other.stop, leg.start)), intervals(leg.slicing.skipped))
 
 
 def _gaps(epoch: int, legs: Sequence[Leg], runs: dict[Slicing, dict[int, IntArray]], end: int) -> Iterator[Gap]:

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.audit.reading import read_ledger
 from penstock.audit.report import Report
 from penstock.errors import AddressError, DataError, SnapshotGone, UnknownDataset
-from penstock.ledger import Begin
+from penstock.ledger.begin import Begin
 from penstock.source import Source
 
 _RETRY_SECONDS = 30.0
@@ -55,6 +55,12 @@ def compare(paths: Sequence[Path], num_batches: int, servers: Sequence[str], sam
         count += len(digests)
         differing += _differing(begin, digests, servers)
     return Comparison(count, differing)
+
+
+def num_missing_batches(report: Report) -> int:
+    """How many batches there is no record of, though the run went on after them."""
+    gaps = (gap for order in report.orders for epoch in order.epochs for gap in epoch.gaps)
+    return sum(len(range(*gap.steps)) * len(gap.ranks) for gap in gaps)
 
 
 def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,7 @@ from penstock.audit.course import Course, Kept
 from penstock.audit.intervals import covered, without
 from penstock.audit.reading import IntArray
 from penstock.audit.record import RankRecord, Start
-from penstock.ledger import Begin
+from penstock.ledger.begin import Begin
 from penstock.slicing import Slicing
 
 _OPEN = 1 << 62
@@ -41,6 +41,11 @@ class Leg:
     def first_step(self) -> int:
         """The step at `start`."""
         return self.begin.step
+
+    @property
+    def has_last_step(self) -> bool:
+        """Whether it gave the last step of the epoch."""
+        return len(self.runs) > 0 and int(self.runs[-1, 1]) == self.slicing.num_steps
 
 
 @dataclass(frozen=True, slots=True)

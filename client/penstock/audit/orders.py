@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from penstock.audit.record import Place
-from penstock.ledger import Begin
+from penstock.ledger.begin import Begin
 from penstock.mix import first_other, parse_mix
 from penstock.place.state import goes_on, order_of
 from penstock.slicing import Slicing

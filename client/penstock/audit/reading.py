@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import LedgerError
-from penstock.ledger import STEP_COLUMNS, Begin, check_of
-from penstock.ledger_file import MAGIC
+from penstock.ledger.begin import MAGIC, STEP_COLUMNS, Begin, check_of
 from penstock.spec import LARGEST_COUNT
 
 IntArray = npt.NDArray[np.int64]
@@ -22,6 +22,7 @@ Digests = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_BYTES = 4 << 20
+_MANY_LINES = 100  # that processes cannot have left as torn ones
 _BEGIN_LINE = re.compile(rb"^begin .*$", re.MULTILINE)
 _NEWLINE, _SPACE = 10, 32
 _DIGEST = slice(STEP_COLUMNS + 1, STEP_COLUMNS + 17)
@@ -68,14 +69,14 @@ class Reading:
     damages: list[Damage]
 
 
-def read_begins(path: Path) -> Iterator[Begin]:
-    """The iterations that a file holds, each of a later time than those above it, whatever the clock said.
+def read_begins(path: Path, nbytes: int = sys.maxsize) -> Iterator[Begin]:
+    """The iterations that the first bytes of a file hold, each of a later time than those above it, whatever the clock said.
 
     Raises LedgerError: it cannot be opened, or is of another version.
     """
     found: set[bytes] = set()
     time = datetime.min.replace(tzinfo=UTC)
-    for _, lines in _chunks(path):
+    for _, lines in _chunks(path, nbytes):
         for line in _BEGIN_LINE.findall(lines.tobytes()):
             if line not in found and (begin := _begin_of(path, line)):
                 found.add(line)
@@ -83,23 +84,24 @@ def read_begins(path: Path) -> Iterator[Begin]:
                 yield replace(begin, time=time)
 
 
-def read_ledger(path: Path) -> Reading:
-    """Everything that a file says. One that is empty, or was cut off in its first line, says nothing.
+def read_ledger(path: Path, nbytes: int = sys.maxsize) -> Reading:
+    """All that the first bytes of a file say. One that is empty, or was cut off in its first line, says nothing.
 
     Raises LedgerError: it cannot be read at all, holds something else, or is of another version.
     """
     parser = _Parser(path)
-    for first_line, lines in _chunks(path):
+    for first_line, lines in _chunks(path, nbytes):
         parser.take(first_line, lines)
     return parser.finish()
 
 
-def _chunks(path: Path) -> Iterator[tuple[int, Bytes]]:
+def _chunks(path: Path, nbytes: int) -> Iterator[tuple[int, Bytes]]:
     """The file in portions of whole lines, each closed by a newline, and the number of each portion's first line, from 1."""
     rest, number = b"", 1
     try:
         with path.open("rb") as file:
-            while content := file.read(_CHUNK_BYTES):
+            while content := file.read(min(_CHUNK_BYTES, nbytes)):
+                nbytes -= len(content)
                 body, newline, rest = (rest + content).rpartition(b"\n")
                 if len(rest) > _CHUNK_BYTES:
                     raise LedgerError(f"{path} is no ledger: it has lines of more than {_CHUNK_BYTES:,} bytes")
@@ -130,6 +132,8 @@ class _Parser:
         ends = np.flatnonzero(content == _NEWLINE)
         starts = np.append(0, ends[:-1] + 1)
         is_batch = (ends - starts == _LINE_COLUMNS) & (content[starts] != MAGIC[0])
+        if not self._parts and len(ends) > _MANY_LINES and not is_batch.any() and MAGIC not in content.tobytes():
+            raise LedgerError(f"{self._path} is no ledger: none of its first {len(ends):,} lines is one of a ledger")
         done = 0
         for index in [*np.flatnonzero(~is_batch).tolist(), len(ends)]:
             if index > done:
@@ -199,7 +203,7 @@ def _begin_of(path: Path, line: bytes) -> Begin | None:
     if not text.startswith(MAGIC) or f"{zlib.crc32(text):08x}".encode() != check:
         return None
     try:
-        return Begin.from_text(text.decode())
+        return Begin.from_text(text.decode("ascii", "replace"))
     except LedgerError as error:
         raise LedgerError(
             f"the ledger {path} cannot be read: {error}. Install the penstock that wrote it, or a newer one"

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.audit.intervals import NONE, clip, join, runs_of
 from penstock.audit.reading import IntArray, Part
-from penstock.ledger import Begin
+from penstock.ledger.begin import Begin
 from penstock.slicing import Slicing
 
 Place = tuple[int, int]  # epoch and position

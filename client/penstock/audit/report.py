@@ -14,6 +14,7 @@ from penstock.audit.history import RankHistory, history_of
 from penstock.audit.orders import OrderKey, Orders
 from penstock.audit.reading import Damage, Part, read_begins, read_ledger
 from penstock.audit.record import Changed, Iteration, Place, RankRecord, Start, record_of
+from penstock.errors import LedgerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Order:
 class Report:
     """What the ledgers of a run say. `num_batches` counts those that were trained on twice as well.
 
-    num_lost  iterations of which nothing is recorded, between others of their loop's process
+    num_lost       iterations of which nothing is recorded, before others of their launch
+    num_differing  batches that a server does not give as they were given, as far as one was asked, see compare
     """
 
     paths: list[Path]
@@ -67,11 +69,12 @@ class Report:
     num_lost: int
     orders: list[Order]
     damages: list[Damage]
+    num_differing: int = 0
 
     @property
     def is_proven(self) -> bool:
         """Whether all orders are, and nothing is lost that might say otherwise; a torn line is what a killed process leaves."""
-        is_whole = not self.num_lost and all(damage.is_torn for damage in self.damages)
+        is_whole = not self.num_lost and not self.num_differing and all(damage.is_torn for damage in self.damages)
         return bool(self.num_batches) and is_whole and all(order.is_proven for order in self.orders)
 
     @property
@@ -90,29 +93,39 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
     damages: list[Damage] = []
     orders = Orders()
     ranks: dict[Path, set[int]] = {path: set() for path in paths}
+    nbytes = _sizes(paths)
     for path in paths:
-        for begin in read_begins(path):
+        for begin in read_begins(path, nbytes[path]):
             ranks[path].add(begin.rank)
             orders.add(begin)
     records: dict[OrderKey, list[RankRecord]] = {}
     num_batches = num_lost = 0
     for files in _by_rank(ranks):
         parts: dict[tuple[OrderKey, int], list[Part]] = {}
-        recorded: dict[tuple[str, int], set[int]] = {}  # iterations, by the processes that began them
+        recorded: dict[tuple[str, int], dict[int, set[int]]] = {}  # iterations of each launch, by the workers that began them
         for path in files:
-            reading = read_ledger(path)
+            reading = read_ledger(path, nbytes[path])
             damages += reading.damages
             num_batches += sum(len(part.steps) for part in reading.parts)
             for part in reading.parts:
-                if not part.begin.num_workers:  # workers of two rounds may have one name
-                    recorded.setdefault((part.begin.launch, part.begin.rank), set()).add(part.begin.iteration)
+                by_worker = recorded.setdefault((part.begin.launch, part.begin.rank), {})
+                worker = part.begin.worker if part.begin.num_workers else -1
+                by_worker.setdefault(worker, set()).add(part.begin.iteration)
                 key, part.begin, part.stop = orders.of(part.begin)
                 parts.setdefault((key, part.begin.rank), []).append(part)
-        num_lost += sum(max(numbers) + 1 - min(numbers) - len(numbers) for numbers in recorded.values())
+        num_lost += sum(max(max(found) + 1 - len(found) for found in launch.values()) for launch in recorded.values())
         for (key, rank), found in parts.items():
             records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
     runs = {key: _Run.of(found) for key, found in records.items()}
     return Report(list(paths), num_batches, num_lost, [_make_order(key, runs) for key in runs], damages)
+
+
+def _sizes(paths: Sequence[Path]) -> dict[Path, int]:
+    """How many bytes each file has now: a run may go on writing, and what is read twice must be the same."""
+    try:
+        return {path: path.stat().st_size for path in paths}
+    except OSError as error:
+        raise LedgerError(f"the ledger {error.filename} cannot be read: {error.strerror or error}") from error
 
 
 def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:

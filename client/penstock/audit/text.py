@@ -64,9 +64,11 @@ def _verdict(report: Report) -> str:
         found.append(f"{counted(lines, 'line')} cannot be read, and may say anything")
     if report.num_lost:
         found.append(
-            f"of {counted(report.num_lost, 'iteration')} nothing is recorded, though of those before and after: the disk was "
-            f"full, or the ledger is not among these"
+            f"of {counted(report.num_lost, 'iteration')} nothing is recorded, though of later ones of the same process: the "
+            f"ledger could not be written, was deleted, or is not among these"
         )
+    if report.num_differing:
+        found.append(f"{counted(report.num_differing, 'batch', 'batches')} not as before when asked for again")
     return f"NOT PROVEN: {', '.join(found) or 'no batch is recorded'}"
 
 
@@ -134,7 +136,7 @@ def _apart(apart: Apart) -> str:
 def _left_out(epochs: list[Epoch]) -> Iterator[str]:
     seen = {epoch.epoch for epoch in epochs}
     if left_out := sorted(set(range(min(seen), max(seen))) - seen):
-        yield f"  no batch of epoch {', '.join(map(str, left_out[:_MOST_RANGES]))} was asked for"
+        yield f"  no batch of epoch {', '.join(map(str, left_out[:_MOST_RANGES]))} is recorded"
 
 
 def _problems(order: Order) -> Iterator[str]:

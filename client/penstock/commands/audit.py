@@ -5,36 +5,51 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from penstock.audit import Report, audit
-from penstock.audit.compare import Comparison, Differing, compare, rows_of_missing
+from penstock.audit.compare import Comparison, Differing, compare, num_missing_batches, rows_of_missing
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
-from penstock.errors import LedgerError, SpecError
-from penstock.ledger_file import find_ledgers
+from penstock.errors import LedgerError, ServerUnavailable, SpecError
+from penstock.ledger.names import find_ledgers
 from penstock.printable import printable
 from penstock.wording import counted
 
 _SAMPLE = 100
+_MOST_DIGITS = 18
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 if it is no proof. Raises LedgerError: a ledger cannot be read. Raises SpecError: wrong options."""
+    """Prints the report; 1 if it is no proof.
+
+    Raises LedgerError: a ledger cannot be read. Raises SpecError: wrong options. Raises ServerUnavailable: none answers, and
+    the report is of what the ledgers say.
+    """
     sample, servers = _sample(arguments), arguments.server or []
     paths = _paths(arguments.ledgers)
     report = audit(paths, trust_starts=arguments.trust_starts)
-    comparison = compare(paths, report.num_batches, servers, sample) if servers else None
-    rows = dict(rows_of_missing(report, servers)) if arguments.rows else {}
+    comparison, rows, silence = None, dict[str, dict[str, Any]](), None
+    try:
+        if servers:
+            comparison = compare(paths, report.num_batches, servers, sample)
+            report = replace(report, num_differing=len(comparison.differing))
+        if arguments.rows:
+            rows = dict(rows_of_missing(report, servers))
+    except ServerUnavailable as error:
+        silence = error
+    num_left_out = num_missing_batches(report) - len(rows) if rows else 0
     if arguments.json:
-        print(json.dumps(_as_json(report, comparison, rows), indent=2))
+        print(json.dumps(_as_json(report, comparison, rows, num_left_out), indent=2))
     else:
-        for line in (*lines_of(report), *_compared(comparison), *_shown(rows)):
+        for line in (*lines_of(report), *_compared(comparison), *_shown(rows, num_left_out)):
             print(printable(line))
-    return 0 if report.is_proven and not (comparison and comparison.differing) else 1
+    if silence:
+        raise ServerUnavailable(f"the report is of the ledgers alone: {silence}")
+    return 0 if report.is_proven else 1
 
 
 def _sample(arguments: argparse.Namespace) -> int | None:
@@ -44,7 +59,7 @@ def _sample(arguments: argparse.Namespace) -> int | None:
     text = str(_SAMPLE) if arguments.sample is None else arguments.sample
     if text != "all" and not (text.isascii() and text.isdigit()):
         raise SpecError(f"--sample must be a whole number or 'all', not {text!r}")
-    return None if text == "all" else int(text)
+    return None if text == "all" or len(text) > _MOST_DIGITS else int(text)  # more batches than any run has
 
 
 def _paths(names: Sequence[str]) -> list[Path]:
@@ -53,6 +68,8 @@ def _paths(names: Sequence[str]) -> list[Path]:
     for name in names:
         paths = find_ledgers(name)
         if not paths:
+            if Path(name).exists():
+                raise LedgerError(f"{name} is no file: name a ledger")
             raise LedgerError(f"{name}: there is no ledger of this name, nor of other ranks beside it")
         for path in paths:
             status = path.stat()
@@ -75,7 +92,7 @@ def _compared(comparison: Comparison | None) -> Iterator[str]:
         )
 
 
-def _shown(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _shown(rows: dict[str, dict[str, Any]], num_left_out: int) -> Iterator[str]:
     for batch, provenance in rows.items():
         yield ""
         if "reason" in provenance:
@@ -83,10 +100,18 @@ def _shown(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
             continue
         yield f"{batch} would have shown"
         for sequence in provenance["sequences"]:
-            yield from (f"  {s['shard']}, row group {s['row_group']}, row {s['row']}" for s in sequence["sources"])
+            for s in sequence["sources"]:
+                yield f"  {s['dataset']}, {s['shard']}, row group {s['row_group']}, row {s['row']}"
+    if num_left_out:
+        yield ""
+        yield f"{counted(num_left_out, 'more batch is', 'more batches are')} missing, of which no rows were asked for"
 
 
-def _as_json(report: Report, comparison: Comparison | None, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _as_json(
+    report: Report, comparison: Comparison | None, rows: dict[str, dict[str, Any]], num_left_out: int
+) -> dict[str, Any]:
     return (
-        facts_of(report) | ({"compared": asdict(comparison)} if comparison else {}) | ({"missing_rows": rows} if rows else {})
+        facts_of(report)
+        | ({"compared": asdict(comparison)} if comparison else {})
+        | ({"missing_rows": rows, "missing_batches_without_rows": num_left_out} if rows else {})
     )

@@ -176,6 +176,14 @@ class Progress:
         if round_.num_sets == self._start.num_sets:
             self._start.give_back(round_.worker)
 
+    def num_recorded(self, round_: Round) -> int:
+        """How many iterations were put on record before this one, see SharedStart."""
+        return self._start.num_recorded(round_.worker)
+
+    def count_recorded(self, round_: Round) -> None:
+        """This iteration is put on record."""
+        self._start.count_recorded(round_.worker)
+
     def counts(self, round_: Round) -> bool:
         """Whether `position` is that of this iteration: no other began since, nor was the start set in this process."""
         return round_.number == self._num_rounds and round_.num_sets == self._counted.num_sets

@@ -23,17 +23,17 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.place.state import Position
-from penstock.rank import Worker, find_worker
+from penstock.rank import MOST_WORKERS, Worker, find_worker
 
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
 # PUT_OFF is the epoch that the loop chose and that a worker's state of an earlier one goes before, 0 for none. LOADS counts the
-# states that were loaded up to the loop's last; FIRST is the round of the very first batch, 0 for none yet. Behind them are two
-# cells for each worker: the round that it was last in since the start was set, 0 for none; and how many states it loaded
-# itself since the loop did, also in processes that are over.
-_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _LOADS, _FIRST = range(11)
-_WORKERS, _MOST_WORKERS = 11, 1024
-_WORKER_LOADS, _NUM_CELLS = _WORKERS + _MOST_WORKERS, _WORKERS + 2 * _MOST_WORKERS
+# states that were loaded up to the loop's last; FIRST is the round of the very first batch, 0 for none yet. RECORDED counts the
+# iterations of the loop's process that were put on record. Behind them are three cells for each worker: the round that it was
+# last in since the start was set, 0 for none; how many states it loaded itself since the loop did; and its own iterations that
+# were put on record; the latter two also in processes that are over.
+_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _LOADS, _FIRST, _RECORDED = range(12)
+_ROUNDS, _OWN_LOADS, _OWN_RECORDED, _NUM_CELLS = (12 + n * MOST_WORKERS for n in range(4))
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 _known: WeakSet[SharedStart] = WeakSet()  # in this process
 
@@ -74,9 +74,15 @@ class SharedStart:
     def own(self) -> None:
         """A process that inherited this, and is no loader worker, goes on with a copy of its own."""
         if os.getpid() != self._owner and not find_worker():
-            self._begin_launch()
-            self._memory = self._memory.clone()
-            self._share()
+            self._go_on_alone(self._memory)
+
+    def _go_on_alone(self, memory: torch.Tensor) -> None:
+        """With a copy of this memory, and as a launch of its own, of which nothing was given or put on record yet."""
+        self._begin_launch()
+        self._memory = memory.clone()
+        for cells in (_FIRST, _RECORDED, slice(_OWN_RECORDED, _NUM_CELLS)):
+            self._memory[cells] = 0
+        self._share()
 
     def _begin_launch(self) -> None:
         self._owner, self._launch = os.getpid(), os.urandom(8).hex()
@@ -107,11 +113,11 @@ class SharedStart:
 
     def load(self, worker: Worker | None) -> None:
         """The loop loads a state, or a worker does, as torchdata has each of them do when they begin."""
-        by_workers = self._cells[_WORKER_LOADS:]
+        by_workers = self._cells[_OWN_LOADS:_OWN_RECORDED]
         if worker is None:
             self._cells[_LOADS] += by_workers.max() + 1
             by_workers.zero_()
-        elif worker.first < _MOST_WORKERS:
+        else:
             by_workers[worker.first] += 1
 
     def num_loads(self, loaded: Worker | None) -> int:
@@ -119,9 +125,17 @@ class SharedStart:
 
         `loaded` is a worker that has loaded its own; others have not come to that yet, or never do.
         """
-        by_workers = self._cells[_WORKER_LOADS:]
-        own = by_workers[loaded.first] if loaded and loaded.first < _MOST_WORKERS else by_workers.max()
+        by_workers = self._cells[_OWN_LOADS:_OWN_RECORDED]
+        own = by_workers[loaded.first] if loaded else by_workers.max()
         return int(self._cells[_LOADS] + own)
+
+    def num_recorded(self, worker: Worker | None) -> int:
+        """How many iterations of this launch were put on record, of its loop's process, or of a worker of this number."""
+        return int(self._cells[_recorded(worker)])
+
+    def count_recorded(self, worker: Worker | None) -> None:
+        """One more is."""
+        self._cells[_recorded(worker)] += 1
 
     @property
     def is_taken(self) -> bool:
@@ -158,7 +172,7 @@ class SharedStart:
         self._cells[_PUT_OFF] = 0
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
-        self._cells[_WORKERS:_WORKER_LOADS] = 0
+        self._cells[_ROUNDS:_OWN_LOADS] = 0
 
     def move(self, stretch: Stretch, *, by_state: bool) -> None:
         """The start is elsewhere; whether it is taken stays as it is."""
@@ -183,15 +197,15 @@ class SharedStart:
         if self.is_taken and self._cells[_CLAIM] != claim:
             return False
         # An earlier round of the same name took it: the loop gives torch the same seed before each.
-        if worker and worker.first < _MOST_WORKERS and self.is_taken and self._cells[_WORKERS + worker.first] == claim:
+        if worker and self.is_taken and self._cells[_ROUNDS + worker.first] == claim:
             self._cells[_CLAIM] = _NOBODYS
             return False
         return True
 
     def enter(self, number: int, worker: Worker | None) -> None:
         """This round is asked for its first batch."""
-        if worker and worker.first < _MOST_WORKERS:
-            self._cells[_WORKERS + worker.first] = _claim(number, worker)
+        if worker:
+            self._cells[_ROUNDS + worker.first] = _claim(number, worker)
 
     def is_first(self, number: int, worker: Worker | None) -> bool:
         """Whether no round before this one gave a batch."""
@@ -208,18 +222,30 @@ class SharedStart:
 
     def give_back(self, worker: Worker | None) -> None:
         """This round failed before its first batch: the next one may begin as if it had not."""
-        if worker and worker.first < _MOST_WORKERS:
-            self._cells[_WORKERS + worker.first] = 0
+        if worker:
+            self._cells[_ROUNDS + worker.first] = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes along to loader workers, which share it with the process that starts them."""
         self.own()
         return self.__dict__
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedStart:
+        """One that begins at the same place."""
+        other = SharedStart.__new__(SharedStart)
+        other._go_on_alone(self._cells)
+        _known.add(other)
+        return other
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._share()  # a copy would otherwise tell its own workers nothing
         _known.add(self)
+
+
+def _recorded(worker: Worker | None) -> int:
+    """The cell that counts its iterations on record."""
+    return _OWN_RECORDED + worker.first if worker else _RECORDED
 
 
 def _claim(number: int, worker: Worker | None) -> int:

@@ -1,0 +1,85 @@
+"""The begin line of an iteration: what it gives, from where on, and who began it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from penstock import __version__
+from penstock.errors import LedgerError
+from penstock.spec import Spec
+
+MAGIC = b'begin {"ledger": '
+VERSION = 1
+STEP_COLUMNS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """An iteration over a dataset: what it gives, from where on, and who began it.
+
+    launch         names one RemoteDataset of one process, which may be a fork of another; the workers of its loader share it
+    num_loads      how often a state was loaded into it before this iteration, by the loop or by workers when they began
+    iteration      how many of the launch its loop, or workers of this number, began before it; of one that is missing in these
+                   nothing was recorded
+    num_sequences  of an epoch, over all ranks, skipped ones included
+    spec           resolved; its offset is the iteration's
+    step           the first one; in a loader's worker that of the round, to which its own number is added
+    worker         its number, of `num_workers`; 0 of 0 in the process of the loop itself
+    loader_seed    what the loader drew when its workers began, the same for all of them; 0 without workers
+    """
+
+    launch: str
+    num_loads: int
+    iteration: int
+    dataset: str
+    num_sequences: int
+    rank: int
+    epoch: int
+    step: int
+    spec: Spec
+    worker: int = 0
+    num_workers: int = 0
+    loader_seed: int = 0
+    time: datetime = field(default_factory=lambda: datetime.now(UTC))
+    version: str = __version__
+
+    def to_text(self) -> str:
+        """The text of a begin line, without its check."""
+        values = asdict(self) | {"time": self.time.isoformat(timespec="microseconds"), "spec": self.spec.to_dict()}
+        return "begin " + json.dumps({"ledger": VERSION} | values)
+
+    @classmethod
+    def from_text(cls, text: str) -> Begin:
+        """What such a text says. Raises LedgerError: it is in the words of another version."""
+        values: dict[str, Any] = {}
+        try:
+            values |= json.loads(text.removeprefix("begin "))
+            if values["ledger"] != VERSION:
+                raise ValueError(f"ledgers of version {values['ledger']} are unknown")
+            values |= {"spec": Spec(**values["spec"]), "time": datetime.fromisoformat(values["time"])}
+            begin = cls(**{f.name: values[f.name] for f in fields(cls)})
+            begin._check()
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            raise LedgerError(f"penstock {values.get('version')} wrote it, this is {__version__}: {error}") from error
+        return begin
+
+    def _check(self) -> None:
+        """Raises what is told as a LedgerError: a value is none that this version writes."""
+        for name, kind in _KINDS.items():
+            value: Any = getattr(self, name)
+            if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
+                raise ValueError(f"{name} is {value!r}")
+        if self.time.tzinfo is None:
+            raise ValueError(f"time is {self.time}, of no time zone")
+
+
+_KINDS = {f.name: {"str": str, "int": int}[str(f.type)] for f in fields(Begin) if f.type in ("str", "int")}
+
+
+def check_of(text: str, begin: str = "") -> str:
+    """The check of a line's text; `begin` is that of the begin line before it."""
+    return f"{zlib.crc32((begin + text).encode()):08x}"

@@ -1,0 +1,132 @@
+"""A dataset's ledgers, and how one of its iterations is recorded in them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.ledger.begin import STEP_COLUMNS, Begin, check_of
+from penstock.ledger.file import hold_ledger, release_ledger
+from penstock.ledger.names import ledger_path
+from penstock.spec import Spec
+from penstock.threads import is_own_thread, own_thread
+
+if TYPE_CHECKING:
+    from penstock.place.progress import Round  # which imports torch
+
+log = logging.getLogger("penstock")
+
+_SYNC_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
+_OLD_WORKERS_SECONDS = 10.0  # loader workers that are let go take a moment to end, and those of the next epoch begin meanwhile
+
+
+class Book:
+    """The ledgers of one dataset: a file for this process's rank, opened for each iteration; workers have their own.
+
+    Raises LedgerError: the file cannot be written, holds other things, or another process writes to it.
+    """
+
+    def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int, num_sequences: int) -> None:
+        self._ledger = Path(ledger).absolute()  # or a loop that changes its folder would go on in another file
+        self._dataset, self._rank, self._num_sequences = dataset, rank, num_sequences
+        file = hold_ledger(ledger_path(self._ledger, rank))
+        try:
+            file.check()  # now, not when the first loop begins
+        finally:
+            release_ledger(file)
+
+    def open(self, spec: Spec, round_: Round, iteration: int) -> Ledger:
+        """The ledger of an iteration that begins, of what spec, and after how many others. Raises LedgerError: see Ledger."""
+        position, worker = round_.stretch.position, round_.worker
+        begin = Begin(
+            launch=round_.launch,
+            num_loads=round_.num_loads,
+            iteration=iteration,
+            dataset=self._dataset,
+            num_sequences=self._num_sequences,
+            rank=self._rank,
+            epoch=position.epoch,
+            step=position.step,
+            spec=spec,
+            worker=worker.first if worker else 0,
+            num_workers=worker.stride if worker else 0,
+            loader_seed=worker.loader_seed if worker else 0,
+        )
+        path = ledger_path(self._ledger, self._rank, worker.first if worker else None)
+        return Ledger(path, begin, is_first=round_.is_first)
+
+
+class Ledger:
+    """Appends the batches of one iteration to a file. One thread uses it; several iterations of a process may take turns.
+
+    Raises LedgerError, where it `is_first`, before any batch of the launch: the file cannot be written, holds other things, or
+    another process writes to it. Later iterations, and `record`, never stop a run: what goes wrong is logged as an error, and
+    up to 16 MiB wait in memory until the file can be written again, by this iteration or a later one.
+    """
+
+    def __init__(self, path: Path, begin: Begin, *, is_first: bool) -> None:
+        text = begin.to_text()
+        self._check = check_of(text)
+        self._begin = f"{text} {self._check}"
+        self._pid = os.getpid()
+        self._closing = threading.Event()
+        self._file = hold_ledger(path, _OLD_WORKERS_SECONDS if begin.num_workers else 0.0)
+        self._thread = own_thread("ledger", self._sync)
+        try:
+            if is_first:
+                self._file.begin(self._begin)
+            else:
+                self._file.append(self._begin)
+            self._thread.start()
+        except BaseException:  # no more threads may be started, or Ctrl-C
+            release_ledger(self._file)
+            raise
+        atexit.register(self.close)  # or a loop that is left when modules are taken apart would wait for a stopped thread
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is written to it."""
+        return self._closing.is_set()
+
+    def record(self, step: int, digest: str) -> None:
+        """The loop is about to be handed the batch of this step, which has this digest.
+
+        Never raises for a disk that cannot be written.
+        """
+        if self.is_closed:
+            raise ValueError(f"the ledger {self._file.path} is closed")
+        self._note(f"{step:>{STEP_COLUMNS}} {digest}")
+
+    def finish(self) -> None:
+        """The epoch is over: the loop asked for another batch."""
+        self._note("end")
+
+    def close(self) -> None:
+        """Has the disk write what is not written. Idempotent; does nothing in a process that was forked off."""
+        if self.is_closed or self._pid != os.getpid():
+            return
+        atexit.unregister(self.close)
+        self._closing.set()
+        # Python may collect an iterator that was dropped in this thread, or in one that fetches for another loop.
+        if not is_own_thread():
+            self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive():  # it may be ended before it tells what is lost
+                log.error("penstock: the disk of the ledger %s hangs: its last lines may not be written", self._file.path)
+
+    def _note(self, text: str) -> None:
+        self._file.append(self._begin, f"{text} {check_of(text, self._check)}")
+
+    def _sync(self) -> None:
+        """Has the disk write what was appended, in a thread: on a file system that is shared it may take its time."""
+        is_closing = False
+        while True:
+            self._file.sync()
+            if is_closing:
+                break
+            is_closing = self._closing.wait(_SYNC_SECONDS)
+        release_ledger(self._file)
