@@ -17,7 +17,7 @@ import penstock.feeding.feed
 from chaos_proxy import ChaosProxy
 from corpora import write_numbered, write_pairs, write_tokenizer
 from penstock import RemoteDataset
-from penstock.feeding.device import Destination, OnDevice
+from penstock.feeding.device import Destination, OnDevice, unpack
 from penstock.feeding.pinned import tensor_over
 from penstock.tensors import CPU
 from serving import Server
@@ -105,6 +105,28 @@ def test_a_replay_gives_what_was_sent_once(server: Server, places: Counter[tuple
     assert places[2, True] == 2
     assert_same(found, found[:2] * (len(found) // 2))
     assert torch.equal(found[1]["input_ids"], batches(server.url, None, dataset="numbers")[1]["input_ids"])
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache")  # of torch, that it traces what is cached,
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # and of Python 3.13.0
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    are_traced: list[bool] = []
+
+    def unpacked(*arguments: Any) -> Any:
+        are_traced.append(torch.compiler.is_compiling())
+        return unpack(*arguments)
+
+    monkeypatch.setattr(penstock.feeding.device, "unpack", unpacked)
+    data = RemoteDataset(server.url, batch_size=4, seq_len=16, seed=3, device="cuda", **KINDS[kind])
+    expected = [sum(tensor.sum() for tensor in batch.values()) for batch, _ in zip(data, range(3), strict=False)]
+    are_traced.clear()
+    batches = iter(data)
+    step = torch.compile(lambda batches: sum(tensor.sum() for tensor in next(batches).values()), backend="eager")
+    assert [step(batches) for _ in expected] == expected
+    batches.close()  # type: ignore[attr-defined]
+    assert are_traced
+    assert not any(are_traced)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import PenstockError, SpecError, wire
+from penstock.feeding import device
 from penstock.feeding.device import Destination, OnDevice, check_device, find_destination, pack, unpack
 from penstock.feeding.item import Item
 from penstock.feeding.pinned import allocate_pinned
@@ -156,6 +157,34 @@ def test_a_batch_is_handed_over_though_the_next_one_is_not_there() -> None:
         assert [item.step for item in batches] == [1]
 
 
+def test_what_is_sent_ahead_while_a_loop_evaluates_can_be_trained_on() -> None:
+    with closing(ahead(group for group in [received(range(2), ordinary)])) as frames:
+        batches = OnDevice(frames, CPU)
+        with torch.inference_mode():
+            next(batches)
+        ids = next(batches).batch["input_ids"]
+    weights = torch.ones(ids.shape, requires_grad=True)
+    (weights * ids).sum().backward()
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, ids.float())
+
+
+def test_a_batch_is_given_though_the_next_one_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sent(frame: wire.Frame, **settings: Any) -> Batch:
+        if frame.step == 2:
+            raise torch.OutOfMemoryError("no more")
+        return pack(frame, **settings)
+
+    monkeypatch.setattr(device, "pack", sent)
+    found: list[int] = []
+    with (
+        closing(ahead(group for group in [received(range(4), ordinary)])) as frames,
+        pytest.raises(torch.OutOfMemoryError, match="no more"),
+    ):
+        found.extend(item.step for item in OnDevice(frames, CPU))
+    assert found == [0, 1]
+
+
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Of the storage of a tensor, by which torch knows what a copy reads from."""
     return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
@@ -180,22 +209,30 @@ def test_what_is_sent_lies_where_it_was_received() -> None:
 
 @no_gpu_here
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    for device in ("cuda", "cuda:3", 1, torch.device("cuda")):
+    numbers: Any = (1, 256, np.int64(0))
+    for named in ("cuda", "cuda:3", "cuda:256", *numbers, torch.device("cuda")):
         with pytest.raises(SpecError, match="torch sees 0 GPUs here"):
-            check_device(device)
+            check_device(named)
     assert find_destination(None, None) == Destination(device=CPU, pin_memory=False)
 
 
-@pytest.mark.parametrize("device", ["gpu", "meta", "", 1.5])
+@pytest.mark.parametrize("device", ["gpu", "meta", "", 1.5, 10**30, -1])
 def test_what_is_no_device_is_refused(device: str) -> None:
     with pytest.raises(SpecError, match="device must be 'cpu', or a GPU such as 'cuda'"):
         check_device(device)
 
 
+def test_a_process_that_was_forked_off_one_with_a_gpu_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for is_bad in (False, True):
+        monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda is_bad=is_bad: is_bad)
+        assert find_destination(None, None) == Destination(device=CPU, pin_memory=not is_bad)
+
+
 def test_workers_leave_the_gpu_alone() -> None:
     worker = Worker(0, 2, 7)
-    for device in (None, CPU):
-        assert find_destination(device, worker) == Destination(device=CPU, pin_memory=False)
+    for host in (None, CPU):
+        assert find_destination(host, worker) == Destination(device=CPU, pin_memory=False)
     with pytest.raises(PenstockError, match="workers cannot give batches on device='cuda'"):
         find_destination(torch.device("cuda"), worker)
 

@@ -16,6 +16,7 @@ from penstock.feeding.pinned import tensor_over
 from penstock.feeding.prefetch import Prefetch
 from penstock.rank import Worker
 from penstock.tensors import ALL, CPU, Batch, Lines, as_tensor, kind_of, travelled
+from penstock.whole import plain
 from penstock.wire import Frame
 from penstock.wording import counted
 
@@ -35,13 +36,16 @@ def check_device(device: str | int | torch.device | None) -> torch.device | None
     """
     if device is None:
         return None
+    number = plain(device)
+    name = f"cuda:{number}" if isinstance(number, int) else device
     try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        found = torch.device(name)
     except (RuntimeError, TypeError):
         found = None
     if found is None or found.type not in ("cpu", "cuda"):
         raise SpecError(f"device must be 'cpu', or a GPU such as 'cuda' or 'cuda:1', not {device!r}", ("device",))
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    is_there = (found.index or 0) < torch.cuda.device_count() and str(found) == str(name)  # of large numbers torch makes others
+    if found.type == "cuda" and not is_there:
         raise SpecError(
             f"device={device!r}, but torch sees {counted(torch.cuda.device_count(), 'GPU')} here. Install a torch with CUDA, "
             f"check CUDA_VISIBLE_DEVICES, or leave device out: batches then lie in host memory.",
@@ -64,7 +68,8 @@ def find_destination(device: torch.device | None, worker: Worker | None) -> Dest
             )
         return Destination(device=CPU, pin_memory=False)  # a DataLoader pins what its workers send
     if device is None:
-        return Destination(device=CPU, pin_memory=torch.cuda.is_available())
+        # A process that was forked off one that has used the GPU cannot use it, nor pin memory.
+        return Destination(device=CPU, pin_memory=torch.cuda.is_available() and not torch.cuda._is_in_bad_fork())
     if not is_cuda:
         return Destination(device=CPU, pin_memory=False)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -117,23 +122,29 @@ class OnDevice:
 
     def __init__(self, frames: Prefetch[Frame], device: torch.device, columns: Container[str] = ALL) -> None:
         self._frames, self._device, self._columns = frames, device, columns
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._ahead: Item | None = None
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+        self._ahead: Item | Exception | None = None
 
     def __iter__(self) -> OnDevice:
         return self
 
     def __next__(self) -> Item:
         item, self._ahead = self._ahead or self._send(next(self._frames)), None
+        if isinstance(item, Exception):
+            raise item
         if self._stream:
             self._hand_over(item.batch, self._stream)
         # Not before: the loop's stream would wait for this one's copy, too.
         if self._frames.has_next:
-            self._ahead = self._send(next(self._frames))
+            try:
+                self._ahead = self._send(next(self._frames))
+            except Exception as error:  # when it is this one's turn
+                self._ahead = error
         return item
 
     def _send(self, frame: Frame) -> Item:
-        with torch.cuda.stream(self._stream):
+        # The loop may be evaluating just now, and train on this batch: of a tensor of inference mode backward keeps nothing.
+        with torch.inference_mode(False), torch.cuda.stream(self._stream):
             sent = {
                 name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
                 for name, value in pack(frame, pin_memory=self._stream is not None, columns=self._columns).items()
@@ -148,3 +159,13 @@ class OnDevice:
                 # It was allocated for the other stream: without this a tensor that the loop drops would be given to the
                 # next copy while kernels that read it are still queued.
                 value.record_stream(loop)
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all copies to a GPU. Each iteration's own would keep the memory that was allocated for it."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}

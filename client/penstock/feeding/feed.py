@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 from collections.abc import Container, Iterator
 from contextlib import closing
 from functools import partial
-from itertools import cycle, islice
-
-import torch
+from itertools import cycle, islice, repeat
 
 from penstock.feeding.device import Destination, OnDevice
 from penstock.feeding.item import Item
 from penstock.feeding.pinned import allocate_pinned
 from penstock.feeding.runs import fetch_ahead
+from penstock.feeding.uncompiled import uncompiled
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.stats import Stats
@@ -86,12 +84,8 @@ class Feed:
     def _made(self) -> Iterator[Item]:
         device = self._destination.device
         if device != CPU:
-            return OnDevice(self._frames, device, self._columns)
-        make = self._expanded
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes long to import
-            # Of what numpy does to a packed batch inductor makes C++ that does not compile.
-            make = torch.compiler.disable(make)  # type: ignore[no-untyped-call]
-        return map(make, self._frames)
+            return map(uncompiled(_next), repeat(OnDevice(self._frames, device, self._columns)))
+        return map(uncompiled(self._expanded), self._frames)
 
     def _expanded(self, frame: Frame) -> Item:
         # As late as can be: what is written to memory that is used again now is still in the processor's cache when it is read,
@@ -125,3 +119,7 @@ class Feed:
     def _close(self) -> None:
         with closing(self._transport), closing(self._frames):
             atexit.unregister(self._close)
+
+
+def _next(items: Iterator[Item]) -> Item:
+    return next(items)
