@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -319,7 +319,7 @@ class RemoteDataset(IterableDataset[Batch]):
 
 def _check_columns(columns: Sequence[str], known: list[str]) -> frozenset[str]:
     """Raises SpecError: a batch has no such tensors."""
-    named = [] if isinstance(columns, str) else list(columns)
-    if not named or not set(named) <= set(known):
+    named = list(columns) if isinstance(columns, Iterable) and not isinstance(columns, str) else []
+    if not named or any(name not in known for name in named):
         raise SpecError(f"columns must be a list of tensors of a batch ({', '.join(known)}), not {columns!r}", ("columns",))
     return frozenset(named)

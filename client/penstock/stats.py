@@ -12,7 +12,7 @@ class Stats:
     num_batches     batches that the loop was given
     num_tokens      tokens in them, without the padding
     num_bytes       bytes fetched, batches ahead of the loop included
-    num_retries     fetches that failed and were tried again
+    num_retries     fetches that failed, and were tried again if there was time
     num_damaged     those among them whose answer was damaged on the way, or was not what was asked for
     wait_seconds    how long the loop waited for batches
     busy_seconds    how long the loop worked with batches, each time until it asked for the next

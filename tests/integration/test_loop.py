@@ -79,7 +79,8 @@ def test_what_is_fetched_ahead_is_counted_in_bytes_until_the_loop_ends(server: S
 def test_only_the_tensors_that_are_asked_for_are_made(server: Server) -> None:
     assert all(list(batch) == ["labels"] for batch in dataset(server, columns=["labels"]))
     assert next(iter(dataset(server))).keys() == {"input_ids", "attention_mask", "labels"}
-    for wrong in ("labels", [], ["labels", "lables"], ["lengths"]):
+    wrong: Any
+    for wrong in ("labels", [], ["labels", "lables"], ["lengths"], 5, [["labels"]]):
         with pytest.raises(SpecError, match="a list of tensors of a batch .input_ids, attention_mask, labels., not "):
             dataset(server, columns=wrong)
 

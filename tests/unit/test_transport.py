@@ -305,7 +305,7 @@ def test_one_attempt_brings_what_is_sound_before_a_fault() -> None:
     answers = [b"", cut + b"123", cut + b"12x4", response(b"12x4"), response(b"1234"), problem("bad-row", 500)]
     with server(*answers) as url, closing(Transport([url], retry_seconds=9)) as transport:
         assert [transport.get_some("/", decode) for _ in answers] == [[], [1, 2, 3], [1, 2], [1, 2], [1, 2, 3, 4], []]
-        assert (transport.num_retries, transport.num_damaged) == (4, 1)
+        assert (transport.num_retries, transport.num_damaged, transport.num_bytes) == (4, 1, 3 + 4 + 4 + 4)
 
 
 def test_an_answer_of_another_version_that_breaks_off_ends_no_run() -> None:

@@ -51,9 +51,9 @@ class Transport:
     server would give is a refusal; a run that is under way takes it for a load balancer whose servers are away.
 
     Connections survive no fork: make it in the process that uses it; in another one closing it does nothing. One thread uses
-    it at a time; `interrupt` alone may come from another. `num_retries` counts attempts that failed and were made again,
-    `num_damaged` those of them whose body came and was not what had been asked for, and `num_bytes` what came in bodies. For
-    `allocate` see Connection.
+    it at a time; `interrupt` alone may come from another. `num_retries` counts attempts that failed, after which others are
+    made while there is time, `num_damaged` those of them whose body came and was not what had been asked for, and `num_bytes`
+    what came in bodies, those that broke off included. For `allocate` see Connection.
     """
 
     def __init__(
@@ -208,6 +208,9 @@ class Transport:
         except Stranger as stranger:
             if self._first_contact:
                 raise PenstockError(without_passwords(str(stranger))) from None
+            raise
+        except Fault as fault:
+            self.num_bytes += len(fault.received)
             raise
 
     def _come_home(self, target: str) -> None:
