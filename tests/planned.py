@@ -12,7 +12,8 @@ from penstock_server.datasets.catalog import Catalog
 from penstock_server.problems import IndexNotReady
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.footers import Footers
-from penstock_server.snapshots.snapshot import Snapshot, read_folder
+from penstock_server.snapshots.reading import read_folder
+from penstock_server.snapshots.snapshot import Snapshot
 
 
 def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:

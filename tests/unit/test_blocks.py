@@ -36,6 +36,7 @@ from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.names import BlockNames
 from penstock_server.storage.parsed_footers import ParsedFooters
 from penstock_server.storage.splits import Splits
 from penstock_server.storage.store import BlockStore
@@ -114,7 +115,7 @@ def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_larg
     after = open_blocks()
     after.get(list(range(6)))
     assert len(count_reads) == reads + 1
-    assert after.identity_of_shard(0) == before.identity_of_shard(0)  # of which what is counted has its name
+    assert after.names.of_shard(0) == before.names.of_shard(0)  # of which what is counted has its name
 
 
 def test_ids_beyond_what_a_shards_own_footer_tells_make_bad_rows(data: Path, cache_dir: Path) -> None:
@@ -490,7 +491,7 @@ def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
     for index in (2, 0, 4, 0, 2, 0, 4, 0):
         blocks.get([index])
     assert not store.cache.evicted  # all were let go of
-    assert not store.cache.has(blocks._find_key(2))
+    assert not store.cache.has(blocks.names.of(2))
     assert len(store.maps) == len(list(cache_dir.glob("*.block"))) <= 2
     before = len(count_reads)
     blocks.get([0])
@@ -503,7 +504,7 @@ def test_a_mapped_block_is_marked_as_used_and_let_go_once_another_process_has_re
     blocks = open_blocks()
     monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
     blocks.get([0])
-    path = cache_dir / f"{blocks._find_key(0)}.block"
+    path = cache_dir / f"{blocks.names.of(0)}.block"
     os.utime(path, (0, 0))
     other = next(index for index in range(1, 9) if not blocks.mapped([index]))
     assert blocks.mapped([0, other]) is None
@@ -567,7 +568,7 @@ def test_a_block_that_is_damaged_after_it_was_let_go_is_made_again(
     monkeypatch.setattr(maps_module, "_OPEN_BLOCKS", 1)
     blocks = open_blocks()
     expected = [rows_of(block) for block in blocks.get([0, 1])]
-    path = cache_dir / f"{blocks._find_key(0)}.block"
+    path = cache_dir / f"{blocks.names.of(0)}.block"
     with path.open("r+b") as file:
         file.write(bytes(64))
     again(blocks, [0])
@@ -762,7 +763,7 @@ def test_what_is_stored_does_not_wait_for_what_is_being_made_of_the_same_row_gro
     )
     assert len(Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir))).get([0, 1])) == 2
     blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir)))
-    (cache_dir / f"{blocks._find_key(0)}.block").unlink()
+    (cache_dir / f"{blocks.names.of(0)}.block").unlink()
     began, go_on = threading.Event(), threading.Event()
     encoding_waits(monkeypatch, began, go_on)
     [first] = loading(blocks, [0])
@@ -861,6 +862,6 @@ def test_a_footer_is_not_kept_of_a_shard_that_was_written_to_just_now_or_while_i
 
 def test_the_name_of_all_tokens_is_made_once(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
     blocks, again = open_blocks(), open_blocks()
-    assert blocks.identity == again.identity
-    monkeypatch.delattr(Blocks, "identity_of_shard")  # of each of ten thousand shards, whenever datasets are listed
-    assert blocks.identity == again.identity
+    assert blocks.names.of_all == again.names.of_all
+    monkeypatch.delattr(BlockNames, "of_shard")  # of each of ten thousand shards, whenever datasets are listed
+    assert blocks.names.of_all == again.names.of_all

@@ -24,8 +24,9 @@ from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import drop_old_notes, open_notes, read_note, write_note
+from penstock_server.snapshots.reading import read_folder
 from penstock_server.snapshots.shard import Date
-from penstock_server.snapshots.snapshot import Snapshot, read_folder
+from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.cache import CacheFolder
 
 HOUR_AGO_NS = time.time_ns() - 3600 * 10**9

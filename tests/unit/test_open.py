@@ -28,7 +28,8 @@ from penstock_server.problems import BadRow, DatasetRefused, UnknownDataset
 from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
 from penstock_server.snapshots import shard as shard_module
-from penstock_server.snapshots.snapshot import Snapshot, read_folder
+from penstock_server.snapshots.reading import read_folder
+from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -786,7 +787,7 @@ def test_an_empty_row_is_told_with_the_filter_that_leaves_it_out(
     (data / "penstock.toml").write_text(toml)
     blocks, block = load()
     with pytest.raises(BadRow) as refusal:
-        blocks.check_bad_rows(block, 0)
+        blocks.quarantine.check_block(block, 0)
     (data / "penstock.toml").write_text(str(refusal.value).partition("may leave such rows out by ")[2].removesuffix("."))
     _, block = load()
     assert (block.stored_rows.tolist(), block.bad) == ([0, 2], {})
@@ -806,7 +807,7 @@ def test_where_no_filter_helps_none_is_told(data: Path, load: Loader, columns: d
     (data / "penstock.toml").write_text(toml)
     blocks, block = load()
     with pytest.raises(BadRow, match="row 1 of row group 0") as refusal:
-        blocks.check_bad_rows(block, 0)
+        blocks.quarantine.check_block(block, 0)
     assert str(refusal.value).endswith("so a run can go on where it stopped.")
 
 

@@ -19,8 +19,8 @@ from penstock import wire
 from penstock.batch import count_tokens
 from penstock.tensors import expand
 from penstock_server.batches.batch import frames
-from penstock_server.batches.gather import chunks, gather, load
-from penstock_server.batches.readable import as_json, check_readable, shown_columns
+from penstock_server.batches.gather import chunks, load
+from penstock_server.batches.readable import as_json, provenance, shown_columns
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.problems import BadParameter
 from penstock_server.storage.cache import CacheFolder
@@ -110,13 +110,12 @@ def test_what_is_too_large_to_be_read_is_not_shown(catalog: Catalog, monkeypatch
     monkeypatch.setattr(penstock_server.batches.readable, "_MOST_TOKENS", 39)
     with pytest.raises(BadParameter, match="a batch of 40 tokens is too large to be shown: .* lower batch_size"):
         as_json(chunk, load(chunk))
-    sequences = gather(chunk, load(chunk))
-    num_parts = sum(len(sequences.sources(number)) for number in range(sequences.count))
+    num_parts = sum(len(sequence["sources"]) for sequence in provenance(plan, 0, 0, 0)["sequences"])
     monkeypatch.setattr(penstock_server.batches.readable, "_MOST_PARTS", num_parts)
-    check_readable(sequences)
+    provenance(plan, 0, 0, 0)
     monkeypatch.setattr(penstock_server.batches.readable, "_MOST_PARTS", num_parts - 1)
     with pytest.raises(BadParameter, match=f"a batch of {num_parts} rows, or parts of them, is too large for its provenance"):
-        check_readable(sequences)
+        provenance(plan, 0, 0, 0)
 
 
 def test_what_is_raised_before_a_sequence_ends_a_page(catalog: Catalog) -> None:

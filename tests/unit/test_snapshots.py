@@ -37,7 +37,7 @@ from penstock_server.logs import Seldom
 from penstock_server.problems import DatasetRefused, ShardUnavailable, SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes, write_note
-from penstock_server.snapshots.snapshot import Reading, read_folder
+from penstock_server.snapshots.reading import Reading, read_folder
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore

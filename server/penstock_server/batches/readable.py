@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from math import isfinite, isnan
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock import wire
 from penstock.batch import IGNORED
 from penstock.wording import counted
 from penstock_server.batches.batch import frames
-from penstock_server.batches.gather import Chunk, gather
+from penstock_server.batches.gather import Chunk, chunks, gather, load
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
@@ -54,13 +55,22 @@ def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], Non
     ]
 
 
-def check_readable(sequences: Sequences) -> None:
-    """Whether somebody can read of which rows these are. Raises BadParameter: they are of more parts of rows."""
+def provenance(plan: Plan, epoch: int, step: int, rank: int) -> dict[str, Any]:
+    """The rows that each sequence of a batch is made of: what ProvenanceAnswer lists.
+
+    Raises StepOutOfRange, RankOutOfRange: there is no such batch. Raises BadParameter: nor such an epoch, or it is of more parts
+    of rows than anybody reads. Raises what a block raises that cannot be read.
+    """
+    plan.check(epoch, step, rank)
+    [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
+    sequences = gather(chunk, load(chunk))
     if (num_parts := len(sequences.documents.rows)) > _MOST_PARTS:
         raise BadParameter(
             f"a batch of {num_parts:,} rows, or parts of them, is too large for its provenance to be shown: that is for "
             f"people. At most {_MOST_PARTS:,} are shown: lower batch_size."
         )
+    lines = [{"index": i, "sources": [asdict(s) for s in sequences.sources(i)]} for i in range(sequences.count)]
+    return {"step": step, "rank": rank, "sequences": lines}
 
 
 def shown_columns(block: Block, row: int) -> dict[str, Any]:

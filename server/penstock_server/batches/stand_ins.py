@@ -28,7 +28,7 @@ def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tup
     if not bad:
         return index, block, rows
     if member.snapshot.recipe.on_bad_row == "fail":
-        raise member.blocks.bad_row(block, index, bad[0])
+        raise member.blocks.quarantine.bad_row(block, index, bad[0])
     if block.has_good:
         return index, block, block.substitutes[rows]
     for other in _neighbours(member, index, 1):

@@ -135,7 +135,7 @@ class Index:
         num_bad = lengths.per_block(split).bad_rows
         if num_bad.any() and self._snapshot.recipe.on_bad_row == "fail":
             index = int(np.flatnonzero(num_bad)[0])
-            self._blocks.check_bad_rows(self._blocks.get([index], split)[0], index)
+            self._blocks.quarantine.check_block(self._blocks.get([index], split)[0], index)
         return lengths
 
     def _count_lengths(self, advance: Callable[[int], None]) -> RowLengths:
@@ -184,7 +184,7 @@ class Index:
         return self._path(f"bins-{split}-{seq_len}")
 
     def _path(self, name: str) -> Path:
-        return self._blocks.cache.folder / f"{self._blocks.identity}-{name}-{_FORMAT}{_SUFFIX}"
+        return self._blocks.cache.folder / f"{self._blocks.names.of_all}-{name}-{_FORMAT}{_SUFFIX}"
 
 
 def drop_old_counts(folder: Path) -> None:

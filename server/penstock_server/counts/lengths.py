@@ -143,7 +143,7 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
 def lengths_files(snapshot: Snapshot, blocks: Blocks) -> Iterator[Path]:
     """Where the lengths of each shard's rows are, or will be."""
     for shard in range(len(snapshot.shards)):
-        yield blocks.cache.folder / f"{blocks.identity_of_shard(shard)}-{_FORMAT}{SUFFIX}"
+        yield blocks.cache.folder / f"{blocks.names.of_shard(shard)}-{_FORMAT}{SUFFIX}"
 
 
 def _counted_together(snapshot: Snapshot) -> Iterator[range]:

@@ -28,8 +28,9 @@ from penstock_server.problems import MORE_THREADS, DatasetRefused, lacks_threads
 from penstock_server.snapshots.folders import QUIET_SECONDS, Sight, list_folder, look
 from penstock_server.snapshots.footers import Footers
 from penstock_server.snapshots.notes import open_notes
+from penstock_server.snapshots.reading import Reading, read_folder
 from penstock_server.snapshots.shard import Date, being_written
-from penstock_server.snapshots.snapshot import Reading, Snapshot, read_folder, recipe_key
+from penstock_server.snapshots.snapshot import Snapshot, recipe_key
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.store import BlockStore
 

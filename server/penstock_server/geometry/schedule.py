@@ -55,7 +55,7 @@ class Schedule(Slicing):
     def locate(self, position: int) -> Iterator[tuple[int, int, int]]:
         """Each (step, rank, index) that shows a position, in the order of samples.
 
-        None if it is skipped or dropped, several where the tail wraps: a small dataset fills a large step over and over.
+        No such one if it is skipped or dropped, several where the tail wraps: a small dataset fills a large step over and over.
         """
         for sample in self._samples(position):
             step, within = divmod(sample, self.samples_per_step)

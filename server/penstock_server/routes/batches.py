@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -13,8 +12,7 @@ from penstock import wire
 from penstock.spec import Spec
 from penstock.urls import DATASETS
 from penstock_server.answers.batches import BatchAnswer, ProvenanceAnswer
-from penstock_server.batches.gather import chunks, gather, load
-from penstock_server.batches.readable import check_readable
+from penstock_server.batches import readable
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
@@ -109,13 +107,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         """The rows that each sequence of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
 
         def make() -> Response:
-            plan = catalog.plan(dataset, spec_of(request))
-            plan.check(epoch, step, rank)
-            [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
-            sequences = gather(chunk, load(chunk))
-            check_readable(sequences)
-            lines = [{"index": i, "sources": [asdict(s) for s in sequences.sources(i)]} for i in range(sequences.count)]
-            return JSONResponse({"step": step, "rank": rank, "sequences": lines})
+            return JSONResponse(readable.provenance(catalog.plan(dataset, spec_of(request)), epoch, step, rank))
 
         return await while_asked(request, make)
 

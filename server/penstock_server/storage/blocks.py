@@ -1,21 +1,16 @@
 """Blocks: the unit of caching, a row group or a part of a very large one. Each is tokenized once, stored and mapped.
 
-    Snapshot --read a row group--> rows --encode--> tokens --store--> Block
-
-A block's name in the store is a hash of all that its tokens depend on, so a changed shard or recipe finds no old block.
+Snapshot --read a row group--> rows --encode--> tokens --store--> Block
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import cached_property, lru_cache, partial
-from hashlib import blake2b
+from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,14 +19,13 @@ from penstock.printable import printable
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
-from penstock_server.problems import BadRow
 from penstock_server.recipes import encode
 from penstock_server.recipes.encode import is_validation
-from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.decode import hashes_of_shard, reading, rows_of_group
+from penstock_server.storage.names import BlockNames
 from penstock_server.storage.quarantine import Quarantine
 from penstock_server.storage.store import Asked, BlockStore
 
@@ -40,10 +34,9 @@ log = logging.getLogger("penstock.blocks")
 EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
 
 _LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
-_KNOWN_KEYS = 1 << 15  # blocks; to find a name takes longer than a row of the block to copy
+_KNOWN_NAMES = 1 << 15  # of blocks; to find one takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
 _HEAD_BYTES = 1000  # about what a stored block takes beside its rows
-_FORMAT = 6  # of the stored blocks: a change here rebuilds them
 
 
 class Blocks:
@@ -53,28 +46,14 @@ class Blocks:
         self._snapshot = snapshot
         self._store = store
         self.quarantine = Quarantine(snapshot)
-        self._key = lru_cache(_KNOWN_KEYS)(self._find_key)
+        self.names = BlockNames(snapshot)
+        self._known_name = lru_cache(_KNOWN_NAMES)(self.names.of)
         self._correction: float | None = None  # of what the footers tell; None: no block was looked at
-        self._identity = json.dumps(
-            [_FORMAT, snapshot.recipe.identity, snapshot.token_dtype, snapshot.token_bound], sort_keys=True
-        )
-
-    @cached_property
-    def identity(self) -> str:
-        """A name for the tokens and splits of all blocks: they depend on nothing else."""
-        return _digest([*map(self.identity_of_shard, range(len(self._snapshot.shards)))])
-
-    def identity_of_shard(self, shard: int) -> str:
-        """A name for the tokens and splits of one shard's blocks."""
-        blocks = self._snapshot.blocks_of_shard(shard)
-        sizes = self._snapshot.rows_per_block[blocks.start : blocks.stop].tolist()
-        identity = _identity_of(self._snapshot.shards[shard])
-        return _digest([identity, sizes, self._identity, self._snapshot.recipe.validation])
 
     def request(self, indices: Sequence[int]) -> list[Asked]:
         """The blocks at these indices, each in [0, num_blocks), or futures of them, which raise what `get` raises."""
         asked = list[Asked]()
-        for index, block in zip(indices, self._store.maps.known([self._key(index) for index in indices]), strict=True):
+        for index, block in zip(indices, self._store.maps.known([self._known_name(index) for index in indices]), strict=True):
             found = block or self._ask(index)
             if isinstance(found, Block):
                 self.quarantine.look_in(index, found)
@@ -85,7 +64,7 @@ class Blocks:
 
     def mapped(self, indices: Sequence[int]) -> list[Block] | None:
         """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
-        blocks = [block for block in self._store.maps.known([self._key(index) for index in indices]) if block]
+        blocks = [block for block in self._store.maps.known([self._known_name(index) for index in indices]) if block]
         if len(blocks) < len(indices):
             return None
         for index, block in zip(indices, blocks, strict=True):
@@ -165,7 +144,7 @@ class Blocks:
 
     def is_stored(self, index: int) -> bool:
         """Whether a block is in the cache."""
-        return self._store.cache.has(self._find_key(index))
+        return self._store.cache.has(self.names.of(index))
 
     @property
     def num_ahead(self) -> int:
@@ -206,39 +185,6 @@ class Blocks:
             get_further()
         return counts
 
-    def check_bad_rows(self, block: Block, index: int) -> None:
-        """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
-        if block.bad and self._snapshot.recipe.on_bad_row == "fail":
-            raise self.bad_row(block, index, min(block.bad))
-
-    def bad_row(self, block: Block, index: int, row: int) -> BadRow:
-        """What is said of a row of block `index` that cannot be used."""
-        address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
-        limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.quarantine.has_too_many else ""
-        number = address.first_row + int(block.stored_rows[row])
-        place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
-        leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
-        or_leave_out = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
-        return BadRow(
-            f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
-            f'cannot be used. Mend the shard, or set on_bad_row = "substitute"{limit} in '
-            f"{self._snapshot.folder / 'penstock.toml'} to serve a neighbour in place of each: that changes no other batch, so "
-            f"a run can go on where it stopped.{or_leave_out}"
-        )
-
-    def _find_key(self, index: int) -> str:
-        """The name of a block in the cache."""
-        address = self._snapshot.block(index)
-        return f"{self._group_key(address)}-{address.number}"
-
-    def _keys(self, address: BlockAddress) -> list[str]:
-        """The names in the cache of all blocks of the row group that a block is of."""
-        group = self._group_key(address)
-        return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
-
-    def _group_key(self, address: BlockAddress) -> str:
-        return _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._identity])
-
     def _wait(self, index: int, found: Asked) -> Block:
         block = found if isinstance(found, Block) else found.result()
         self.quarantine.look_in(index, block)  # who waits for a future may wake before what it calls back
@@ -246,7 +192,7 @@ class Blocks:
 
     def _ask(self, index: int) -> Asked:
         at = self._snapshot.block(index)
-        return self._store.request(self._keys(at), at.number, partial(self._read, at))
+        return self._store.request(self.names.of_group(at), at.number, partial(self._read, at))
 
     def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
         """Decodes and encodes the blocks of a row group, one at a time, from its start."""
@@ -266,12 +212,3 @@ class Blocks:
             rows_of = f"{address.shard.path}, row group {address.row_group}"
             log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)
         return batch
-
-
-def _digest(parts: list[Any]) -> str:
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-def _identity_of(shard: Shard) -> list[str | int]:
-    # By path and date too: the shard's digest is of samples.
-    return [str(shard.path.absolute()), shard.date.size_bytes, shard.date.mtime_ns, shard.digest]

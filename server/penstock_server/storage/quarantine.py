@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock_server.problems import DatasetRefused, ShardUnreadable
+from penstock_server.problems import BadRow, DatasetRefused, ShardUnreadable
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 
@@ -148,6 +148,26 @@ class Quarantine:
                 if nulls > listed[shard.path.name, number]:
                     reason = f"{nulls:,} of its {num_rows:,} rows are null in {columns}; which ones is known once it is read"
                     yield BadGroup(shard=shard.path.name, row_group=number, reason=reason)
+
+    def check_block(self, block: Block, index: int) -> None:
+        """Raises BadRow: block `index` has one, and the recipe does not allow to do without it."""
+        if block.bad and self._snapshot.recipe.on_bad_row == "fail":
+            raise self.bad_row(block, index, min(block.bad))
+
+    def bad_row(self, block: Block, index: int, row: int) -> BadRow:
+        """What is said of a row of block `index` that cannot be used."""
+        address, recipe, reason = self._snapshot.block(index), self._snapshot.recipe, block.bad[row]
+        limit = f" and raise max_bad_share, {recipe.max_bad_share:g}," if self.has_too_many else ""
+        number = address.first_row + int(block.stored_rows[row])
+        place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
+        leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
+        or_leave_out = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
+        return BadRow(
+            f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
+            f'cannot be used. Mend the shard, or set on_bad_row = "substitute"{limit} in '
+            f"{self._snapshot.folder / 'penstock.toml'} to serve a neighbour in place of each: that changes no other batch, so "
+            f"a run can go on where it stopped.{or_leave_out}"
+        )
 
     def check(self) -> None:
         """Raises DatasetRefused: more rows are known to be bad than the recipe allows to substitute."""

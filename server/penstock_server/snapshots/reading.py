@@ -1,0 +1,100 @@
+"""Reading a folder: its recipe and its shards as they are now, and whether they can be served as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.wording import counted
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.recipe_file import read_recipe
+from penstock_server.snapshots.footers import Footers
+from penstock_server.snapshots.shard import Date, Shard
+from penstock_server.snapshots.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a folder holds: the recipe, the readable shards by name, and what is wrong with the others."""
+
+    name: str
+    folder: Path
+    recipe: Recipe
+    shards: Mapping[str, Shard]
+    failures: tuple[str, ...]
+
+    def snapshot(self) -> Snapshot:
+        """The snapshot of all shards.
+
+        Raises DatasetRefused: a shard is truncated or no Parquet, shards disagree, there is no row, or rows are already
+        known to be unusable. The message lists every shard that is wrong, up to ten.
+        """
+        if self.failures:
+            more = [f"... and {len(self.failures) - 10} more"] if len(self.failures) > 10 else []
+            raise DatasetRefused("\n".join([*self.failures[:10], *more]))
+        snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe, name=self.name)
+        _check_rows(snapshot)
+        return snapshot
+
+
+def read_folder(
+    folder: Path,
+    dates: Mapping[str, Date],
+    default_tokenizer: Path | None,
+    footers: Footers,
+    *,
+    name: str,
+    settled: bool = False,
+) -> Reading:
+    """Reads a folder's recipe, and the footers of those shards that are not remembered.
+
+    `name` is as in Snapshot, `settled` as in Footers.read.
+
+    Raises DatasetRefused: the recipe is wrong, or no shard can be read to find out what the columns are.
+    """
+    recipe = read_recipe(folder, footers.schema(dates), default_tokenizer)
+    read = footers.read(dates, recipe, settled=settled)
+    shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
+    failures = tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused))
+    return Reading(name, folder, recipe, shards, failures)
+
+
+def _check_rows(snapshot: Snapshot) -> None:
+    """Raises DatasetRefused: the footers alone show that rows cannot be used, and the recipe does not substitute."""
+    if snapshot.num_rows == 0:
+        raise DatasetRefused(f"{snapshot.folder} holds {counted(len(snapshot.shards), 'shard')} and not one row.")
+    if snapshot.recipe.on_bad_row == "fail":
+        _check_ids(snapshot)
+        _check_nulls(snapshot)
+
+
+def _check_ids(snapshot: Snapshot) -> None:
+    recipe, bound = snapshot.recipe, snapshot.token_bound
+    if recipe.filter:  # which may leave such rows out
+        return
+    for shard in snapshot.shards:
+        low, high = shard.token_range or (0, 0)
+        if low < 0 or high >= bound:
+            bounds = f"be from 0 to {bound - 1:,}" if high >= bound else "not be below 0"
+            advice = "set the right vocab_size" if high >= bound else 'set on_bad_row = "substitute"'
+            raise DatasetRefused(
+                f"{shard.path}: column {recipe.fields[0][1].text!r} holds token ids from {low:,} to {high:,}, but ids must "
+                f"{bounds}. Mend the shard, or {advice} in penstock.toml."
+            )
+
+
+def _check_nulls(snapshot: Snapshot) -> None:
+    recipe, shards = snapshot.recipe, snapshot.shards
+    groups = ((shard, number, nulls) for shard in shards for number, nulls in enumerate(shard.null_rows) if nulls)
+    if first := next(groups, None):
+        shard, number, nulls = first
+        are = f"{counted(nulls, 'row')} {'is' if nulls == 1 else 'are'}"
+        too_many = sum(sum(each.null_rows) for each in shards) > recipe.max_bad_share * snapshot.num_rows
+        limit = f" and a max_bad_share above {recipe.max_bad_share:g}" if too_many else ""
+        raise DatasetRefused(
+            f"{shard.path}, row group {number}: {are} null in {' or '.join(recipe.token_columns)}. Remove "
+            f"them, or say in penstock.toml {recipe.filter_of_missing} "
+            f'to leave them out, or on_bad_row = "substitute"{limit} to serve a neighbour in their place.'
+        )
