@@ -31,6 +31,7 @@ def main() -> int:
 
 def _run() -> int:
     from penstock.commands import add_commands
+    from penstock.display.stdout import OutputFull
     from penstock.wording import did_you_mean
 
     parser = argparse.ArgumentParser(prog="penstock", description="Feeds tokens to GPU trainers; a batch is a URL.")
@@ -48,6 +49,9 @@ def _run() -> int:
         return 2
     try:
         status: int = chosen.run(chosen)
+    except OutputFull as error:
+        print(f"penstock {chosen.command}: {error}", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         if error.name not in ("fcntl", "resource"):
             raise

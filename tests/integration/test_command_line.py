@@ -303,6 +303,19 @@ sys.exit(cli.main())
         assert process.communicate(timeout=20)[1] == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("num_rows", [9, 2000])  # few lines are written at the end, many on the way
+def test_a_full_disk_behind_stdout_is_an_error_and_no_answer(tmp_path: Path, num_rows: int) -> None:
+    write_numbered(tmp_path / "data" / "numbers", num_rows)
+    command = ["inspect", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache"), "--rows", str(num_rows)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "penstock.cli", *command], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "penstock inspect: what is printed cannot be written: No space left on device\n",
+    )
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_stdout_that_is_full_and_that_nobody_reads_keeps_no_server_from_serving(tmp_path: Path, processes: str) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)

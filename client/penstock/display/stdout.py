@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from penstock.errors import PenstockError
+
+
+class OutputFull(PenstockError):
+    """A command has printed more than there is room for."""
 
 
 def print_anything() -> None:
@@ -26,12 +33,20 @@ def print_anything() -> None:
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """What reads stdout, such as head, may have seen enough: the block then ends, and that is no error."""
+    """What reads stdout, such as head, may have seen enough: the block then ends, and that is no error.
+
+    Raises OutputFull: it is a file, and its disk is full.
+    """
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         give_stdout_up()
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        give_stdout_up()
+        raise OutputFull(f"what is printed cannot be written: {error.strerror}") from None
 
 
 def give_stdout_up() -> None:
