@@ -223,9 +223,7 @@ class RemoteDataset(IterableDataset[Batch]):
             spec = replace(self.spec, offset=at.offset)
             if round_.is_repetition and self._replay is None:
                 warn_of_repetition(spec, at.epoch)
-            ledger = self._book and self._book.open(spec, round_, self._progress.num_recorded(round_))
-            if ledger:
-                self._progress.count_recorded(round_)
+            ledger = self._book and self._book.open(spec, round_, self._progress)
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
@@ -234,10 +232,10 @@ class RemoteDataset(IterableDataset[Batch]):
                     if number == 1:
                         self._progress.take(round_)
                     advice.look_at(item.batch, number, has_place=self._progress.counts(round_))
-                    if self._replay is None:
-                        self._progress.count(round_, number)
                     if ledger:
                         ledger.record(item.step, item.digest)
+                    if self._replay is None:  # last of all: what fails before has given nothing
+                        self._progress.count(round_, number)
                     yield item.batch
                 self._progress.finish(round_)
                 if ledger:

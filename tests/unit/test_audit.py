@@ -342,7 +342,7 @@ def test_an_epoch_that_is_left_for_another_lacks_its_rest(ledger: Path) -> None:
     append(ledger, begin_of(epoch=1), range(3))
     append(ledger, begin_of(epoch=4), range(3))
     assert "MISSING epoch 0, steps 15-19 of start 1, rank 0: 25 samples at positions 75-99" in words(ledger)
-    assert "no batch of epoch 2, 3 is recorded" in words(ledger)
+    assert "no batch of epoch 2-3 is recorded" in words(ledger)
 
 
 def test_a_start_without_a_state_counts_everything_again_unless_it_is_trusted(ledger: Path) -> None:
@@ -472,8 +472,6 @@ def test_how_many_batches_are_missing_is_told_though_not_the_rows_of_each(
     ledger: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(ledger, steps=6)  # of 10
-    for epoch in (0, 1):
-        append(ledger, begin_of(2, epoch=epoch, world_size=2), [9], ends=True)
     monkeypatch.setattr(command, "compare", lambda *_: compare.Comparison(0, []))
     monkeypatch.setattr(command, "rows_of_missing", lambda *_: {"one": {"sequences": []}, "two": {"reason": "no more"}})
     num_missing = sum(len(gap.ranks) * len(range(*gap.steps)) for e in report_on(ledger).orders[0].epochs for gap in e.gaps)
@@ -534,17 +532,51 @@ def test_of_a_ledger_that_was_begun_anew_in_mid_run_the_iterations_before_are_mi
 
 
 def test_a_round_of_which_no_worker_recorded_anything_is_missed(ledger: Path) -> None:
-    for iteration, epoch in ((0, 0), (2, 1)):
+    append(ledger, begin_of(), range(20), ends=True)  # by the loop itself
+    for iteration, epoch in ((2, 1), (3, 2)):
         for worker in (0, 1):
             of_worker: dict[str, Any] = {
                 "worker": worker,
                 "num_workers": 2,
-                "loader_seed": 5 + iteration,
+                "round": 5 + iteration,
                 "iteration": iteration,
             }
             with Path(f"{ledger}.worker{worker}").open("a") as file:
                 file.write(lines_of(replace(begin_of(epoch=epoch), **of_worker), range(worker, 20, 2), ends=True))
     assert words(ledger).startswith("NOT PROVEN: of 1 iteration nothing is recorded, though of later ones of the same process")
+
+
+def test_workers_of_one_round_are_one_iteration_whatever_their_numbers(ledger: Path) -> None:
+    """One may have begun late, when others were in a later round already."""
+    for start, steps in ((0, range(12)), (1, range(20))):
+        for worker in (0, 1):
+            of_worker: dict[str, Any] = {"worker": worker, "num_workers": 2, "round": 5, "iteration": worker}
+            with Path(f"{ledger}.worker{worker}").open("a") as file:
+                begin = replace(begin_of(start=start), **of_worker)
+                file.write(lines_of(begin, steps[worker::2], ends=start == 1))
+    assert words(ledger).startswith("PROVEN")
+
+
+def test_epochs_that_a_state_shows_to_have_been_begun_are_missed_if_nothing_of_them_is_recorded(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, begin_of(start=1, epoch=3), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: nothing is recorded of 2 epochs that a start resumed behind\n")
+    assert "  MISSING epochs 1-2: start 2 loaded a state from behind that, and nothing of it is recorded" in words(ledger)
+    [order] = facts_of(report_on(ledger))["orders"]
+    assert order["passed_over"] == [{"first_epoch": 1, "last_epoch": 2, "resumed_by": 2}]
+
+
+def test_epochs_that_a_loop_leaves_out_are_not_missed(ledger: Path) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+    append(ledger, replace(begin_of(start=1, epoch=1), epoch=10**9), range(20), ends=True)
+    assert report_on(ledger).is_proven
+    assert "  no batch of epoch 1-999999999 is recorded" in words(ledger)
+
+
+def test_a_state_that_was_loaded_and_given_up_again_shows_nothing(ledger: Path) -> None:
+    append(ledger, begin_of(start=1, step=8), [])
+    append(ledger, begin_of(start=0), range(20), ends=True)
+    assert report_on(ledger).is_proven
 
 
 def test_an_epoch_that_is_trained_on_again_behind_a_state_of_its_end_is_trained_on_twice(ledger: Path) -> None:
@@ -840,8 +872,8 @@ def test_a_state_that_was_saved_behind_the_last_step_of_a_start_is_of_that_start
 @pytest.mark.parametrize(
     ("at", "one", "other"),
     [
-        ({"offset": 50}, {"num_workers": 1, "loader_seed": 7}, {"num_workers": 1, "loader_seed": 7}),
-        ({"step": 10}, {"num_workers": 1, "loader_seed": 7}, {"num_workers": 1, "loader_seed": 8}),
+        ({"offset": 50}, {"num_workers": 1, "round": 7}, {"num_workers": 1, "round": 7}),
+        ({"step": 10}, {"num_workers": 1, "round": 7}, {"num_workers": 1, "round": 8}),
         ({"step": 10}, {"iteration": 0}, {"iteration": 1}),
     ],
 )

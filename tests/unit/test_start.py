@@ -223,14 +223,42 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
     assert (other.exitcode, start.stretch, start.num_sets) == (0, RESUMED, 1)
 
 
+def put_on_record(start: SharedStart, number: int, worker: Worker | None) -> int:
+    """How many rounds were put on record before this one."""
+    num_before = start.num_before(number, worker)
+    start.put_on_record(number, worker, num_before)
+    return num_before
+
+
+def test_rounds_on_record_are_numbered_and_workers_of_one_round_alike() -> None:
+    start = SharedStart(RESUMED)
+
+    def by_workers(seed: int, *workers: int, number: int = 1) -> list[int]:
+        return [put_on_record(start, number, worker(n, seed)) for n in workers]
+
+    assert [put_on_record(start, number, None) for number in (1, 2)] == [0, 1]
+    assert by_workers(5, 0, 1, 2) == [2, 2, 2]
+    assert put_on_record(start, 3, None) == 3
+    assert by_workers(6, 1) == [4]  # of which the others never began
+    assert by_workers(7, 2, 0, 1) == [5, 5, 5]
+    assert by_workers(7, 0, 1, number=2) == [6, 6]  # the same processes again
+    assert by_workers(5, 0, 1, 2) == [7, 7, 7]  # of a loader that was given the same seed
+    assert by_workers(5, 0, 1, 2) == [8, 8, 8]
+    assert by_workers(9, 0, 1) == [9, 9]
+    assert by_workers(8, 0) == [10]
+    assert by_workers(9, 2) == [9]  # that comes late
+    assert by_workers(8, 2, 1) == [10, 10]
+    # Two that ask before either is on record.
+    assert [start.num_before(1, worker(n, 10)) for n in (0, 1)] == [11, 11]
+
+
 def test_a_copy_is_a_launch_of_its_own_with_nothing_on_record() -> None:
     start = SharedStart(RESUMED)
-    for recorder in (None, None, worker(1, loader_seed=5)):
-        take(start, 1, recorder)
-        start.count_recorded(recorder)
+    for number in (1, 2):
+        take(start, number, None)
+        put_on_record(start, number, None)
     copied = deepcopy(start)
-    assert (start.num_recorded(None), start.num_recorded(worker(1, 6)), start.num_recorded(worker(0, 5))) == (2, 1, 0)
-    assert [copied.num_recorded(recorder) for recorder in (None, worker(1, 5))] == [0, 0]
+    assert (start.num_before(3, None), copied.num_before(3, None)) == (2, 0)
     assert (start.is_first(2, None), copied.is_first(2, None)) == (False, True)
     assert copied.launch != start.launch
     assert (copied.stretch, copied.is_taken) == (RESUMED, True)
@@ -244,7 +272,7 @@ def _loops(dataset: IterableDataset[tuple[bool, str]], start: SharedStart, told:
     rounds = [list(DataLoader(dataset, batch_size=None, num_workers=2)) for _ in range(2)]
     launches = {launch for given in rounds for _, launch in given}
     told.send(([[is_ours for is_ours, _ in given] for given in rounds], start.is_with_workers, launches == {start.launch},
-               start.launch, [start.num_recorded(Worker(n, 2, 0)) for n in range(3)]))  # fmt: skip
+               start.launch, start.num_before(1, None)))  # fmt: skip
 
 
 class _Rounds(IterableDataset[tuple[bool, str]]):
@@ -257,22 +285,22 @@ class _Rounds(IterableDataset[tuple[bool, str]]):
         found = find_worker()
         is_ours = self.start.begin(1, found)
         self.start.take(1, found)
-        self.start.count_recorded(found)
+        put_on_record(self.start, 1, found)
         yield is_ours, self.start.launch
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
 def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: ForkContext | ForkServerContext) -> None:
     start = SharedStart(RESUMED)
-    start.count_recorded(worker(1, 5))  # of the launch that made it
+    put_on_record(start, 1, worker(1, 5))  # of the launch that made it
     here, there = context.Pipe()
     other = context.Process(target=_loops, args=(_Rounds(start), start, there))
     other.start()
     there.close()  # or one that dies would be waited for
-    rounds, is_with_workers, is_one_launch, launch, num_recorded = here.recv()
+    rounds, is_with_workers, is_one_launch, launch, num_on_record = here.recv()
     assert (rounds, is_with_workers, is_one_launch) == ([[True, True], [False, False]], True, True)
     other.join()
-    assert num_recorded == [2, 2, 0]
+    assert num_on_record == 2
     assert launch != start.launch
     assert (start.is_taken, start.num_sets) == (False, 1)  # as the process has it that made it
 

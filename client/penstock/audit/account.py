@@ -175,6 +175,8 @@ def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> 
 def _again(legs: Sequence[Leg]) -> Iterator[IntArray]:
     """What a leg gave of the samples that an earlier one began behind: they had been trained on by then, recorded or not."""
     for at, leg in enumerate(legs):
+        if not (len(leg.runs) or leg.has_end):  # its state was loaded, and perhaps given up
+            continue
         later = [other for other in legs[at + 1 :] if other.start < leg.start <= leg.stop]
         for other in later:
             given = positions_of(other.slicing, dict.fromkeys(range(other.slicing.world_size), covered(other.runs)))

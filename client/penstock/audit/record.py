@@ -141,7 +141,8 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
     by_iteration: dict[tuple[object, ...], list[Part]] = {}
     for part in sorted(parts, key=lambda part: part.time):
         begin = part.begin
-        name = (begin.launch, begin.num_loads, begin.loader_seed, begin.iteration, begin.epoch, begin.spec)
+        number = -1 if begin.num_workers else begin.iteration  # of workers of one round not all need have the same
+        name = (begin.launch, begin.num_loads, begin.round, number, begin.epoch, begin.spec)
         by_iteration.setdefault(name, []).append(part)
     iterations: list[Iteration] = []
     starts: dict[tuple[str, int], Start] = {}

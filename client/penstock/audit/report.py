@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,12 +27,22 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
+class PassedOver:
+    """Epochs [first, stop) of which nothing is recorded, though a state that was loaded shows that they had been begun."""
+
+    first: int
+    stop: int
+    resumed: Start
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """What became of one order of samples: of one run, unless the ledgers are of several.
 
     leader   the rank whose ledgers say how the run went
     absent   ranks that took part, and of which there is no ledger
     apart    ranks that did not go on from the leader's states
+    passed   epochs that a start resumed behind, and that are not recorded
     left_by  the start that went on from the last epoch in another order of the dataset
     """
 
@@ -41,6 +51,7 @@ class Order:
     leader: RankHistory
     absent: list[int]
     apart: list[Apart]
+    passed: list[PassedOver]
     left_by: Start | None
     epochs: list[Epoch]
     changed: list[Changed]
@@ -53,7 +64,7 @@ class Order:
     @property
     def is_proven(self) -> bool:
         """Whether each sample that was due was trained on exactly once an epoch, and was the same whenever it was seen."""
-        return all(epoch.is_proven for epoch in self.epochs) and not self.changed and not self.apart
+        return all(epoch.is_proven for epoch in self.epochs) and not self.changed and not self.apart and not self.passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +113,16 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
     num_batches = num_lost = 0
     for files in _by_rank(ranks):
         parts: dict[tuple[OrderKey, int], list[Part]] = {}
-        recorded: dict[tuple[str, int], dict[int, set[int]]] = {}  # iterations of each launch, by the workers that began them
+        recorded: dict[tuple[str, int], set[int]] = {}  # iterations of each launch
         for path in files:
             reading = read_ledger(path, nbytes[path])
             damages += reading.damages
             num_batches += sum(len(part.steps) for part in reading.parts)
             for part in reading.parts:
-                by_worker = recorded.setdefault((part.begin.launch, part.begin.rank), {})
-                worker = part.begin.worker if part.begin.num_workers else -1
-                by_worker.setdefault(worker, set()).add(part.begin.iteration)
+                recorded.setdefault((part.begin.launch, part.begin.rank), set()).add(part.begin.iteration)
                 key, part.begin, part.stop = orders.of(part.begin)
                 parts.setdefault((key, part.begin.rank), []).append(part)
-        num_lost += sum(max(max(found) + 1 - len(found) for found in launch.values()) for launch in recorded.values())
+        num_lost += sum(max(numbers) + 1 - len(numbers) for numbers in recorded.values())
         for (key, rank), found in parts.items():
             records.setdefault(key, []).append(record_of(rank, found, trust_starts=trust_starts))
     runs = {key: _Run.of(found) for key, found in records.items()}
@@ -175,6 +184,7 @@ def _make_order(key: OrderKey, runs: Mapping[OrderKey, _Run]) -> Order:
         leader=leader,
         absent=sorted(took_part - {record.rank for record in run.records}),
         apart=[found for found in apart if found],
+        passed=list(_passed_over(course)),
         left_by=left_by,
         epochs=list(account_for(leader, histories, is_left=left_by is not None)),
         changed=[changed for record in run.records for changed in record.changed],
@@ -201,6 +211,20 @@ def _apart(record: RankRecord, course: Course, leader: RankRecord) -> Apart | No
     own = [kept.iteration.start for kept in course if kept.iteration.start.in_run is None]
     others = [start for start in leader.starts if start.number not in known and record.rank < start.slicing.world_size]
     return Apart(record.rank, own[0], others[-1]) if own and others else None
+
+
+def _passed_over(course: Course) -> Iterator[PassedOver]:
+    starts: set[int] = set()
+    num_begun = 0  # epochs, as far as that is recorded
+    for kept in course:
+        start = kept.iteration.start
+        if starts and start.number not in starts:
+            # What is missing before the place where it goes on is told of that epoch.
+            stop = start.begin.num_begun - (start.place[1] > 0)
+            if stop > num_begun:
+                yield PassedOver(num_begun, stop, start)
+        starts.add(start.number)
+        num_begun = max(num_begun, kept.iteration.begin.epoch + 1)
 
 
 def _is_of_same_data(one: OrderKey, other: OrderKey) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,6 +59,8 @@ def _verdict(report: Report) -> str:
     found = [text.format(counted(count, "sample")) for text, count in reasons.items() if count]
     if apart := sum(len(order.apart) for order in report.orders):
         found.append(f"{counted(apart, 'rank')} resumed elsewhere than the others")
+    if passed := sum(over.stop - over.first for order in report.orders for over in order.passed):
+        found.append(f"nothing is recorded of {counted(passed, 'epoch')} that a start resumed behind")
     if changed := sum(len(order.changed) for order in report.orders):
         found.append(f"{counted(changed, 'batch', 'batches')} changed")
     if lines := sum(d.last - d.first + 1 for d in report.damages if not d.is_torn):
@@ -134,13 +137,20 @@ def _apart(apart: Apart) -> str:
 
 
 def _left_out(epochs: list[Epoch]) -> Iterator[str]:
-    seen = {epoch.epoch for epoch in epochs}
-    if left_out := sorted(set(range(min(seen), max(seen))) - seen):
-        yield f"  no batch of epoch {', '.join(map(str, left_out[:_MOST_RANGES]))} is recorded"
+    """`epochs` are in their order."""
+    between = [(one.epoch + 1, other.epoch) for one, other in pairwise(epochs) if one.epoch + 1 < other.epoch]
+    if between:
+        shown = ", ".join(f"{first}" if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in between[:_MOST_RANGES])
+        yield f"  no batch of epoch {shown}{', ...' if len(between) > _MOST_RANGES else ''} is recorded"
 
 
 def _problems(order: Order) -> Iterator[str]:
     yield from _some(map(_apart, order.apart))
+    for over in order.passed:
+        yield (
+            f"  MISSING {_range('epoch', over.first, over.stop)}: start {over.resumed.number + 1} loaded a state from behind "
+            f"that, and nothing of it is recorded"
+        )
     for epoch in order.epochs:
         yield from _some(map(_gap, epoch.gaps))
         rest = without(epoch.missing, join([gap.positions for gap in epoch.gaps]))

@@ -15,6 +15,7 @@ from penstock.spec import Spec
 MAGIC = b'begin {"ledger": '
 VERSION = 1
 STEP_COLUMNS = 16
+_MOST_WORKERS = 1 << 16  # of a loader; no machine has so many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,17 +24,19 @@ class Begin:
 
     launch         names one RemoteDataset of one process, which may be a fork of another; the workers of its loader share it
     num_loads      how often a state was loaded into it before this iteration, by the loop or by workers when they began
-    iteration      how many of the launch its loop, or workers of this number, began before it; of one that is missing in these
-                   nothing was recorded
+    num_begun      how many epochs had been begun in the last of these states; 0 for none
+    iteration      how many the launch began before it; of one that is missing in these nothing was recorded. For workers mostly
+                   equal, see round
     num_sequences  of an epoch, over all ranks, skipped ones included
     spec           resolved; its offset is the iteration's
     step           the first one; in a loader's worker that of the round, to which its own number is added
     worker         its number, of `num_workers`; 0 of 0 in the process of the loop itself
-    loader_seed    what the loader drew when its workers began, the same for all of them; 0 without workers
+    round          names the pass of the loop whose workers these are, the same for all of them; 0 without workers
     """
 
     launch: str
     num_loads: int
+    num_begun: int
     iteration: int
     dataset: str
     num_sequences: int
@@ -43,7 +46,7 @@ class Begin:
     spec: Spec
     worker: int = 0
     num_workers: int = 0
-    loader_seed: int = 0
+    round: int = 0
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
     version: str = __version__
 
@@ -73,8 +76,10 @@ class Begin:
             value: Any = getattr(self, name)
             if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
                 raise ValueError(f"{name} is {value!r}")
-        if self.time.tzinfo is None:
-            raise ValueError(f"time is {self.time}, of no time zone")
+        if self.rank >= self.spec.world_size or not self.worker < max(1, self.num_workers) <= _MOST_WORKERS:
+            raise ValueError(f"no such rank or worker: {self.rank} of {self.spec.world_size}, {self.worker}")
+        if self.time.tzinfo is None or not 2000 < self.time.year < 9000:
+            raise ValueError(f"time is {self.time}")
 
 
 _KINDS = {f.name: {"str": str, "int": int}[str(f.type)] for f in fields(Begin) if f.type in ("str", "int")}

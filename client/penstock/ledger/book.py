@@ -5,18 +5,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.ledger.begin import STEP_COLUMNS, Begin, check_of
-from penstock.ledger.file import hold_ledger, release_ledger
+from penstock.ledger.file import hold_ledger, is_at_a_ledger, release_ledger
 from penstock.ledger.names import ledger_path
 from penstock.spec import Spec
 from penstock.threads import is_own_thread, own_thread
 
 if TYPE_CHECKING:
-    from penstock.place.progress import Round  # which imports torch
+    from penstock.place.progress import Progress, Round  # which imports torch
 
 log = logging.getLogger("penstock")
 
@@ -40,12 +41,20 @@ class Book:
         finally:
             release_ledger(file)
 
-    def open(self, spec: Spec, round_: Round, iteration: int) -> Ledger:
-        """The ledger of an iteration that begins, of what spec, and after how many others. Raises LedgerError: see Ledger."""
+    def open(self, spec: Spec, round_: Round, progress: Progress) -> Ledger:
+        """The ledger of an iteration that begins, which counts as put on record. Raises LedgerError: see Ledger."""
+        with _opening:  # or iterations of two threads would have one number
+            num_before = progress.num_before(round_)
+            ledger = self._open(spec, round_, num_before)
+            progress.put_on_record(round_, num_before)
+            return ledger
+
+    def _open(self, spec: Spec, round_: Round, iteration: int) -> Ledger:
         position, worker = round_.stretch.position, round_.worker
         begin = Begin(
             launch=round_.launch,
             num_loads=round_.num_loads,
+            num_begun=round_.num_begun,
             iteration=iteration,
             dataset=self._dataset,
             num_sequences=self._num_sequences,
@@ -55,7 +64,7 @@ class Book:
             spec=spec,
             worker=worker.first if worker else 0,
             num_workers=worker.stride if worker else 0,
-            loader_seed=worker.loader_seed if worker else 0,
+            round=round_.name if worker else 0,
         )
         path = ledger_path(self._ledger, self._rank, worker.first if worker else None)
         return Ledger(path, begin, is_first=round_.is_first)
@@ -112,8 +121,9 @@ class Ledger:
             return
         atexit.unregister(self.close)
         self._closing.set()
-        # Python may collect an iterator that was dropped in this thread, or in one that fetches for another loop.
-        if not is_own_thread():
+        # Python may collect an iterator that was dropped in this thread, in one that fetches for another loop, or in one that
+        # has what this thread waits for.
+        if not is_own_thread() and not is_at_a_ledger():
             self._thread.join(_CLOSE_SECONDS)
             if self._thread.is_alive():  # it may be ended before it tells what is lost
                 log.error("penstock: the disk of the ledger %s hangs: its last lines may not be written", self._file.path)
@@ -130,3 +140,16 @@ class Ledger:
                 break
             is_closing = self._closing.wait(_SYNC_SECONDS)
         release_ledger(self._file)
+
+
+_opening = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a process that was forked off: the thread that had it is not in there."""
+    global _opening
+    _opening = threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_renew_lock)

@@ -1,50 +1,90 @@
 """A ledger's file as one process appends to it: for all iterations that do, one descriptor, and one queue of what waits.
 
 What the system does not take waits in memory, line by line in the order in which it came, until a later line, the next sync or
-the next iteration finds that it can be written. A begin line is put before the first line of an iteration, and before the
-first one that comes behind lines of another, when they are written: what the file holds then decides.
+a later iteration finds that it can be written. A begin line is put before the first line of an iteration, and before the first
+one that comes behind lines of another, when they are written: what the file holds then decides.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import logging
 import os
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import LedgerError
-from penstock.ledger.begin import MAGIC
-
-if sys.platform != "win32":
-    import fcntl
+from penstock.ledger.opening import cannot_be_written, close_last_line, is_deleted, open_ledger, telling
 
 log = logging.getLogger("penstock")
 
 _MOST_WAITING_BYTES = 16 << 20
 _WRITE_BYTES = 1 << 16
-_POLL_SECONDS = 0.02
+_NOWHERE = -1
+
+
+class _Lock:
+    """A lock of this module. Who has one, or waits for one, must not wait for a thread that may need one, too.
+
+    Python may collect an iterator that was dropped at any line, also between these, and that closes its ledger.
+    """
+
+    _depth = threading.local()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._depth.now = self.depth() + 1
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._depth.now -= 1
+
+    @classmethod
+    def depth(cls) -> int:
+        """How many of these the calling thread has."""
+        return getattr(cls._depth, "now", 0)
+
+
+def is_at_a_ledger() -> bool:
+    """Whether the calling thread is in the midst of writing to one."""
+    return _Lock.depth() > 0
 
 
 @dataclass(slots=True)
 class _Lines:
-    """Lines of one iteration that wait, each with its newline. Its begin line may be among them, as the first."""
+    """Lines of one iteration that wait, each with its newline. Its begin line may be among them, as the first.
+
+    `placed` is where in the file the text begins, or NOWHERE if none of it is written yet, and the text. They change together:
+    an exception may come between any two lines, from a signal's handler.
+    """
 
     begin: str
-    text: bytearray = field(default_factory=bytearray)
+    placed: tuple[int, bytearray]
+
+    @property
+    def num_lines(self) -> int:
+        """How many there are; of an iteration without any the begin line."""
+        return max(1, self.placed[1].count(b"\n"))
 
     def begin_anew(self) -> None:
         """They are written behind their begin line."""
-        begin = f"{self.begin}\n".encode()
-        if not self.text.startswith(begin):
-            self.text[:0] = begin
+        begin, text = f"{self.begin}\n".encode(), self.placed[1]
+        if not text.startswith(begin):
+            text[:0] = begin
+
+    def cut(self, start: int, num_bytes: int) -> int:
+        """So many bytes of the text are in the file, and what is left begins there. How many are whole lines, which go."""
+        text = self.placed[1]
+        whole = text.rfind(b"\n", 0, num_bytes) + 1
+        if whole:
+            self.placed = (start + whole, text[whole:])
+        return whole
 
 
 class LedgerFile:
@@ -55,15 +95,16 @@ class LedgerFile:
         self.num_holders = 0
         self.wait_seconds = 0.0  # that another process which writes to it has to end, when it is opened for the first time
         self._fd = -1
+        self._size = _NOWHERE  # of the file; not known where a signal's handler broke in
         self._begin = ""  # the last begin line that this descriptor wrote
-        self._waiting: deque[_Lines] = deque()
-        self._num_bytes = 0  # that were put there
-        self._num_torn = 0  # of the first line that waits so many bytes are in the file
         self._is_torn = False  # the file ends with a part of a line that no longer waits
-        self._num_lost = 0
+        self._left_size = 0  # of the file, when this process closed it last
+        self._waiting: deque[_Lines] = deque()
+        self._num_over = 0  # of these so many are of iterations that were over when it was closed
+        self._num_bytes = 0  # that wait
+        self._num_lost = 0  # lines
         self._failure = ""
-        self._writing = threading.Lock()
-        self._syncing = threading.Lock()  # before `_writing`, where one has both
+        self._writing, self._syncing = _Lock(), _Lock()  # who needs both takes the latter first
 
     def check(self) -> None:
         """Raises LedgerError: it cannot be written, holds other things, or another process writes to it."""
@@ -83,7 +124,7 @@ class LedgerFile:
             self._write_what_it_takes()
 
     def begin(self, begin: str) -> None:
-        """Writes a begin line. Raises LedgerError: it cannot be written, and nothing that waits is later."""
+        """Writes a begin line. Raises LedgerError: it cannot be written, and does not wait."""
         with self._writing:
             self._put(begin, "")
             try:
@@ -103,18 +144,22 @@ class LedgerFile:
                 if fd >= 0:
                     os.fsync(fd)
             except OSError as error:
-                log.error("penstock: %s", _cannot_be_written(self.path, error))
+                log.error("penstock: %s", cannot_be_written(self.path, error))
 
-    def close(self) -> None:
-        """Other processes may write to it. What waits is kept, for the next that holds it."""
+    def close(self, *, is_last: bool = False) -> None:
+        """Other processes may write to it. What waits is kept, for later iterations of this process, unless it `is_last`."""
         with self._writing:
             self._close()
+            self._num_over = len(self._waiting)
+            if is_last:
+                self._drop_what_is_over()
             if self._num_lost:
                 log.error("penstock: %d lines are not in the ledger %s", self._num_lost, self.path)
             if self._waiting:
                 log.error(
-                    "penstock: %d lines are not in the ledger %s yet: they wait for another iteration of this process",
-                    sum(max(1, lines.text.count(b"\n")) for lines in self._waiting),
+                    "penstock: %d lines are not in the ledger %s. They wait for another iteration of this process, and are "
+                    "lost if there is none.",
+                    sum(lines.num_lines for lines in self._waiting),
                     self.path,
                 )
             self._num_lost = 0
@@ -127,17 +172,24 @@ class LedgerFile:
     def _put(self, begin: str, line: str) -> None:
         if not self._waiting or self._waiting[-1].begin != begin:
             self._num_bytes += len(begin) if self._waiting else 0
-            self._waiting.append(_Lines(begin))
+            self._waiting.append(_Lines(begin, (_NOWHERE, bytearray())))
         if line:
-            self._waiting[-1].text += f"{line}\n".encode()
+            text = self._waiting[-1].placed[1]
+            text += f"{line}\n".encode()
             self._num_bytes += len(line) + 1
 
     def _take_back(self) -> None:
         """What was put last, of which a part may be in the file, no longer waits."""
-        self._waiting.pop()
-        if not self._waiting:
-            self._is_torn = self._is_torn or self._num_torn > 0
-            self._begin, self._num_bytes, self._num_torn = "", 0, 0
+        lines = self._waiting.pop()
+        if lines.placed[0] != _NOWHERE:  # it was the first
+            self._is_torn = self._is_torn or self._size != lines.placed[0]
+            self._begin, self._num_bytes = "", 0
+
+    def _drop_what_is_over(self) -> None:
+        """What waits of iterations that were over before it was closed is lost."""
+        for _ in range(self._num_over):
+            self._num_lost += self._waiting.popleft().num_lines
+        self._num_over = 0
 
     def _write_what_it_takes(self) -> None:
         """Gives the system what waits, as far as it takes it."""
@@ -157,49 +209,100 @@ class LedgerFile:
         if not self._waiting:
             return
         self._open()
+        if self._size == _NOWHERE:
+            self._size = os.fstat(self._fd).st_size
         if self._is_torn:
-            os.write(self._fd, b"\n")
+            self._give(b"\n")
             self._is_torn = False
         while self._waiting:
-            lines = self._waiting[0]
+            self._write_lines(self._waiting[0])
+            self._waiting.popleft()
+            self._num_over = max(0, self._num_over - 1)
+        self._num_bytes = 0
+
+    def _write_lines(self, lines: _Lines) -> None:
+        if lines.placed[0] == _NOWHERE:
             if lines.begin != self._begin:
                 lines.begin_anew()
                 self._begin = lines.begin
-            while lines.text:
-                self._num_torn += os.write(self._fd, lines.text[self._num_torn : self._num_torn + _WRITE_BYTES])
-                whole = lines.text.rfind(b"\n", 0, self._num_torn) + 1
-                del lines.text[:whole]
-                self._num_torn -= whole
-            self._waiting.popleft()
-        self._num_bytes = 0
+            lines.placed = (self._size, lines.placed[1])
+        while True:
+            start, text = lines.placed
+            num_bytes = max(0, self._size - start)  # unless somebody has cut the file off
+            if num_bytes >= len(text):
+                return
+            self._give(text[num_bytes : num_bytes + _WRITE_BYTES])
+            if self._size - start < len(text):
+                self._num_bytes -= lines.cut(start, self._size - start)
+
+    def _give(self, content: bytes | bytearray) -> None:
+        size, self._size = self._size, _NOWHERE
+        try:
+            size += os.write(self._fd, content)
+        except OSError:  # which has written nothing
+            self._size = size
+            raise
+        self._size = size
 
     def _open(self) -> None:
         """Has it open, behind a newline. Raises LedgerError: see check."""
         if self._fd >= 0:
             return
         wait_seconds, self.wait_seconds = self.wait_seconds, 0.0
-        with _telling(self.path):
-            fd = _open(self.path, wait_seconds)
+        with telling(self.path):
+            fd = open_ledger(self.path, wait_seconds)
             try:
-                _close_last_line(fd, self.path)
+                size = os.fstat(fd).st_size
+                close_last_line(fd, self.path)
             except BaseException:
                 os.close(fd)
                 raise
+        if size not in (0, self._left_size):  # they would stand behind what another process has written since
+            self._drop_what_is_over()
         self._fd = fd
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._begin, self._num_torn, self._is_torn = -1, "", 0, False
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            self._left_size = os.fstat(fd).st_size
+            if self._waiting:
+                self._leave_lines(self._waiting[0])
+        except OSError:
+            self._left_size = 0
+        self._size, self._begin, self._is_torn = _NOWHERE, "", False
+        try:
+            os.close(fd)
+        except OSError as error:
+            log.error("penstock: %s", cannot_be_written(self.path, error))
+
+    def _leave_lines(self, lines: _Lines) -> None:
+        """Those that wait first go to whatever is opened next. The newline that a part of a line gets there may complete it."""
+        start, text = lines.placed
+        if start == _NOWHERE:
+            return
+        num_bytes = max(0, self._left_size - start)
+        is_whole = text[num_bytes : num_bytes + 1] == b"\n"
+        self._num_bytes -= lines.cut(start, num_bytes + is_whole)
+        lines.placed = (_NOWHERE, lines.placed[1])
+        if not lines.placed[1]:
+            self._waiting.popleft()
+            self._num_over = max(0, self._num_over - 1)
 
     def _leave_if_deleted(self) -> None:
-        if self._fd >= 0 and _is_deleted(self._fd, self.path):
+        if self._fd >= 0 and is_deleted(self._fd, self.path):
             log.error(
                 "penstock: the ledger %s was deleted while it was written: what it held is lost, and the audit will miss it. "
                 "Further lines go to a new one.",
                 self.path,
             )
             self._close()
+            self._left_size = 0
+
+
+def _told(path: Path, error: LedgerError | OSError) -> LedgerError:
+    return error if isinstance(error, LedgerError) else LedgerError(cannot_be_written(path, error))
 
 
 def hold_ledger(path: Path, wait_seconds: float = 0.0) -> LedgerFile:
@@ -208,7 +311,8 @@ def hold_ledger(path: Path, wait_seconds: float = 0.0) -> LedgerFile:
     From its first line on no other process writes to it. One that does by then has so long to end.
     """
     with _files_lock:
-        file = _files.setdefault((os.getpid(), path), LedgerFile(path))
+        real = Path(os.path.realpath(path))
+        file = _files.setdefault((os.getpid(), real), LedgerFile(path))
         file.num_holders += 1
         file.wait_seconds = wait_seconds
         return file
@@ -220,23 +324,20 @@ def release_ledger(file: LedgerFile) -> None:
         file.num_holders -= 1
         if not file.num_holders:
             file.close()
-            if not file.has_waiting:
-                del _files[os.getpid(), file.path]
 
 
-# By process, so that what a fork inherits is nobody's. One descriptor for all iterations: who closes any of a file's gives up
-# all locks that his process has on it.
+# All that this process has written to, by process, so that what a fork inherits is nobody's. One descriptor for all iterations:
+# who closes any of a file's gives up all locks that his process has on it.
 _files: dict[tuple[int, Path], LedgerFile] = {}
-_files_lock = threading.Lock()
+_files_lock = _Lock()
 
 
 def _write_what_waits() -> None:
     """Of iterations that are over, when the interpreter exits."""
-    for (pid, path), file in list(_files.items()):
-        if pid == os.getpid() and not file.num_holders:
-            hold_ledger(path)
+    for (pid, _), file in list(_files.items()):
+        if pid == os.getpid() and file.has_waiting and not file.num_holders:
             file.sync()
-            release_ledger(file)
+            file.close(is_last=True)
 
 
 atexit.register(_write_what_waits)
@@ -245,100 +346,8 @@ atexit.register(_write_what_waits)
 def _renew_lock() -> None:
     """In a process that was forked off: a thread that had the lock, to give a file back, is not in there."""
     global _files_lock
-    _files_lock = threading.Lock()
+    _files_lock = _Lock()
 
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_renew_lock)
-
-
-def _open(path: Path, wait_seconds: float) -> int:
-    is_new = not path.exists()
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        _lock(fd, path, wait_seconds)
-        if is_new:
-            _sync_folder(path.parent)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-@contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        is_elsewhere = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
-        way_out = "; name a file in a folder that is there, and that this user may write to" if is_elsewhere else ""
-        raise LedgerError(_cannot_be_written(path, error) + way_out) from error
-
-
-def _cannot_be_written(path: Path, error: OSError) -> str:
-    return f"the ledger {path} cannot be written: {error.strerror or error}"
-
-
-def _told(path: Path, error: LedgerError | OSError) -> LedgerError:
-    return error if isinstance(error, LedgerError) else LedgerError(_cannot_be_written(path, error))
-
-
-def _lock(fd: int, path: Path, wait_seconds: float) -> None:
-    """A lock that ends with the process, and that a fork does not inherit. Raises LedgerError: another process has it."""
-    if sys.platform == "win32":
-        return
-    deadline = time.monotonic() + wait_seconds
-    try:
-        while not _has_locked(fd):
-            if time.monotonic() >= deadline:
-                raise LedgerError(
-                    f"another process writes to the ledger {path}: is the run that it belongs to still there? Of processes "
-                    f"that share a rank, such as tensor-parallel peers, only one keeps the ledger"
-                )
-            time.sleep(_POLL_SECONDS)
-    except OSError as error:
-        log.warning("penstock: %s cannot be locked (%s): see to it that only one process writes to it", path, error.strerror)
-
-
-def _has_locked(fd: int) -> bool:
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def _is_deleted(fd: int, path: Path) -> bool:
-    try:
-        if os.fstat(fd).st_nlink:
-            return False
-    except OSError as error:
-        return error.errno == errno.ESTALE  # on a file system that is shared
-    try:
-        return not os.path.samestat(os.fstat(fd), path.stat())  # there are file systems that count no links
-    except OSError:
-        return True
-
-
-def _close_last_line(fd: int, path: Path) -> None:
-    size = os.lseek(fd, 0, os.SEEK_END)
-    head = _read(fd, 0, len(MAGIC)).strip(b"\0\n")
-    if not (head.startswith(MAGIC) or MAGIC.startswith(head)):
-        raise LedgerError(f"{path} is no ledger, and will not be written to: name another file")
-    if size and _read(fd, size - 1, 1) != b"\n":
-        os.write(fd, b"\n")
-
-
-def _read(fd: int, start: int, nbytes: int) -> bytes:
-    os.lseek(fd, start, os.SEEK_SET)
-    return os.read(fd, nbytes)
-
-
-def _sync_folder(folder: Path) -> None:
-    if sys.platform == "win32":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

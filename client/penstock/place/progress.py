@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from penstock.place.start import SharedStart, Stretch
+from penstock.place.start import SharedStart, Stretch, round_name
 from penstock.place.state import Position
 from penstock.rank import Worker
 
@@ -16,6 +16,7 @@ class Round:
     is_repetition  the iteration before it gave more of the same epoch than a first batch to look at, and nothing was set since
     is_first       no round before it gave a batch, in whatever process
     num_loads      how many states were loaded before it
+    num_begun      how many epochs were begun in the last of them; 0 for none
     launch         names the process whose loop it is, or whose loader's worker this is
     """
 
@@ -27,7 +28,13 @@ class Round:
     is_repetition: bool
     is_first: bool
     num_loads: int
+    num_begun: int
     launch: str
+
+    @property
+    def name(self) -> int:
+        """Equal for all workers of the round, and positive; negative for the loop's own."""
+        return round_name(self.number, self.worker)
 
 
 @dataclass(slots=True)
@@ -58,6 +65,7 @@ class Progress:
         self._start = SharedStart(self._whole(0))
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._loaded: Worker | None = None  # that this process is, once it has loaded a state
+        self._num_begun = 0  # epochs, in the state that it loaded then
         self._num_rounds = 0
         self._is_meant = False  # that the epoch is given once more
         self._counted = _Counted()
@@ -112,7 +120,8 @@ class Progress:
         a state from the end of one knows nothing.
         """
         is_behind = self._start.is_chosen and stretch.position.epoch < self.epoch
-        self._start.load(worker)
+        self._num_begun = stretch.position.num_begun
+        self._start.load(self._num_begun, worker)
         self._loaded = worker
         if worker is None:
             if stretch.num_left or not is_behind:
@@ -153,6 +162,7 @@ class Progress:
             is_repetition=is_repetition,
             is_first=self._start.is_first(self._num_rounds, worker),
             num_loads=self._start.num_loads(self._loaded),
+            num_begun=self._num_begun if self._loaded else self._start.num_begun,
             launch=self._start.launch,
         )
 
@@ -176,13 +186,13 @@ class Progress:
         if round_.num_sets == self._start.num_sets:
             self._start.give_back(round_.worker)
 
-    def num_recorded(self, round_: Round) -> int:
-        """How many iterations were put on record before this one, see SharedStart."""
-        return self._start.num_recorded(round_.worker)
+    def num_before(self, round_: Round) -> int:
+        """How many rounds of the launch were put on record before this one."""
+        return self._start.num_before(round_.number, round_.worker)
 
-    def count_recorded(self, round_: Round) -> None:
-        """This iteration is put on record."""
-        self._start.count_recorded(round_.worker)
+    def put_on_record(self, round_: Round, num_before: int) -> None:
+        """This round is put on record, after so many others."""
+        self._start.put_on_record(round_.number, round_.worker, num_before)
 
     def counts(self, round_: Round) -> bool:
         """Whether `position` is that of this iteration: no other began since, nor was the start set in this process."""

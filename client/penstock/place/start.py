@@ -28,12 +28,14 @@ from penstock.rank import MOST_WORKERS, Worker, find_worker
 # The cells of the shared memory. SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for
 # none yet; BY_WORKERS is 1 where loader workers iterated last, BY_STATE where a state that was loaded put it where it is.
 # PUT_OFF is the epoch that the loop chose and that a worker's state of an earlier one goes before, 0 for none. LOADS counts the
-# states that were loaded up to the loop's last; FIRST is the round of the very first batch, 0 for none yet. RECORDED counts the
-# iterations of the loop's process that were put on record. Behind them are three cells for each worker: the round that it was
-# last in since the start was set, 0 for none; how many states it loaded itself since the loop did; and its own iterations that
-# were put on record; the latter two also in processes that are over.
-_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _LOADS, _FIRST, _RECORDED = range(12)
-_ROUNDS, _OWN_LOADS, _OWN_RECORDED, _NUM_CELLS = (12 + n * MOST_WORKERS for n in range(4))
+# states that were loaded up to the loop's last, and BEGUN the epochs that this one had begun; FIRST is the round of the very
+# first batch, 0 for none yet. Behind them are three cells for each worker: the round that it was last in since the start was
+# set, 0 for none; how many states it loaded itself since the loop did; and the last round that it put on record;
+# the latter two also of processes that are over. The very last cell is the round that the loop's process put on record.
+_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _LOADS, _BEGUN, _FIRST = range(12)
+_ROUNDS, _OWN_LOADS, _RECORDED, _OWN_RECORD = (12 + n * MOST_WORKERS for n in range(4))
+_NUM_CELLS = _OWN_RECORD + 1
+_NAME_BITS = 31  # of a round on record; above them is its number
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 _known: WeakSet[SharedStart] = WeakSet()  # in this process
 
@@ -80,8 +82,8 @@ class SharedStart:
         """With a copy of this memory, and as a launch of its own, of which nothing was given or put on record yet."""
         self._begin_launch()
         self._memory = memory.clone()
-        for cells in (_FIRST, _RECORDED, slice(_OWN_RECORDED, _NUM_CELLS)):
-            self._memory[cells] = 0
+        self._memory[_FIRST] = 0
+        self._memory[_RECORDED:] = 0
         self._share()
 
     def _begin_launch(self) -> None:
@@ -111,10 +113,14 @@ class SharedStart:
         """How often it was set."""
         return int(self._cells[_SETS])
 
-    def load(self, worker: Worker | None) -> None:
-        """The loop loads a state, or a worker does, as torchdata has each of them do when they begin."""
-        by_workers = self._cells[_OWN_LOADS:_OWN_RECORDED]
+    def load(self, num_begun: int, worker: Worker | None) -> None:
+        """The loop loads a state, or a worker does, as torchdata has each of them do when they begin.
+
+        It is of a run that had begun so many epochs.
+        """
+        by_workers = self._cells[_OWN_LOADS:_RECORDED]
         if worker is None:
+            self._cells[_BEGUN] = num_begun
             self._cells[_LOADS] += by_workers.max() + 1
             by_workers.zero_()
         else:
@@ -125,17 +131,32 @@ class SharedStart:
 
         `loaded` is a worker that has loaded its own; others have not come to that yet, or never do.
         """
-        by_workers = self._cells[_OWN_LOADS:_OWN_RECORDED]
+        by_workers = self._cells[_OWN_LOADS:_RECORDED]
         own = by_workers[loaded.first] if loaded else by_workers.max()
         return int(self._cells[_LOADS] + own)
 
-    def num_recorded(self, worker: Worker | None) -> int:
-        """How many iterations of this launch were put on record, of its loop's process, or of a worker of this number."""
-        return int(self._cells[_recorded(worker)])
+    @property
+    def num_begun(self) -> int:
+        """How many epochs had been begun in the state that the loop loaded last; 0 if it loaded none."""
+        return int(self._cells[_BEGUN])
 
-    def count_recorded(self, worker: Worker | None) -> None:
-        """One more is."""
-        self._cells[_recorded(worker)] += 1
+    def num_before(self, number: int, worker: Worker | None) -> int:
+        """How many rounds of this launch were put on record before this one; the same for all workers of a round.
+
+        Nothing keeps two of them from asking at once: they find the same, since each writes but a cell of its own.
+        """
+        name, own = round_name(number, worker) % (1 << _NAME_BITS), int(self._cells[_on_record(worker)])
+        found = [divmod(cell, 1 << _NAME_BITS) for cell in self._cells[_RECORDED:].tolist() if cell]
+        if worker:
+            others = max((behind for behind, its_name in found if its_name == name), default=0)
+            if others and (others, name) != divmod(own, 1 << _NAME_BITS):
+                return others - 1
+        return max((behind for behind, _ in found), default=0)
+
+    def put_on_record(self, number: int, worker: Worker | None, num_before: int) -> None:
+        """This round is put on record, behind so many others."""
+        name = round_name(number, worker) % (1 << _NAME_BITS)
+        self._cells[_on_record(worker)] = (num_before + 1 << _NAME_BITS) + name
 
     @property
     def is_taken(self) -> bool:
@@ -193,7 +214,7 @@ class SharedStart:
                 "no memory could be shared between this process and its loader workers when the dataset was made, so it "
                 "cannot be told where they are. Give /dev/shm more room, or take num_workers=0: a thread fetches ahead anyway."
             )
-        claim = _claim(number, worker)
+        claim = round_name(number, worker)
         if self.is_taken and self._cells[_CLAIM] != claim:
             return False
         # An earlier round of the same name took it: the loop gives torch the same seed before each.
@@ -205,16 +226,16 @@ class SharedStart:
     def enter(self, number: int, worker: Worker | None) -> None:
         """This round is asked for its first batch."""
         if worker:
-            self._cells[_ROUNDS + worker.first] = _claim(number, worker)
+            self._cells[_ROUNDS + worker.first] = round_name(number, worker)
 
     def is_first(self, number: int, worker: Worker | None) -> bool:
         """Whether no round before this one gave a batch."""
-        return int(self._cells[_FIRST]) in (0, _claim(number, worker))
+        return int(self._cells[_FIRST]) in (0, round_name(number, worker))
 
     def take(self, number: int, worker: Worker | None) -> None:
         """This round gives its first batch: if nobody has taken the stretch, it does."""
         self._cells[_BY_WORKERS] = int(worker is not None)
-        claim = _claim(number, worker)
+        claim = round_name(number, worker)
         if not self.is_taken:
             self._cells[_CLAIM] = claim
         if not self._cells[_FIRST]:
@@ -243,13 +264,13 @@ class SharedStart:
         _known.add(self)
 
 
-def _recorded(worker: Worker | None) -> int:
-    """The cell that counts its iterations on record."""
-    return _OWN_RECORDED + worker.first if worker else _RECORDED
+def _on_record(worker: Worker | None) -> int:
+    """The cell of the last round that it put on record."""
+    return _RECORDED + worker.first if worker else _OWN_RECORD
 
 
-def _claim(number: int, worker: Worker | None) -> int:
-    """The name of a round."""
+def round_name(number: int, worker: Worker | None) -> int:
+    """The name of a round: positive for those of workers, and the same for all of them; negative for those of the loop."""
     return (worker.loader_seed + number) % (1 << 62) + 1 if worker else -number
 
 

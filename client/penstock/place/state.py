@@ -31,6 +31,11 @@ class Position:
     offset: int = 0
     step: int = 0
 
+    @property
+    def num_begun(self) -> int:
+        """How many epochs are begun."""
+        return self.epoch + bool(self.offset or self.step)
+
 
 def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
     """The state as plain integers and strings."""

@@ -1,0 +1,118 @@
+"""Opening a ledger to append to it: it is one, and no other process has it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.errors import LedgerError
+from penstock.ledger.begin import MAGIC
+
+if sys.platform != "win32":
+    import fcntl
+
+log = logging.getLogger("penstock")
+
+_POLL_SECONDS = 0.02
+
+
+def open_ledger(path: Path, wait_seconds: float) -> int:
+    """A descriptor that appends to it, and keeps others out while it is open. One that writes to it has so long to end.
+
+    Raises LedgerError: another process writes to it.
+    """
+    is_new = not path.exists()
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        _lock(fd, path, wait_seconds)
+        if is_new:
+            _sync_folder(path.parent)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def telling(path: Path) -> Iterator[None]:
+    """What the system refuses is a LedgerError that says which file, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        is_elsewhere = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+        way_out = "; name a file in a folder that is there, and that this user may write to" if is_elsewhere else ""
+        raise LedgerError(cannot_be_written(path, error) + way_out) from error
+
+
+def cannot_be_written(path: Path, error: OSError) -> str:
+    """The sentence on a ledger that the system refuses to write."""
+    return f"the ledger {path} cannot be written: {error.strerror or error}"
+
+
+def _lock(fd: int, path: Path, wait_seconds: float) -> None:
+    """A lock that ends with the process, and that a fork does not inherit. Raises LedgerError: another process has it."""
+    if sys.platform == "win32":
+        return
+    deadline = time.monotonic() + wait_seconds
+    try:
+        while not _has_locked(fd):
+            if time.monotonic() >= deadline:
+                raise LedgerError(
+                    f"another process writes to the ledger {path}: is the run that it belongs to still there? Of processes "
+                    f"that share a rank, such as tensor-parallel peers, only one keeps the ledger"
+                )
+            time.sleep(_POLL_SECONDS)
+    except OSError as error:
+        log.warning("penstock: %s cannot be locked (%s): see to it that only one process writes to it", path, error.strerror)
+
+
+def _has_locked(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def is_deleted(fd: int, path: Path) -> bool:
+    """Whether the file that was opened is no more, by whatever name."""
+    try:
+        if os.fstat(fd).st_nlink:
+            return False
+    except OSError as error:
+        return error.errno == errno.ESTALE  # on a file system that is shared
+    try:
+        return not os.path.samestat(os.fstat(fd), path.stat())  # there are file systems that count no links
+    except OSError:
+        return True
+
+
+def close_last_line(fd: int, path: Path) -> None:
+    """Ends a line that was cut off with a newline. Raises LedgerError: the file holds other things."""
+    size = os.lseek(fd, 0, os.SEEK_END)
+    head = _read(fd, 0, len(MAGIC)).strip(b"\0\n")
+    if not (head.startswith(MAGIC) or MAGIC.startswith(head)):
+        raise LedgerError(f"{path} is no ledger, and will not be written to: name another file")
+    if size and _read(fd, size - 1, 1) != b"\n":
+        os.write(fd, b"\n")
+
+
+def _read(fd: int, start: int, nbytes: int) -> bytes:
+    os.lseek(fd, start, os.SEEK_SET)
+    return os.read(fd, nbytes)
+
+
+def _sync_folder(folder: Path) -> None:
+    if sys.platform == "win32":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
