@@ -654,7 +654,7 @@ def test_a_ledger_of_another_version_says_so(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     text = begin_of().to_text()
     for old, new in [
-        ('"ledger": 1', '"ledger": 2'),
+        ('"ledger": 2', '"ledger": 3'),
         ('"seq_len"', '"sequence_length"'),
         ('"rank": 0', '"rank": "0"'),
         ('"step": 0', '"step": -1'),

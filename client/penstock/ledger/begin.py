@@ -13,7 +13,7 @@ from penstock.errors import LedgerError
 from penstock.spec import Spec
 
 MAGIC = b'begin {"ledger": '
-VERSION = 1
+VERSION = 2
 STEP_COLUMNS = 16
 _MOST_WORKERS = 1 << 16  # of a loader; no machine has so many
 
@@ -62,7 +62,7 @@ class Begin:
         try:
             values |= json.loads(text.removeprefix("begin "))
             if values["ledger"] != VERSION:
-                raise ValueError(f"ledgers of version {values['ledger']} are unknown")
+                raise ValueError(f"it is of version {values['ledger']}, and {VERSION} is known here")
             values |= {"spec": Spec(**values["spec"]), "time": datetime.fromisoformat(values["time"])}
             begin = cls(**{f.name: values[f.name] for f in fields(cls)})
             begin._check()
