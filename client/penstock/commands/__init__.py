@@ -72,7 +72,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="prove that a run trained on each sample exactly once an epoch",
         description="Reads the ledgers of a run, of all its ranks and starts, and proves that each sample was trained on "
         "exactly once an epoch, or lists those that were not. It needs no server. The exit status is 0 for a proof, 1 for "
-        "none, and 2 if a ledger cannot be read.",
+        "none, and 2 if a ledger cannot be read or the server does not answer.",
         allow_abbrev=False,
     )
     audit.add_argument(
