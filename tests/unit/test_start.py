@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from penstock import rank
 from penstock.errors import PenstockError
+from penstock.place.launch import Launch
 from penstock.place.progress import Progress
 from penstock.place.start import SharedStart, Stretch
 from penstock.place.state import Position
@@ -118,7 +119,7 @@ def test_a_copy_is_on_its_own() -> None:
     assert again.stretch == RESUMED
     assert take(start, 1, None)
     assert not again.is_taken
-    assert again._cells.is_shared()
+    assert again._shared.is_shared
 
 
 @pytest.mark.parametrize("seeds", [(5, 5), (5, 6)])
@@ -223,22 +224,22 @@ def test_another_process_that_comes_by_it_moves_nobody_elses(context: ForkContex
     assert (other.exitcode, start.stretch, start.num_sets) == (0, RESUMED, 1)
 
 
-def put_on_record(start: SharedStart, number: int, worker: Worker | None) -> int:
+def put_on_record(launch: Launch, number: int, worker: Worker | None) -> int:
     """How many rounds were put on record before this one."""
-    num_before = start.num_before(number, worker)
-    start.put_on_record(number, worker, num_before)
+    num_before = launch.num_before(number, worker)
+    launch.put_on_record(number, worker, num_before)
     return num_before
 
 
 def test_rounds_on_record_are_numbered_and_workers_of_one_round_alike() -> None:
-    start = SharedStart(RESUMED)
+    launch = Launch()
 
     def by_workers(seed: int, *workers: int, number: int = 1) -> list[int]:
-        return [put_on_record(start, number, worker(n, seed)) for n in workers]
+        return [put_on_record(launch, number, worker(n, seed)) for n in workers]
 
-    assert [put_on_record(start, number, None) for number in (1, 2)] == [0, 1]
+    assert [put_on_record(launch, number, None) for number in (1, 2)] == [0, 1]
     assert by_workers(5, 0, 1, 2) == [2, 2, 2]
-    assert put_on_record(start, 3, None) == 3
+    assert put_on_record(launch, 3, None) == 3
     assert by_workers(6, 1) == [4]  # of which the others never began
     assert by_workers(7, 2, 0, 1) == [5, 5, 5]
     assert by_workers(7, 0, 1, number=2) == [6, 6]  # the same processes again
@@ -249,59 +250,59 @@ def test_rounds_on_record_are_numbered_and_workers_of_one_round_alike() -> None:
     assert by_workers(9, 2) == [9]  # that comes late
     assert by_workers(8, 2, 1) == [10, 10]
     # Two that ask before either is on record.
-    assert [start.num_before(1, worker(n, 10)) for n in (0, 1)] == [11, 11]
+    assert [launch.num_before(1, worker(n, 10)) for n in (0, 1)] == [11, 11]
 
 
-def test_a_copy_is_a_launch_of_its_own_with_nothing_on_record() -> None:
-    start = SharedStart(RESUMED)
-    for number in (1, 2):
-        take(start, number, None)
-        put_on_record(start, number, None)
-    copied = deepcopy(start)
-    assert (start.num_before(3, None), copied.num_before(3, None)) == (2, 0)
-    assert (start.is_first(2, None), copied.is_first(2, None)) == (False, True)
-    assert copied.launch != start.launch
+def test_a_copy_begins_at_the_same_place_and_is_a_launch_of_its_own() -> None:
+    start, launch = SharedStart(RESUMED), Launch()
+    take(start, 1, None)
+    launch.take(1, None)
+    put_on_record(launch, 1, None)
+    copied, other = deepcopy((start, launch))
+    assert (launch.num_before(3, None), other.num_before(3, None)) == (1, 0)
+    assert (launch.is_first(2, None), other.is_first(2, None)) == (False, True)
+    assert other.name != launch.name
     assert (copied.stretch, copied.is_taken) == (RESUMED, True)
     copied.set(replace(RESUMED, num_steps=60), by_state=True)
     assert start.stretch == RESUMED
 
 
-def _loops(dataset: IterableDataset[tuple[bool, str]], start: SharedStart, told: Connection) -> None:
+def _loops(dataset: IterableDataset[tuple[bool, str]], start: SharedStart, launch: Launch, told: Connection) -> None:
     """What a process that did not make the start sees of two rounds of its own workers."""
     get_context("forkserver").set_forkserver_preload(["penstock.place.start"])  # the server of this process, not of the tests
     rounds = [list(DataLoader(dataset, batch_size=None, num_workers=2)) for _ in range(2)]
-    launches = {launch for given in rounds for _, launch in given}
-    told.send(([[is_ours for is_ours, _ in given] for given in rounds], start.is_with_workers, launches == {start.launch},
-               start.launch, start.num_before(1, None)))  # fmt: skip
+    launches = {name for given in rounds for _, name in given}
+    told.send(([[is_ours for is_ours, _ in given] for given in rounds], start.is_with_workers, launches == {launch.name},
+               launch.name, launch.num_before(1, None)))  # fmt: skip
 
 
 class _Rounds(IterableDataset[tuple[bool, str]]):
     """Whether a round of workers takes the start, and of what launch it is; once a worker. Counts it as put on record."""
 
-    def __init__(self, start: SharedStart) -> None:
-        self.start = start
+    def __init__(self, start: SharedStart, launch: Launch) -> None:
+        self.start, self.launch = start, launch
 
     def __iter__(self) -> Iterator[tuple[bool, str]]:
         found = find_worker()
         is_ours = self.start.begin(1, found)
         self.start.take(1, found)
-        put_on_record(self.start, 1, found)
-        yield is_ours, self.start.launch
+        put_on_record(self.launch, 1, found)
+        yield is_ours, self.launch.name
 
 
 @pytest.mark.parametrize("context", CONTEXTS, ids=["fork", "pickle"])
 def test_a_process_that_did_not_make_it_shares_it_with_its_own_workers(context: ForkContext | ForkServerContext) -> None:
-    start = SharedStart(RESUMED)
-    put_on_record(start, 1, worker(1, 5))  # of the launch that made it
+    start, launch = SharedStart(RESUMED), Launch()
+    put_on_record(launch, 1, worker(1, 5))  # of the launch that made it
     here, there = context.Pipe()
-    other = context.Process(target=_loops, args=(_Rounds(start), start, there))
+    other = context.Process(target=_loops, args=(_Rounds(start, launch), start, launch, there))
     other.start()
     there.close()  # or one that dies would be waited for
-    rounds, is_with_workers, is_one_launch, launch, num_on_record = here.recv()
+    rounds, is_with_workers, is_one_launch, name, num_on_record = here.recv()
     assert (rounds, is_with_workers, is_one_launch) == ([[True, True], [False, False]], True, True)
     other.join()
     assert num_on_record == 2
-    assert launch != start.launch
+    assert name != launch.name
     assert (start.is_taken, start.num_sets) == (False, 1)  # as the process has it that made it
 
 

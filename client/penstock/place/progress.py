@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from penstock.place.start import SharedStart, Stretch, round_name
+from penstock.place.launch import Launch, round_name
+from penstock.place.start import SharedStart, Stretch
 from penstock.place.state import Position
 from penstock.rank import Worker
 
@@ -62,7 +63,7 @@ class Progress:
 
     def __init__(self, steps_per_epoch: int) -> None:
         self._steps_per_epoch = steps_per_epoch
-        self._start = SharedStart(self._whole(0))
+        self._start, self._launch = SharedStart(self._whole(0)), Launch()
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._loaded: Worker | None = None  # that this process is, once it has loaded a state
         self._num_begun = 0  # epochs, in the state that it loaded then
@@ -160,10 +161,10 @@ class Progress:
             number=self._num_rounds,
             num_sets=num_sets,
             is_repetition=is_repetition,
-            is_first=self._start.is_first(self._num_rounds, worker),
+            is_first=self._launch.is_first(self._num_rounds, worker),
             num_loads=self._start.num_loads(self._loaded),
             num_begun=self._num_begun if self._loaded else self._start.num_begun,
-            launch=self._start.launch,
+            launch=self._launch.name,
         )
 
     def finish(self, round_: Round) -> None:
@@ -178,6 +179,7 @@ class Progress:
 
     def take(self, round_: Round) -> None:
         """The iteration gives its first batch: the next one is another."""
+        self._launch.take(round_.number, round_.worker)
         if round_.num_sets == self._start.num_sets:
             self._start.take(round_.number, round_.worker)
 
@@ -188,11 +190,11 @@ class Progress:
 
     def num_before(self, round_: Round) -> int:
         """How many rounds of the launch were put on record before this one."""
-        return self._start.num_before(round_.number, round_.worker)
+        return self._launch.num_before(round_.number, round_.worker)
 
     def put_on_record(self, round_: Round, num_before: int) -> None:
         """This round is put on record, after so many others."""
-        self._start.put_on_record(round_.number, round_.worker, num_before)
+        self._launch.put_on_record(round_.number, round_.worker, num_before)
 
     def counts(self, round_: Round) -> bool:
         """Whether `position` is that of this iteration: no other began since, nor was the start set in this process."""
