@@ -163,6 +163,27 @@ def test_a_state_of_a_worker_is_for_its_next_round_alone_and_for_none_once_the_l
         assert progress.begin(own).steps == whole
 
 
+def test_workers_that_load_their_states_at_once_put_off_the_epoch_that_the_loop_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Progress(50), worker(1, loader_seed=99)
+    one.set_epoch(3)
+    put_off = SharedStart.put_off
+
+    def meanwhile(start: SharedStart, epoch: int) -> None:
+        monkeypatch.undo()
+        other = copy(one)  # which shares the start
+        other.go_to(RESUMED, worker(0, loader_seed=99))
+        put_off(start, epoch)
+
+    monkeypatch.setattr(SharedStart, "put_off", meanwhile)
+    one.go_to(RESUMED, two)
+    epochs = []
+    for _ in range(3):
+        round_ = one.begin(two)
+        one.take(round_)
+        epochs.append(round_.stretch.position.epoch)
+    assert epochs == [2, 3, 3]
+
+
 @pytest.mark.parametrize(("epoch", "step", "expected"), [(0, 7, 2), (0, 50, 2), (3, 7, 2), (3, 50, 3)])
 def test_the_epoch_is_that_of_a_workers_state_unless_that_is_over_and_the_loop_came_further(
     epoch: int, step: int, expected: int

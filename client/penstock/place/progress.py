@@ -120,7 +120,8 @@ class Progress:
         Loaders hand a state on only when the loop begins an iteration. It may have chosen a later epoch before that, of which
         a state from the end of one knows nothing.
         """
-        is_behind = self._start.is_chosen and stretch.position.epoch < self.epoch
+        chosen = self.epoch  # read once: another worker may move the start at any moment
+        is_behind = self._start.is_chosen and stretch.position.epoch < chosen
         self._num_begun = stretch.position.num_begun
         self._start.load(self._num_begun, worker)
         self._loaded = worker
@@ -130,7 +131,7 @@ class Progress:
             return
         if _steps_of(stretch, worker) or stretch.position.epoch > self.epoch:
             if is_behind:  # of an epoch's end, too, a worker's state may tell that steps are left, which the loader passes over
-                self._start.put_off()
+                self._start.put_off(chosen)
             self._start.move(self._whole(stretch.position.epoch), by_state=True)
         self._own = (self._start.num_sets, stretch)
         self._counted = _Counted(self._start.num_sets, stretch.position)

@@ -126,9 +126,9 @@ class SharedStart:
         """The epoch that was put off, which rounds begin once the stretch is taken; None for none."""
         return int(self._cells[_PUT_OFF]) or None
 
-    def put_off(self) -> None:
-        """The epoch that it is in, which is not the first, is begun once the stretch that it is moved to is taken."""
-        self._cells[_PUT_OFF] = self._cells[_EPOCH]
+    def put_off(self, epoch: int) -> None:
+        """An epoch, which is not the first, is begun once the stretch that it is moved to is taken."""
+        self._cells[_PUT_OFF] = epoch
 
     def set(self, stretch: Stretch, *, by_state: bool) -> None:
         """The next iteration, of this process or of its workers, takes this."""
