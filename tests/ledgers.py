@@ -34,7 +34,7 @@ def round_at(
     return Round(
         worker=worker, stretch=Stretch(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
         number=1, num_sets=1, is_repetition=False, is_first=is_first, num_loads=num_loads,
-        num_begun=0, launch="5f0c77aa",
+        state_epoch=None, launch="5f0c77aa",
     )  # fmt: skip
 
 
@@ -51,9 +51,9 @@ def line(text: str, begin: str = "") -> str:
 def begin_of(rank: int = 0, *, start: int = 0, epoch: int = 0, step: int = 0, num_sequences: int = 100, **spec: Any) -> Begin:
     """An iteration of a run's start number `start`, which loaded a state unless it is the first."""
     settings: dict[str, Any] = {"batch_size": 5, "snapshot": "abc"} | spec
-    num_begun = epoch + bool(step or spec.get("offset"))  # in the state, which is of where it goes on
+    state_epoch = epoch if start and (step or spec.get("offset")) else None  # the state is of where it goes on
     return Begin(
-        launch=f"{start}-{rank}", num_loads=int(start > 0), num_begun=num_begun if start else 0, iteration=0,
+        launch=f"{start}-{rank}", num_loads=int(start > 0), state_epoch=state_epoch, iteration=0,
         dataset="numbers", num_sequences=num_sequences, rank=rank, epoch=epoch, step=step, spec=Spec(**settings),
         time=FIRST + timedelta(hours=start, minutes=epoch),
     )  # fmt: skip

@@ -180,6 +180,33 @@ def test_the_state_of_an_epochs_end_goes_on_with_the_epoch_that_the_loop_chooses
         assert resumed.dataset.epoch == epoch
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 0, "snapshot_every_n_steps": 3},
+        {"num_workers": 2, "snapshot_every_n_steps": 3},
+        {"num_workers": 3, "snapshot_every_n_steps": 50},
+        {"num_workers": 2, "snapshot_every_n_steps": 7, "persistent_workers": True},
+    ],
+    ids=str,
+)
+def test_a_loader_that_goes_back_to_an_epochs_end_gives_the_epoch_that_the_loop_is_in_once_more(
+    url: str, options: dict[str, Any]
+) -> None:
+    loader = loader_of(url, **options)
+    rows(loader)
+    state = loader.state_dict()
+    loader.dataset.set_epoch(1)
+    expected = rows(loader)
+    for _ in range(2):
+        loader.load_state_dict(state)
+        loader.dataset.set_epoch(1)
+        assert rows(loader) == expected
+    loader.dataset.set_epoch(2)
+    assert rows(loader) != expected
+
+
 @pytest.mark.parametrize("num_workers", [3, 7])
 def test_the_state_of_an_epochs_end_goes_on_with_the_next_whatever_its_steps_are_by_then(url: str, num_workers: int) -> None:
     """Twenty steps are no multiple of the workers: some have given fewer than others."""

@@ -11,14 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from ledgers import FIRST, append, begin_of, lines_of
 from penstock import Spec
-from penstock.audit import Report, audit, compare, reading
+from penstock.audit import Report, account, audit, compare, reading
 from penstock.audit import report as report_module
 from penstock.audit.facts import facts_of
+from penstock.audit.positions import positions_of
 from penstock.audit.reading import read_begins
 from penstock.audit.text import lines_of as words_of
 from penstock.commands import audit as command
@@ -557,20 +559,40 @@ def test_workers_of_one_round_are_one_iteration_whatever_their_numbers(ledger: P
     assert words(ledger).startswith("PROVEN")
 
 
-def test_epochs_that_a_state_shows_to_have_been_begun_are_missed_if_nothing_of_them_is_recorded(ledger: Path) -> None:
+def test_an_epoch_of_which_a_state_had_consumed_something_is_missed_if_nothing_of_it_is_recorded(ledger: Path) -> None:
     append(ledger, begin_of(), range(20), ends=True)
-    append(ledger, begin_of(start=1, epoch=3), range(20), ends=True)
-    assert words(ledger).startswith("NOT PROVEN: nothing is recorded of 2 epochs that a start resumed behind\n")
-    assert "  MISSING epochs 1-2: start 2 loaded a state from behind that, and nothing of it is recorded" in words(ledger)
+    append(ledger, replace(begin_of(start=1, epoch=3), state_epoch=2), range(20), ends=True)
+    assert words(ledger).startswith("NOT PROVEN: nothing is recorded of 1 epoch that a start resumed behind\n")
+    assert "  MISSING epoch 2: start 2 loaded a state in which some of it was consumed, and nothing" in words(ledger)
     [order] = facts_of(report_on(ledger))["orders"]
-    assert order["passed_over"] == [{"first_epoch": 1, "last_epoch": 2, "resumed_by": 2}]
+    assert order["passed_over"] == [{"epoch": 2, "resumed_by": 2}]
+    append(ledger, replace(begin_of(start=2, epoch=3), state_epoch=0), range(20), ends=True)  # which goes back
+    assert len(report_on(ledger).orders[0].passed) == 1
 
 
-def test_epochs_that_a_loop_leaves_out_are_not_missed(ledger: Path) -> None:
-    append(ledger, begin_of(), range(20), ends=True)
+def test_epochs_that_a_loop_leaves_out_are_told_beside_the_verdict(ledger: Path) -> None:
+    append(ledger, begin_of(epoch=1), range(20), ends=True)
     append(ledger, replace(begin_of(start=1, epoch=1), epoch=10**9), range(20), ends=True)
     assert report_on(ledger).is_proven
-    assert "  no batch of epoch 1-999999999 is recorded" in words(ledger)
+    assert ", was trained on exactly once. Of epoch 0, 2-999999999 nothing is recorded\n" in words(ledger)
+    assert "  no batch of epoch 2-999999999 is recorded" in words(ledger)
+    for epoch in (0, 2):  # of other data, as in turns
+        append(ledger, begin_of(start=2, epoch=epoch, seed=1), range(20), ends=True)
+    assert "Of epoch 3-999999999 nothing is recorded\n" in words(ledger)
+
+
+def test_of_many_starts_that_go_back_behind_many_others_not_each_pair_is_looked_at(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = Mock(side_effect=positions_of)
+    monkeypatch.setattr(account, "positions_of", looked_at)
+    for start in range(1, 301):
+        append(ledger, begin_of(start=start, step=10), range(10, 12))
+    for start in range(301, 601):
+        append(ledger, replace(begin_of(start=start), num_loads=0), range(3))
+    [epoch] = report_on(ledger).orders[0].epochs
+    assert epoch.twice.tolist() == [[0, 15]]
+    assert looked_at.call_count < 1000
 
 
 def test_a_state_that_was_loaded_and_given_up_again_shows_nothing(ledger: Path) -> None:

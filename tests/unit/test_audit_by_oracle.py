@@ -87,7 +87,7 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
     position = read_state(saved.state, "d", spec, num_sequences=history.num_sequences) if saved else Position()
     position = replace(position, offset=min(position.offset, history.num_sequences))
     history.trained = saved.trained if saved else history.trained
-    history.specs[number], num_begun = {}, position.num_begun if saved else 0
+    history.specs[number], state_epoch = {}, position.epoch if saved and position.is_within else None
     when = datetime(2025, 1, 1, tzinfo=UTC) + timedelta(hours=number)
     for iteration in range(3):
         this = replace(spec, offset=position.offset)
@@ -108,7 +108,7 @@ def launch(draw: Draw, history: History, number: int, spec: Spec, saved: Saved |
         for rank in itertools.compress(range(spec.world_size), began):
             for worker in range(num_workers) if num_workers else [None]:
                 begin = Begin(
-                    launch=f"{number}-{rank}", num_loads=int(saved is not None), num_begun=num_begun, iteration=iteration,
+                    launch=f"{number}-{rank}", num_loads=int(saved is not None), state_epoch=state_epoch, iteration=iteration,
                     dataset="d", num_sequences=history.num_sequences, rank=rank, epoch=position.epoch,
                     step=position.step if worker is None else firsts[worker], spec=this, worker=worker or 0,
                     num_workers=num_workers,

@@ -77,7 +77,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     assert (first.has_end, second.has_end, reading.damages) == (True, False, [])
     assert entries(reading) == 2 * [(step, digest(step)) for step in (7, 8, 10**15)]
     assert first.begin == Begin(
-        launch=first.begin.launch, num_loads=2, num_begun=0, iteration=0, dataset="numbers", num_sequences=1000, rank=0,
+        launch=first.begin.launch, num_loads=2, iteration=0, dataset="numbers", num_sequences=1000, rank=0,
         epoch=4, step=7, spec=SPEC, time=first.begin.time,
     )  # fmt: skip
     assert (second.begin.epoch, second.begin.iteration, second.begin.launch) == (5, 1, first.begin.launch)
@@ -119,6 +119,7 @@ def test_a_file_that_is_cut_off_anywhere_is_read_and_appended_to(tmp_path: Path)
         reading = read_ledger(path)
         assert entries(reading) == [*before, (9, digest(9))]
         assert all(damage.is_torn and damage.first == damage.last for damage in reading.damages)
+        open_at(path).close()  # once more
         is_whole = cut == 0 or whole[cut - 1 : cut] == b"\n" or whole[cut : cut + 1] == b"\n"
         assert len(reading.damages) == (0 if is_whole or cut == len(whole) else 1)
 
@@ -277,6 +278,25 @@ def test_a_close_that_fails_is_told_and_leaves_no_number_behind(
     assert entries(read_ledger(path)) == [(0, digest(0))]
 
 
+@pytest.mark.parametrize("nbytes", [0, 3, 700, 800])
+def test_a_ledger_that_is_cut_off_goes_on_with_a_begin_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, nbytes: int
+) -> None:
+    """As by logrotate with copytruncate."""
+    path, copied = tmp_path / "run.ledger", tmp_path / "run.ledger.1"
+    ledger = open_at(path)
+    record(ledger, *range(20))
+    copied.write_bytes(path.read_bytes())
+    os.truncate(path, nbytes)
+    record(ledger, 20, 21)
+    ledger.close()
+    assert [s for s, _ in entries(read_ledger(path))][-2:] == [20, 21]
+    assert caplog.text.count("was cut off while it was written") == 1
+    open_at(path, epoch=1).close()
+    steps = {s for one in (copied, path) for s, _ in entries(read_ledger(one))}
+    assert steps == set(range(22))
+
+
 def test_paths_of_one_file_are_one_ledger(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -410,12 +430,14 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
     ("name", "message"),
     [
         ("notes.txt", "notes.txt is no ledger, and will not be written to: name another file"),
+        ("words.txt", "words.txt is no ledger, and will not be written to: name another file"),
         ("none/run.ledger", "cannot be written: No such file or directory"),
         (".", "cannot be written: Is a directory"),
     ],
 )
 def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "notes.txt").write_text("begin at the beginning")
+    (tmp_path / "words.txt").write_text("begin\nend\n")
     before = open_files(tmp_path)
     with pytest.raises(LedgerError, match=message):
         book(tmp_path / name)

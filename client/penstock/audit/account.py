@@ -173,14 +173,17 @@ def _given(slicing: Slicing, runs: dict[int, IntArray], legs: Sequence[Leg]) -> 
 
 
 def _again(legs: Sequence[Leg]) -> Iterator[IntArray]:
-    """What a leg gave of the samples that an earlier one began behind: they had been trained on by then, recorded or not."""
-    for at, leg in enumerate(legs):
-        if not (len(leg.runs) or leg.has_end):  # its state was loaded, and perhaps given up
-            continue
-        later = [other for other in legs[at + 1 :] if other.start < leg.start <= leg.stop]
-        for other in later:
-            given = positions_of(other.slicing, dict.fromkeys(range(other.slicing.world_size), covered(other.runs)))
-            yield without(clip(given, other.start, min(other.stop, leg.start)), intervals(leg.slicing.skipped))
+    """What legs gave of samples that an earlier one began behind: they had been trained on by then, recorded or not."""
+    furthest: Leg | None = None
+    for leg in legs:
+        if furthest and leg.start < furthest.start and len(leg.runs):
+            given = positions_of(leg.slicing, dict.fromkeys(range(leg.slicing.world_size), covered(leg.runs)))
+            again = clip(given, leg.start, min(leg.stop, furthest.start))
+            yield without(again, intervals(furthest.slicing.skipped))
+        # Without a step or an end its state was loaded, and perhaps given up. What stops before its start was thrown away.
+        counts = (len(leg.runs) or leg.has_end) and leg.start <= leg.stop
+        if counts and (furthest is None or leg.start > furthest.start):
+            furthest = leg
 
 
 def _gaps(epoch: int, legs: Sequence[Leg], runs: dict[Slicing, dict[int, IntArray]], end: int) -> Iterator[Gap]:

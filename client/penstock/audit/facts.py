@@ -41,9 +41,7 @@ def _order(order: Order) -> dict[str, Any]:
             | {"leader_epoch": a.leader.begin.epoch, "leader_step": a.leader.begin.step}
             for a in order.apart
         ],
-        "passed_over": [
-            {"first_epoch": p.first, "last_epoch": p.stop - 1, "resumed_by": p.resumed.number + 1} for p in order.passed
-        ],
+        "passed_over": [{"epoch": p.epoch, "resumed_by": p.resumed.number + 1} for p in order.passed],
         "starts": [
             {
                 "time": start.begin.time.isoformat(),

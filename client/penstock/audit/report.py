@@ -28,10 +28,9 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """Epochs [first, stop) of which nothing is recorded, though a state that was loaded shows that they had been begun."""
+    """An epoch of which nothing is recorded, though a state that a start loaded shows that something of it was consumed."""
 
-    first: int
-    stop: int
+    epoch: int
     resumed: Start
 
 
@@ -184,7 +183,7 @@ def _make_order(key: OrderKey, runs: Mapping[OrderKey, _Run]) -> Order:
         leader=leader,
         absent=sorted(took_part - {record.rank for record in run.records}),
         apart=[found for found in apart if found],
-        passed=list(_passed_over(course)),
+        passed=list(_passed_over(run.leader)),
         left_by=left_by,
         epochs=list(account_for(leader, histories, is_left=left_by is not None)),
         changed=[changed for record in run.records for changed in record.changed],
@@ -213,18 +212,16 @@ def _apart(record: RankRecord, course: Course, leader: RankRecord) -> Apart | No
     return Apart(record.rank, own[0], others[-1]) if own and others else None
 
 
-def _passed_over(course: Course) -> Iterator[PassedOver]:
+def _passed_over(leader: RankRecord) -> Iterator[PassedOver]:
+    """Of what was before the first start nothing is said: the ledgers may have been begun with it."""
+    epochs: set[int] = set()
     starts: set[int] = set()
-    num_begun = 0  # epochs, as far as that is recorded
-    for kept in course:
-        start = kept.iteration.start
-        if starts and start.number not in starts:
-            # What is missing before the place where it goes on is told of that epoch.
-            stop = start.begin.num_begun - (start.place[1] > 0)
-            if stop > num_begun:
-                yield PassedOver(num_begun, stop, start)
+    for iteration in leader.iterations:
+        start, epoch = iteration.start, iteration.start.begin.state_epoch
+        epochs.add(iteration.begin.epoch)
+        if starts and start.number not in starts and epoch is not None and epoch not in epochs:
+            yield PassedOver(epoch, start)
         starts.add(start.number)
-        num_begun = max(num_begun, kept.iteration.begin.epoch + 1)
 
 
 def _is_of_same_data(one: OrderKey, other: OrderKey) -> bool:

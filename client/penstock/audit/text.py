@@ -45,12 +45,15 @@ def _verdict(report: Report) -> str:
     if report.is_proven:
         num = sum(epoch.num_due for epoch in epochs)
         verdict = f"PROVEN: each sample that was due, {num:,} in {counted(len(epochs), 'epoch')}, was"
+        unrecorded = _unrecorded([(0, 0), *((epoch.epoch, epoch.epoch + 1) for epoch in epochs)])
+        nothing = f". Of epoch {unrecorded} nothing is recorded" if unrecorded else ""
         if not report.by_workers:
             repeated = sum(epoch.num_repeated for epoch in epochs)
-            return f"{verdict} trained on exactly once" + (f", but for {repeated:,} that tail=wrap repeats" if repeated else "")
+            but_for = f", but for {repeated:,} that tail=wrap repeats" if repeated else ""
+            return f"{verdict} trained on exactly once{but_for}{nothing}"
         return (
-            f"{verdict} handed to the loader exactly once. Where the loop left an epoch early, the last batches, as many as "
-            f"the workers fetch ahead, may not have reached it"
+            f"{verdict} handed to the loader exactly once{nothing}. Where the loop left an epoch early, the last batches, as "
+            f"many as the workers fetch ahead, may not have reached it"
         )
     reasons = {
         "{} not trained on": sum(size(epoch.missing) for epoch in epochs),
@@ -59,7 +62,7 @@ def _verdict(report: Report) -> str:
     found = [text.format(counted(count, "sample")) for text, count in reasons.items() if count]
     if apart := sum(len(order.apart) for order in report.orders):
         found.append(f"{counted(apart, 'rank')} resumed elsewhere than the others")
-    if passed := sum(over.stop - over.first for order in report.orders for over in order.passed):
+    if passed := sum(len(order.passed) for order in report.orders):
         found.append(f"nothing is recorded of {counted(passed, 'epoch')} that a start resumed behind")
     if changed := sum(len(order.changed) for order in report.orders):
         found.append(f"{counted(changed, 'batch', 'batches')} changed")
@@ -137,19 +140,23 @@ def _apart(apart: Apart) -> str:
 
 
 def _left_out(epochs: list[Epoch]) -> Iterator[str]:
-    """`epochs` are in their order."""
-    between = [(one.epoch + 1, other.epoch) for one, other in pairwise(epochs) if one.epoch + 1 < other.epoch]
-    if between:
-        shown = ", ".join(f"{first}" if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in between[:_MOST_RANGES])
-        yield f"  no batch of epoch {shown}{', ...' if len(between) > _MOST_RANGES else ''} is recorded"
+    if left_out := _unrecorded([(epoch.epoch, epoch.epoch + 1) for epoch in epochs]):
+        yield f"  no batch of epoch {left_out} is recorded"
+
+
+def _unrecorded(epochs: list[tuple[int, int]]) -> str:
+    """Those that lie between these ranges, half-open."""
+    between = [(stop, first) for (_, stop), (first, _) in pairwise(sorted(epochs)) if stop < first]
+    shown = [f"{first}" if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in between[:_MOST_RANGES]]
+    return ", ".join([*shown, *["..."][: len(between) - len(shown)]])
 
 
 def _problems(order: Order) -> Iterator[str]:
     yield from _some(map(_apart, order.apart))
     for over in order.passed:
         yield (
-            f"  MISSING {_range('epoch', over.first, over.stop)}: start {over.resumed.number + 1} loaded a state from behind "
-            f"that, and nothing of it is recorded"
+            f"  MISSING epoch {over.epoch}: start {over.resumed.number + 1} loaded a state in which some of it was consumed, "
+            f"and nothing of it is recorded"
         )
     for epoch in order.epochs:
         yield from _some(map(_gap, epoch.gaps))

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.errors import LedgerError
-from penstock.spec import Spec
+from penstock.spec import LARGEST_COUNT, Spec
 
 MAGIC = b'begin {"ledger": '
 VERSION = 2
@@ -24,7 +24,7 @@ class Begin:
 
     launch         names one RemoteDataset of one process, which may be a fork of another; the workers of its loader share it
     num_loads      how often a state was loaded into it before this iteration, by the loop or by workers when they began
-    num_begun      how many epochs had been begun in the last of these states; 0 for none
+    state_epoch    the epoch of which something was consumed in the last state that the loop loaded; None if there is none
     iteration      how many the launch began before it; of one that is missing in these nothing was recorded. For workers mostly
                    equal, see round
     num_sequences  of an epoch, over all ranks, skipped ones included
@@ -36,7 +36,6 @@ class Begin:
 
     launch: str
     num_loads: int
-    num_begun: int
     iteration: int
     dataset: str
     num_sequences: int
@@ -47,6 +46,7 @@ class Begin:
     worker: int = 0
     num_workers: int = 0
     round: int = 0
+    state_epoch: int | None = None
     time: datetime = field(default_factory=lambda: datetime.now(UTC))
     version: str = __version__
 
@@ -78,6 +78,8 @@ class Begin:
                 raise ValueError(f"{name} is {value!r}")
         if self.rank >= self.spec.world_size or not self.worker < max(1, self.num_workers) <= _MOST_WORKERS:
             raise ValueError(f"no such rank or worker: {self.rank} of {self.spec.world_size}, {self.worker}")
+        if not (self.state_epoch is None or (type(self.state_epoch) is int and 0 <= self.state_epoch <= LARGEST_COUNT)):
+            raise ValueError(f"state_epoch is {self.state_epoch!r}")
         if self.time.tzinfo is None or not 2000 < self.time.year < 9000:
             raise ValueError(f"time is {self.time}")
 

@@ -54,7 +54,7 @@ class Book:
         begin = Begin(
             launch=round_.launch,
             num_loads=round_.num_loads,
-            num_begun=round_.num_begun,
+            state_epoch=round_.state_epoch,
             iteration=iteration,
             dataset=self._dataset,
             num_sequences=self._num_sequences,

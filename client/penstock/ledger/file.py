@@ -95,7 +95,7 @@ class LedgerFile:
         self.num_holders = 0
         self.wait_seconds = 0.0  # that another process which writes to it has to end, when it is opened for the first time
         self._fd = -1
-        self._size = _NOWHERE  # of the file; not known where a signal's handler broke in
+        self._size = _NOWHERE  # of the file, behind what was written; not known where a signal's handler broke in
         self._begin = ""  # the last begin line that this descriptor wrote
         self._is_torn = False  # the file ends with a part of a line that no longer waits
         self._left_size = 0  # of the file, when this process closed it last
@@ -209,8 +209,7 @@ class LedgerFile:
         if not self._waiting:
             return
         self._open()
-        if self._size == _NOWHERE:
-            self._size = os.fstat(self._fd).st_size
+        self._look_at_size()
         if self._is_torn:
             self._give(b"\n")
             self._is_torn = False
@@ -220,6 +219,20 @@ class LedgerFile:
             self._num_over = max(0, self._num_over - 1)
         self._num_bytes = 0
 
+    def _look_at_size(self) -> None:
+        """A signal's handler may have broken in when it was written to; or somebody has cut it off."""
+        size = os.fstat(self._fd).st_size
+        if size < self._size:
+            log.error(
+                "penstock: the ledger %s was cut off while it was written: unless they were copied, the lines that it held are "
+                "lost, and the audit will miss them",
+                self.path,
+            )
+            self._begin, self._is_torn = "", size > 0  # maybe in the midst of a line
+            if self._waiting:
+                self._waiting[0].placed = (_NOWHERE, self._waiting[0].placed[1])
+        self._size = size
+
     def _write_lines(self, lines: _Lines) -> None:
         if lines.placed[0] == _NOWHERE:
             if lines.begin != self._begin:
@@ -228,7 +241,7 @@ class LedgerFile:
             lines.placed = (self._size, lines.placed[1])
         while True:
             start, text = lines.placed
-            num_bytes = max(0, self._size - start)  # unless somebody has cut the file off
+            num_bytes = self._size - start
             if num_bytes >= len(text):
                 return
             self._give(text[num_bytes : num_bytes + _WRITE_BYTES])

@@ -96,8 +96,8 @@ def is_deleted(fd: int, path: Path) -> bool:
 def close_last_line(fd: int, path: Path) -> None:
     """Ends a line that was cut off with a newline. Raises LedgerError: the file holds other things."""
     size = os.lseek(fd, 0, os.SEEK_END)
-    head = _read(fd, 0, len(MAGIC)).strip(b"\0\n")
-    if not (head.startswith(MAGIC) or MAGIC.startswith(head)):
+    # A first line may have been cut off, and a begin line come behind it.
+    if not all(line.startswith(MAGIC) or MAGIC.startswith(line) for line in _read(fd, 0, len(MAGIC)).strip(b"\0").split(b"\n")):
         raise LedgerError(f"{path} is no ledger, and will not be written to: name another file")
     if size and _read(fd, size - 1, 1) != b"\n":
         os.write(fd, b"\n")

@@ -17,7 +17,7 @@ class Round:
     is_repetition  the iteration before it gave more of the same epoch than a first batch to look at, and nothing was set since
     is_first       no round before it gave a batch, in whatever process
     num_loads      how many states were loaded before it
-    num_begun      how many epochs were begun in the last of them; 0 for none
+    state_epoch    the epoch of which something was consumed in the last that the loop loaded; None if there is none
     launch         names the process whose loop it is, or whose loader's worker this is
     """
 
@@ -29,7 +29,7 @@ class Round:
     is_repetition: bool
     is_first: bool
     num_loads: int
-    num_begun: int
+    state_epoch: int | None
     launch: str
 
     @property
@@ -66,7 +66,6 @@ class Progress:
         self._start, self._launch = SharedStart(self._whole(0)), Launch()
         self._own: tuple[int, Stretch] | None = None  # a loader worker's own start, until the shared one is set anew
         self._loaded: Worker | None = None  # that this process is, once it has loaded a state
-        self._num_begun = 0  # epochs, in the state that it loaded then
         self._num_rounds = 0
         self._is_meant = False  # that the epoch is given once more
         self._counted = _Counted()
@@ -122,8 +121,7 @@ class Progress:
         """
         chosen = self.epoch  # read once: another worker may move the start at any moment
         is_behind = self._start.is_chosen and stretch.position.epoch < chosen
-        self._num_begun = stretch.position.num_begun
-        self._start.load(self._num_begun, worker)
+        self._start.load(stretch.position, worker)
         self._loaded = worker
         if worker is None:
             if stretch.num_left or not is_behind:
@@ -139,6 +137,7 @@ class Progress:
     def confirm_epoch(self) -> None:
         """The loop chooses an epoch: if it is the same once more, that is meant."""
         self._is_meant = True
+        self._start.choose()
 
     def begin(self, worker: Worker | None) -> Round:
         """An iteration begins: from where it was set to, else the epoch anew."""
@@ -164,7 +163,7 @@ class Progress:
             is_repetition=is_repetition,
             is_first=self._launch.is_first(self._num_rounds, worker),
             num_loads=self._start.num_loads(self._loaded),
-            num_begun=self._num_begun if self._loaded else self._start.num_begun,
+            state_epoch=self._start.state_epoch,
             launch=self._launch.name,
         )
 

@@ -70,7 +70,10 @@ class SharedCells:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._share()  # a copy would otherwise tell its own workers nothing
+        if self._process == os.getpid() and not find_worker():  # it was sent nowhere, and is a copy
+            self._own(self._inherited())
+            return
+        self._share()  # or it would tell its own workers nothing
         _known.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedCells:

@@ -3,6 +3,7 @@
 event      by whom                    when                                 what changes
 load       the loop, or a worker      it loads a state                     how often it did
 set        the loop                   set_epoch, load_state_dict           the stretch; nobody has taken it yet
+choose     the loop                   set_epoch, of the epoch it is in     nothing, but what a state of an earlier one does
 begin      the loop, or each worker   an iteration begins                  nothing, but where a round of the same name took it
 enter      a worker                   it is asked for its first batch      it notes which round it is in
 take       the loop, or a worker      it gives its first batch             the stretch is its round's; later rounds begin anew
@@ -25,12 +26,12 @@ from penstock.rank import MOST_WORKERS, Worker
 
 # SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for none yet; BY_WORKERS is 1 where
 # loader workers iterated last, BY_STATE where a state that was loaded put it where it is. PUT_OFF is the epoch that the loop
-# chose and that a worker's state of an earlier one goes before, 0 for none. LOADS counts the states that were loaded up to the
-# loop's last, and BEGUN the epochs that this one had begun. Behind them are two cells for each worker: the round that it was
-# last in since the start was set, 0 for none; and how many states it loaded itself since the loop did, also in processes that
-# are over.
-_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _LOADS, _BEGUN = range(11)
-_ROUNDS, _OWN_LOADS, _NUM_CELLS = (11 + n * MOST_WORKERS for n in range(3))
+# chose and that a worker's state of an earlier one goes before, 0 for none; CHOSEN is 1 where the loop chose the epoch that it
+# was in once more. LOADS counts the states that were loaded up to the loop's last, and WITHIN is the number behind the epoch of
+# which this one had consumed something, 0 for none. Behind them are two cells for each worker: the round that it was last in
+# since the start was set, 0 for none; and how many states it loaded itself since the loop did, also in processes that are over.
+_EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _CHOSEN, _LOADS, _WITHIN = range(12)
+_ROUNDS, _OWN_LOADS, _NUM_CELLS = (12 + n * MOST_WORKERS for n in range(3))
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 
 
@@ -74,14 +75,11 @@ class SharedStart:
         """How often it was set."""
         return int(self._cells[_SETS])
 
-    def load(self, num_begun: int, worker: Worker | None) -> None:
-        """The loop loads a state, or a worker does, as torchdata has each of them do when they begin.
-
-        It is of a run that had begun so many epochs.
-        """
+    def load(self, position: Position, worker: Worker | None) -> None:
+        """The loop loads a state of this place, or a worker does, as torchdata has each of them do when they begin."""
         by_workers = self._cells[_OWN_LOADS:]
         if worker is None:
-            self._cells[_BEGUN] = num_begun
+            self._cells[_WITHIN] = position.epoch + 1 if position.is_within else 0
             self._cells[_LOADS] += by_workers.max() + 1
             by_workers.zero_()
         else:
@@ -97,9 +95,10 @@ class SharedStart:
         return int(self._cells[_LOADS] + own)
 
     @property
-    def num_begun(self) -> int:
-        """How many epochs had been begun in the state that the loop loaded last; 0 if it loaded none."""
-        return int(self._cells[_BEGUN])
+    def state_epoch(self) -> int | None:
+        """The epoch of which something was consumed in the state that the loop loaded last; None if it loaded none."""
+        within = int(self._cells[_WITHIN])
+        return within - 1 if within else None
 
     @property
     def is_taken(self) -> bool:
@@ -118,8 +117,12 @@ class SharedStart:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the loop set it where it is, and no iteration has gone on from there."""
-        return not self.is_taken and not self.is_by_state
+        """Whether the loop chose the epoch that it is in, and no iteration has gone on from there."""
+        return bool(self._cells[_CHOSEN]) or (not self.is_taken and not self.is_by_state)
+
+    def choose(self) -> None:
+        """The loop chooses the epoch that it is in."""
+        self._cells[_CHOSEN] = 1
 
     @property
     def put_off_epoch(self) -> int | None:
@@ -133,7 +136,7 @@ class SharedStart:
     def set(self, stretch: Stretch, *, by_state: bool) -> None:
         """The next iteration, of this process or of its workers, takes this."""
         self.move(stretch, by_state=by_state)
-        self._cells[_PUT_OFF] = 0
+        self._cells[_PUT_OFF] = self._cells[_CHOSEN] = 0
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
         self._cells[_ROUNDS:_OWN_LOADS] = 0
@@ -173,6 +176,7 @@ class SharedStart:
     def take(self, number: int, worker: Worker | None) -> None:
         """This round gives its first batch: if nobody has taken the stretch, it does."""
         self._cells[_BY_WORKERS] = int(worker is not None)
+        self._cells[_CHOSEN] = 0
         if not self.is_taken:
             self._cells[_CLAIM] = round_name(number, worker)
 

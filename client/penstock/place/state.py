@@ -32,9 +32,9 @@ class Position:
     step: int = 0
 
     @property
-    def num_begun(self) -> int:
-        """How many epochs are begun."""
-        return self.epoch + bool(self.offset or self.step)
+    def is_within(self) -> bool:
+        """Whether something of the epoch is consumed."""
+        return self.offset > 0 or self.step > 0
 
 
 def write_state(dataset: str, spec: Spec, position: Position) -> dict[str, Any]:
