@@ -344,7 +344,7 @@ def test_an_epoch_that_is_left_for_another_lacks_its_rest(ledger: Path) -> None:
     append(ledger, begin_of(epoch=1), range(3))
     append(ledger, begin_of(epoch=4), range(3))
     assert "MISSING epoch 0, steps 15-19 of start 1, rank 0: 25 samples at positions 75-99" in words(ledger)
-    assert "no batch of epoch 2-3 is recorded" in words(ledger)
+    assert "no batch of epochs 2-3 is recorded" in words(ledger)
 
 
 def test_a_start_without_a_state_counts_everything_again_unless_it_is_trusted(ledger: Path) -> None:
@@ -574,11 +574,11 @@ def test_epochs_that_a_loop_leaves_out_are_told_beside_the_verdict(ledger: Path)
     append(ledger, begin_of(epoch=1), range(20), ends=True)
     append(ledger, replace(begin_of(start=1, epoch=1), epoch=10**9), range(20), ends=True)
     assert report_on(ledger).is_proven
-    assert ", was trained on exactly once. Of epoch 0, 2-999999999 nothing is recorded\n" in words(ledger)
-    assert "  no batch of epoch 2-999999999 is recorded" in words(ledger)
+    assert ", was trained on exactly once. Of epochs 0, 2-999999999 nothing is recorded\n" in words(ledger)
+    assert "  no batch of epochs 2-999999999 is recorded" in words(ledger)
     for epoch in (0, 2):  # of other data, as in turns
         append(ledger, begin_of(start=2, epoch=epoch, seed=1), range(20), ends=True)
-    assert "Of epoch 3-999999999 nothing is recorded\n" in words(ledger)
+    assert "Of epochs 3-999999999 nothing is recorded\n" in words(ledger)
 
 
 def test_of_many_starts_that_go_back_behind_many_others_not_each_pair_is_looked_at(
@@ -593,6 +593,14 @@ def test_of_many_starts_that_go_back_behind_many_others_not_each_pair_is_looked_
     [epoch] = report_on(ledger).orders[0].epochs
     assert epoch.twice.tolist() == [[0, 15]]
     assert looked_at.call_count < 1000
+
+
+def test_a_start_that_goes_back_behind_its_own_state_trains_again_on_what_that_was_trained_on(ledger: Path) -> None:
+    """It loaded a state of epoch 2, and then its loop chose epoch 1."""
+    for epoch in (0, 1, 2):
+        append(ledger, replace(begin_of(epoch=epoch), iteration=epoch), range(20), ends=True)
+    append(ledger, replace(begin_of(start=1, epoch=1), state_epoch=2), range(20), ends=True)
+    assert [len(epoch.twice) for epoch in report_on(ledger).orders[0].epochs] == [0, 1, 0]
 
 
 def test_a_state_that_was_loaded_and_given_up_again_shows_nothing(ledger: Path) -> None:

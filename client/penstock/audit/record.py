@@ -149,10 +149,16 @@ def record_of(rank: int, parts: Sequence[Part], *, trust_starts: bool) -> RankRe
     for joined in by_iteration.values():
         begins = sorted((part.begin for part in joined), key=lambda begin: begin.step)
         begin, last_step = begins[0], begins[-1].step
-        resumes = trust_starts or begin.num_loads > 0
+        resumes = trust_starts or _resumes(begin)
         start = Start(len(starts), begin, last_step, Slicing.of(begin.spec, begin.num_sequences), resumes)
         iterations.append(_join(starts.setdefault((begin.launch, begin.num_loads), start), begin, joined))
     return RankRecord(rank, iterations, list(_changed(rank, parts)))
+
+
+def _resumes(begin: Begin) -> bool:
+    """Whether it goes on where a state was saved. One that set_epoch put into an epoch before that of its state does not."""
+    went_back = not begin.num_workers and begin.state_epoch is not None and begin.state_epoch > begin.epoch
+    return begin.num_loads > 0 and not went_back
 
 
 def _join(start: Start, begin: Begin, parts: Sequence[Part]) -> Iteration:

@@ -46,7 +46,7 @@ def _verdict(report: Report) -> str:
         num = sum(epoch.num_due for epoch in epochs)
         verdict = f"PROVEN: each sample that was due, {num:,} in {counted(len(epochs), 'epoch')}, was"
         unrecorded = _unrecorded([(0, 0), *((epoch.epoch, epoch.epoch + 1) for epoch in epochs)])
-        nothing = f". Of epoch {unrecorded} nothing is recorded" if unrecorded else ""
+        nothing = f". Of {unrecorded} nothing is recorded" if unrecorded else ""
         if not report.by_workers:
             repeated = sum(epoch.num_repeated for epoch in epochs)
             but_for = f", but for {repeated:,} that tail=wrap repeats" if repeated else ""
@@ -141,14 +141,15 @@ def _apart(apart: Apart) -> str:
 
 def _left_out(epochs: list[Epoch]) -> Iterator[str]:
     if left_out := _unrecorded([(epoch.epoch, epoch.epoch + 1) for epoch in epochs]):
-        yield f"  no batch of epoch {left_out} is recorded"
+        yield f"  no batch of {left_out} is recorded"
 
 
 def _unrecorded(epochs: list[tuple[int, int]]) -> str:
-    """Those that lie between these ranges, half-open."""
+    """Those that lie between these ranges, half-open, by name."""
     between = [(stop, first) for (_, stop), (first, _) in pairwise(sorted(epochs)) if stop < first]
     shown = [f"{first}" if stop - first == 1 else f"{first}-{stop - 1}" for first, stop in between[:_MOST_RANGES]]
-    return ", ".join([*shown, *["..."][: len(between) - len(shown)]])
+    is_one = sum(stop - first for first, stop in between) == 1
+    return f"epoch{'' if is_one else 's'} {', '.join([*shown, *['...'][: len(between) - len(shown)]])}" if shown else ""
 
 
 def _problems(order: Order) -> Iterator[str]:
