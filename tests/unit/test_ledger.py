@@ -297,6 +297,29 @@ def test_a_ledger_that_is_cut_off_goes_on_with_a_begin_line(
     assert steps == set(range(22))
 
 
+def test_a_ledger_that_a_shared_file_system_has_lost_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, fstat = tmp_path / "run.ledger", os.fstat
+    ledger = open_at(path)
+
+    def stale(fd: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as away:
+        away.setattr(os, "write", fails_with(errno.ESTALE, after_bytes=60))
+        record(ledger, 0, 1, 2)
+        away.setattr(os, "fstat", stale)
+        path.unlink()
+        ledger._file.sync()
+        away.setattr(os, "fstat", fstat)
+    record(ledger, 3)
+    ledger.close()
+    assert "was deleted while it was written" in caplog.text
+    reading = read_ledger(path)
+    assert (entries(reading)[-3:], reading.damages) == ([(step, digest(step)) for step in (1, 2, 3)], [])
+
+
 def test_paths_of_one_file_are_one_ledger(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

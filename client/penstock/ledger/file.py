@@ -221,16 +221,15 @@ class LedgerFile:
 
     def _look_at_size(self) -> None:
         """A signal's handler may have broken in when it was written to; or somebody has cut it off."""
-        size = os.fstat(self._fd).st_size
-        if size < self._size:
+        size, first = os.fstat(self._fd).st_size, self._waiting[0]
+        if size < max(self._size, first.placed[0]):
             log.error(
                 "penstock: the ledger %s was cut off while it was written: unless they were copied, the lines that it held are "
                 "lost, and the audit will miss them",
                 self.path,
             )
             self._begin, self._is_torn = "", size > 0  # maybe in the midst of a line
-            if self._waiting:
-                self._waiting[0].placed = (_NOWHERE, self._waiting[0].placed[1])
+            first.placed = (_NOWHERE, first.placed[1])
         self._size = size
 
     def _write_lines(self, lines: _Lines) -> None:
@@ -280,10 +279,10 @@ class LedgerFile:
         fd, self._fd = self._fd, -1
         try:
             self._left_size = os.fstat(fd).st_size
-            if self._waiting:
-                self._leave_lines(self._waiting[0])
-        except OSError:
+        except OSError:  # on a file system that is shared, and has lost it
             self._left_size = 0
+        if self._waiting:
+            self._leave_lines(self._waiting[0])
         self._size, self._begin, self._is_torn = _NOWHERE, "", False
         try:
             os.close(fd)
