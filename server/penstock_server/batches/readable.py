@@ -58,8 +58,8 @@ def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], Non
 def provenance(plan: Plan, epoch: int, step: int, rank: int) -> dict[str, Any]:
     """The rows that each sequence of a batch is made of: what ProvenanceAnswer lists.
 
-    Raises StepOutOfRange, RankOutOfRange: there is no such batch. Raises BadParameter: nor such an epoch, or it is of more parts
-    of rows than anybody reads. Raises what a block raises that cannot be read.
+    Raises StepOutOfRange, RankOutOfRange: there is no such batch. Raises BadParameter: nor such an epoch, or it is of more
+    parts of rows than anybody reads. Raises what a block raises that cannot be read.
     """
     plan.check(epoch, step, rank)
     [chunk] = chunks(plan, epoch, rank, range(step, step + 1))
