@@ -595,6 +595,21 @@ def test_of_many_starts_that_go_back_behind_many_others_not_each_pair_is_looked_
     assert looked_at.call_count < 1000
 
 
+def test_a_state_of_which_one_worker_has_a_step_behind_it_is_not_that_of_the_end_of_the_epoch_before(ledger: Path) -> None:
+    def workers(start: int, epoch: int, steps: range, firsts: tuple[int, int], *, ends: bool = False) -> None:
+        for worker in (0, 1):
+            of_worker: dict[str, Any] = {"worker": worker, "num_workers": 2, "round": 5 + start, "step": firsts[worker]}
+            with Path(f"{ledger}.worker{worker}").open("a") as file:
+                begin = replace(begin_of(start=start, epoch=epoch), **of_worker)
+                file.write(lines_of(begin, steps[(worker + steps.start) % 2 :: 2], ends=ends))
+
+    workers(0, 0, range(20), (0, 0), ends=True)
+    workers(0, 1, range(3), (0, 0))  # a state is saved behind step 0
+    workers(1, 0, range(10, 20), (10, 10), ends=True)  # an older one is tried, up to the end of its epoch
+    workers(2, 1, range(1, 20), (2, 0), ends=True)
+    assert words(ledger).startswith("PROVEN")
+
+
 def test_a_start_that_goes_back_behind_its_own_state_trains_again_on_what_that_was_trained_on(ledger: Path) -> None:
     """It loaded a state of epoch 2, and then its loop chose epoch 1."""
     for epoch in (0, 1, 2):

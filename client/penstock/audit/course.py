@@ -147,7 +147,8 @@ def _resumed(courses: Sequence[Course], reach: Reach, resumed: Iteration) -> Cou
             if iteration.start.number == course[-1].iteration.start.number and iteration.may_have_saved(resumed):
                 earlier = (kept.before(resumed) if kept.has_behind(place) else kept for kept in course[:at])
                 return [*earlier, course[at].before(resumed)]
-        if place[1] == 0 and course[-1].iteration.begin.epoch < place[0]:
+        is_at_start = place[1] == 0 and not resumed.steps_of_others()
+        if is_at_start and course[-1].iteration.begin.epoch < place[0]:
             return course
     # None came so far: what it went on from is not in the ledger, or the end of it was lost with the machine.
     return [kept.before(resumed) for kept in courses[-1] if kept.iteration.place < place]
