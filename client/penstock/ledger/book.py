@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.ledger.begin import STEP_COLUMNS, Begin, check_of
-from penstock.ledger.file import hold_ledger, is_at_a_ledger, release_ledger
+from penstock.ledger.held import hold_ledger, release_ledger
+from penstock.ledger.lock import Lock, is_at_a_ledger
 from penstock.ledger.names import ledger_path
 from penstock.spec import Spec
 from penstock.threads import is_own_thread, own_thread
@@ -142,14 +142,4 @@ class Ledger:
         release_ledger(self._file)
 
 
-_opening = threading.Lock()
-
-
-def _renew_lock() -> None:
-    """In a process that was forked off: the thread that had it is not in there."""
-    global _opening
-    _opening = threading.Lock()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_renew_lock)
+_opening = Lock.renewed_in_forks()

@@ -7,16 +7,14 @@ one that comes behind lines of another, when they are written: what the file hol
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
-import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import LedgerError
+from penstock.ledger.lock import Lock
 from penstock.ledger.opening import cannot_be_written, close_last_line, is_deleted, open_ledger, telling
 
 log = logging.getLogger("penstock")
@@ -24,36 +22,6 @@ log = logging.getLogger("penstock")
 _MOST_WAITING_BYTES = 16 << 20
 _WRITE_BYTES = 1 << 16
 _NOWHERE = -1
-
-
-class _Lock:
-    """A lock of this module. Who has one, or waits for one, must not wait for a thread that may need one, too.
-
-    Python may collect an iterator that was dropped at any line, also between these, and that closes its ledger.
-    """
-
-    _depth = threading.local()
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._depth.now = self.depth() + 1
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        self._depth.now -= 1
-
-    @classmethod
-    def depth(cls) -> int:
-        """How many of these the calling thread has."""
-        return getattr(cls._depth, "now", 0)
-
-
-def is_at_a_ledger() -> bool:
-    """Whether the calling thread is in the midst of writing to one."""
-    return _Lock.depth() > 0
 
 
 @dataclass(slots=True)
@@ -88,7 +56,7 @@ class _Lines:
 
 
 class LedgerFile:
-    """One file. Any thread may append to it; see hold_ledger for how one is had."""
+    """One file. Any thread may append to it; see penstock.ledger.held for how one is had."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,7 +72,7 @@ class LedgerFile:
         self._num_bytes = 0  # that wait
         self._num_lost = 0  # lines
         self._failure = ""
-        self._writing, self._syncing = _Lock(), _Lock()  # who needs both takes the latter first
+        self._writing, self._syncing = Lock(), Lock()  # who needs both takes the latter first
 
     def check(self) -> None:
         """Raises LedgerError: it cannot be written, holds other things, or another process writes to it."""
@@ -315,51 +283,3 @@ class LedgerFile:
 
 def _told(path: Path, error: LedgerError | OSError) -> LedgerError:
     return error if isinstance(error, LedgerError) else LedgerError(cannot_be_written(path, error))
-
-
-def hold_ledger(path: Path, wait_seconds: float = 0.0) -> LedgerFile:
-    """The file of this path, which this process does not close before all that hold it have given it back.
-
-    From its first line on no other process writes to it. One that does by then has so long to end.
-    """
-    with _files_lock:
-        real = Path(os.path.realpath(path))
-        file = _files.setdefault((os.getpid(), real), LedgerFile(path))
-        file.num_holders += 1
-        file.wait_seconds = wait_seconds
-        return file
-
-
-def release_ledger(file: LedgerFile) -> None:
-    """One holder of this process is done; after the last the file is closed, and others may write to it."""
-    with _files_lock:
-        file.num_holders -= 1
-        if not file.num_holders:
-            file.close()
-
-
-# All that this process has written to, by process, so that what a fork inherits is nobody's. One descriptor for all iterations:
-# who closes any of a file's gives up all locks that his process has on it.
-_files: dict[tuple[int, Path], LedgerFile] = {}
-_files_lock = _Lock()
-
-
-def _write_what_waits() -> None:
-    """Of iterations that are over, when the interpreter exits."""
-    for (pid, _), file in list(_files.items()):
-        if pid == os.getpid() and file.has_waiting and not file.num_holders:
-            file.sync()
-            file.close(is_last=True)
-
-
-atexit.register(_write_what_waits)
-
-
-def _renew_lock() -> None:
-    """In a process that was forked off: a thread that had the lock, to give a file back, is not in there."""
-    global _files_lock
-    _files_lock = _Lock()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_renew_lock)
