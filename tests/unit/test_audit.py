@@ -465,7 +465,7 @@ def test_what_the_ledgers_say_is_told_though_no_server_answers(
     write_run(ledger)
     monkeypatch.setattr(compare, "_RETRY_SECONDS", 0)
     for is_json, first in ((False, "PROVEN: each sample that was due"), (True, '{\n  "proven": true')):
-        with pytest.raises(ServerUnavailable, match="the report is of the ledgers alone: no answer within"):
+        with pytest.raises(ServerUnavailable, match="the report lacks what a server would say: no answer within"):
             command.run(asked(ledger, server=["http://127.0.0.1:1"], sample="9" * 5000, json=is_json))
         assert capsys.readouterr().out.startswith(first)
 

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in (*lines_of(report), *_compared(comparison), *_shown(rows, num_left_out)):
             print(printable(line))
     if silence:
-        raise ServerUnavailable(f"the report is of the ledgers alone: {silence}")
+        raise ServerUnavailable(f"the report lacks what a server would say: {silence}")
     return 0 if report.is_proven else 1
 
 
