@@ -151,7 +151,7 @@ def test_a_state_from_between_two_epochs_goes_on_with_the_one_that_is_set(url: s
     assert rows(resumed) == rows(loader) != expected
 
 
-@pytest.mark.parametrize(
+with_an_older_state = pytest.mark.parametrize(  # of a worker, than that of the epoch's end
     "options",
     [
         {"num_workers": 0},
@@ -162,6 +162,9 @@ def test_a_state_from_between_two_epochs_goes_on_with_the_one_that_is_set(url: s
     ],
     ids=str,
 )
+
+
+@with_an_older_state
 def test_the_state_of_an_epochs_end_goes_on_with_the_epoch_that_the_loop_chooses(url: str, options: dict[str, Any]) -> None:
     """The loader hands it on after set_epoch, and that of a worker may be older than the epoch's end."""
     loader = loader_of(url, **options)
@@ -180,17 +183,7 @@ def test_the_state_of_an_epochs_end_goes_on_with_the_epoch_that_the_loop_chooses
         assert resumed.dataset.epoch == epoch
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": 0},
-        {"num_workers": 0, "snapshot_every_n_steps": 3},
-        {"num_workers": 2, "snapshot_every_n_steps": 3},
-        {"num_workers": 3, "snapshot_every_n_steps": 50},
-        {"num_workers": 2, "snapshot_every_n_steps": 7, "persistent_workers": True},
-    ],
-    ids=str,
-)
+@with_an_older_state
 def test_a_loader_that_goes_back_to_an_epochs_end_gives_the_epoch_that_the_loop_is_in_once_more(
     url: str, options: dict[str, Any]
 ) -> None:
