@@ -16,9 +16,11 @@ import xxhash
 from penstock_server.geometry.arrays import starts_of
 from penstock_server.geometry.permutation import permute
 from penstock_server.recipes.column_types import is_text
+from penstock_server.recipes.ids import checked_ids
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Lists, Reasons, checked_ids, raw_texts, take_rows, travelling
-from penstock_server.recipes.texts import chats, messages, preference, tokenized, tools, with_turns
+from penstock_server.recipes.rows import Reasons, raw_texts, take_rows, travelling
+from penstock_server.recipes.texts import chats, messages, preference, tokenized, tools
+from penstock_server.recipes.turns import Lists, with_turns
 from penstock_server.recipes.values import python_values
 
 REASON = "bad"  # why a row cannot be used, null where it can

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.geometry.arrays import concatenated_ranges, starts_of
 from penstock_server.recipes.chat import ChatError, says_something
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Lists, Reasons, raw_texts
+from penstock_server.recipes.rows import Reasons, raw_texts
 from penstock_server.recipes.tokenizer import Ids
+from penstock_server.recipes.turns import Lists, every, joined, with_turns
 from penstock_server.recipes.values import json_values
 
 _Chat = list[Any] | None
@@ -28,7 +28,7 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
         return chats(answers, prompts, tools(rows, recipe, reasons), recipe, side, reasons)
     texts = tokenized(rows, side, recipe, reasons, opens="prompt" not in fields, closes=True)
     if "prompt" not in fields:
-        return with_turns([_every([], rows.num_rows), texts])
+        return with_turns([every([], rows.num_rows), texts])
     return with_turns([tokenized(rows, "prompt", recipe, reasons, opens=True), texts])
 
 
@@ -182,7 +182,7 @@ def tokenized(
     found = Lists(*recipe.tokenizer.encode(_texts(source, rows, reasons), source.text, reasons))
     for row in np.flatnonzero(found.lengths == 0).tolist():
         reasons.add(row, f"{source.text} has no tokens")
-    return joined([_every(opening, rows.num_rows), found, _every(closing, rows.num_rows)])
+    return joined([every(opening, rows.num_rows), found, every(closing, rows.num_rows)])
 
 
 def _special(token: int | None) -> list[int]:
@@ -191,11 +191,6 @@ def _special(token: int | None) -> list[int]:
 
 def _end_to_end(arrays: Sequence[Ids]) -> tuple[Ids, Ids]:
     return np.concatenate([*arrays, np.zeros(0, np.int64)]), np.fromiter(map(len, arrays), np.int64, len(arrays))
-
-
-def _every(ids: list[int], num_rows: int) -> Lists:
-    """The same ids in every row."""
-    return Lists(np.tile(np.array(ids, np.int64), num_rows), np.full(num_rows, len(ids)))
 
 
 def _texts(source: Field, rows: pa.RecordBatch, reasons: Reasons) -> list[str]:
@@ -223,23 +218,3 @@ def _text(raw: bytes | None) -> tuple[str, str | None]:
         return raw.decode(), None
     except UnicodeDecodeError as error:
         return "", f"is not valid UTF-8 at byte {error.start}"
-
-
-def joined(features: Sequence[Lists]) -> Lists:
-    """The ids of each row's features one after the other."""
-    some = [feature for feature in features if len(feature.values)]
-    if len(some) == 1:
-        return some[0]
-    sizes = np.stack([feature.lengths for feature in features], axis=1)
-    starts = starts_of(sizes.reshape(-1))[:-1].reshape(sizes.shape)
-    values = np.empty(sizes.sum(), np.int64)
-    for number, feature in enumerate(features):
-        values[concatenated_ranges(starts[:, number], feature.lengths)] = feature.values
-    return Lists(values, sizes.sum(axis=1))
-
-
-def with_turns(turns: Sequence[Lists]) -> Lists:
-    """The ids of each row's turns one after the other, and the lengths of the turns."""
-    lists = joined(turns)
-    lengths = np.stack([turn.lengths for turn in turns], axis=1)
-    return Lists(lists.values, lists.lengths, (lengths.reshape(-1), np.full(len(lengths), len(turns))))

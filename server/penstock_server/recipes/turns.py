@@ -1,0 +1,49 @@
+"""Lists of token ids, one a row, and their turns: the runs of ids that are learned, and those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.geometry.arrays import concatenated_ranges, starts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """A list a row, end to end: all values, and how many are each row's; the same of the lengths of its turns, if it has any.
+
+    Turns are runs of tokens that are not learned and that are, in turn: prompt, response, prompt, ...
+    """
+
+    values: npt.NDArray[np.integer[Any]]
+    lengths: npt.NDArray[np.int64]
+    turns: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+
+
+def every(ids: list[int], num_rows: int) -> Lists:
+    """The same ids in every row."""
+    return Lists(np.tile(np.array(ids, np.int64), num_rows), np.full(num_rows, len(ids)))
+
+
+def joined(features: Sequence[Lists]) -> Lists:
+    """The ids of each row's features one after the other."""
+    some = [feature for feature in features if len(feature.values)]
+    if len(some) == 1:
+        return some[0]
+    sizes = np.stack([feature.lengths for feature in features], axis=1)
+    starts = starts_of(sizes.reshape(-1))[:-1].reshape(sizes.shape)
+    values = np.empty(sizes.sum(), np.int64)
+    for number, feature in enumerate(features):
+        values[concatenated_ranges(starts[:, number], feature.lengths)] = feature.values
+    return Lists(values, sizes.sum(axis=1))
+
+
+def with_turns(turns: Sequence[Lists]) -> Lists:
+    """The ids of each row's turns one after the other, and the lengths of the turns."""
+    lists = joined(turns)
+    lengths = np.stack([turn.lengths for turn in turns], axis=1)
+    return Lists(lists.values, lists.lengths, (lengths.reshape(-1), np.full(len(lengths), len(turns))))
