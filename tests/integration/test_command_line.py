@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pyarrow as pa
@@ -166,13 +167,24 @@ def test_no_name_of_a_folder_is_obeyed_by_a_terminal(serve: Callable[..., Server
 
 
 def test_labels_and_masks_that_are_not_used_are_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:
-    (tmp_path / "data" / "padded").mkdir(parents=True)
-    rows = {"input_ids": [[1, 2, 0]] * 9, "attention_mask": [[1, 1, 0]] * 9, "labels": [[-100, 2, -100]] * 9}
-    pq.write_table(pa.table(rows), tmp_path / "data" / "padded" / "part-0.parquet")
+    ids, mask = [[1, 2, 0]] * 9, [[1, 1, 0]] * 9
+    columns: dict[str, dict[str, Any]] = {
+        "classes": {"labels": [1] * 9, "attention_mask": [[1.0, 1.0, 0.0]] * 9},
+        "two": {"completion_mask": mask, "assistant_masks": mask},
+    }
+    for name, beside in columns.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        pq.write_table(pa.table({"input_ids": ids, **beside}), tmp_path / "data" / name / "part-0.parquet")
     server = serve(tmp_path / "data")
-    assert "recipe: input_ids, pre-tokenized, without attention_mask, labels\n" in server.greeting
-    assert server.json("/v1/datasets/padded")["unused_columns"] == ["attention_mask", "labels"]
-    assert "padded: attention_mask, labels of its shards are not used: every id of input_ids is learned" in server.stop()
+    assert "recipe: input_ids, pre-tokenized, without labels, attention_mask\n" in server.greeting
+    assert "recipe: input_ids, pre-tokenized, masked by completion_mask, without assistant_masks\n" in server.greeting
+    assert server.json("/v1/datasets/classes")["unused_columns"] == ["labels", "attention_mask"]
+    log = server.stop()
+    assert "classes: labels, attention_mask of its shards are not used: every id is learned. A mask is a list of numbers" in log
+    assert "two: assistant_masks of its shards is not used: what is learned is told by completion_mask alone. A mask" in log
+    assert f'Name it in {tmp_path / "data" / "two" / "penstock.toml"}, as loss_mask = "assistant_masks"; if this' in log
+    assert 'if this is right, loss_mask = "completion_mask".' in log
+    assert "if this is right, labels = false and attention_mask = false." in log
 
 
 def test_a_bos_that_the_tokenizer_would_write_is_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:

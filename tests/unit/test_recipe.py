@@ -23,6 +23,7 @@ WORDS = TokenizerFile(Path("words.json"), "digest", Tokenizer(models.WordLevel({
 CHANGES: dict[str, Any] = {
     "has_maps": True,
     "fields": (("tokens", NUMBER),),
+    "masks": (("labels", NUMBER),),
     "tokenizer": WORDS,
     "vocab_size": 100,
     "bos_id": 0,

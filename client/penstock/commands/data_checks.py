@@ -87,8 +87,8 @@ def _dataset(about: Mapping[str, Any]) -> Check:
         return Check(
             "warn",
             "dataset",
-            f"{text}; {', '.join(unused)} of its shards not used: every token is learned, even in prompts and padding",
-            "leave padding out of the rows; to learn only responses, have them as prompt and response, or as messages",
+            f"{text}; {', '.join(unused)} of its shards not used, which would tell what is learned",
+            "the log of the server says how to name them in penstock.toml",
         )
     return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows are replaced by neighbours" if bad["known"] else text)
 

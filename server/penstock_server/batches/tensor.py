@@ -77,7 +77,7 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
             tensors.append(Tensor(name=f"{prefix}lengths", kind="count", dtype="int32", feature=feature))
         if spec.loss == "response" and any(recipe.has_turns for recipe in recipes):
             # A prompt before a response is told by its length; turns that alternate are not.
-            if spec.packing == "rows" and not any(recipe.chat for recipe in recipes):
+            if spec.packing == "rows" and not any(recipe.has_many_turns for recipe in recipes):
                 name = f"{prefix}prompt_lengths"
                 tensors.append(Tensor(name=name, kind="count", dtype="int32", feature=feature, turn="prompt"))
             else:

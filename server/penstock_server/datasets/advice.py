@@ -13,6 +13,7 @@ from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import advice_on_room
 from penstock_server.datasets.held import Served
 from penstock_server.recipes.declaration import FILE_NAME
+from penstock_server.recipes.mask_columns import NAMES, OF_LOSS
 from penstock_server.snapshots.folders import list_folder
 
 _SPLITS = re.compile(r"(train|validation|valid|val|dev|test)[-_.]", re.IGNORECASE)  # how shards of one begin on the Hub
@@ -74,7 +75,7 @@ def _of_splits(served: Served) -> str | None:
 
 
 def _of_unused_columns(served: Served) -> str | None:
-    """What follows from columns of masks or labels that nothing is made of; None if there is none."""
+    """What follows from columns that would tell what is learned, and that nothing is made of; None if there is none."""
     if not (unused := served.snapshot.recipe.unused):
         return None
     if served.snapshot.recipe.kind == "preference":
@@ -91,10 +92,18 @@ def _of_unused_columns(served: Served) -> str | None:
             f"{'the chats' if role == 'messages' else 'both'} in {served.snapshot.folder / FILE_NAME}: "
             f'{_named_as(unused)}; if this is right, text = "text".'
         )
+    return _of_unused_masks(served, unused)
+
+
+def _of_unused_masks(served: Served, unused: tuple[str, ...]) -> str:
+    path, roles = served.snapshot.folder / FILE_NAME, [role for role, names in NAMES.items() if {*names} & {*unused}]
+    used = [(role, source.text) for role, source in served.snapshot.recipe.masks if role in OF_LOSS]
+    learned = f"what is learned is told by {used[0][1]} alone" if used else "every id is learned"
+    as_it_is = [f'{used[0][0]} = "{used[0][1]}"' if used and role in OF_LOSS else f"{role} = false" for role in roles]
     return (
-        f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: every id of "
-        f"{served.snapshot.recipe.token_columns[0]} is learned, even in prompts and padding. Leave padding out of the rows; to "
-        f"learn only responses, store the rows as text, with prompt and response, or messages."
+        f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: {learned}. A mask "
+        f"is a list of numbers a row, and one tells what is learned. Name it in {path}, as {roles[0]} = "
+        f'"{unused[0]}"; if this is right, {" and ".join(dict.fromkeys(as_it_is))}.'
     )
 
 

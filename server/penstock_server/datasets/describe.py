@@ -56,7 +56,7 @@ def describe_dataset(served: Served) -> DatasetAnswer:
             "asked_bytes": cache.configured_bytes,
             "failure": cache.failure,
         },
-        "columns": [*snapshot.recipe.token_columns, *(snapshot.recipe.tools.columns if snapshot.recipe.tools else ())],
+        "columns": snapshot.recipe.columns_of_tokens,
         "recipe": snapshot.recipe.describe(),
         "unused_columns": list(snapshot.recipe.unused),
         "token_dtype": snapshot.token_dtype,

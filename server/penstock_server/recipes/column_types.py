@@ -50,6 +50,11 @@ def is_tokens(type_: pa.DataType) -> bool:
     return _is_list(type_) and bool(pa.types.is_integer(type_.value_type))
 
 
+def is_switches(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds lists of booleans."""
+    return _is_list(type_) and bool(pa.types.is_boolean(type_.value_type))
+
+
 def is_messages(type_: pa.DataType) -> bool:
     """Whether a column of this type holds lists of messages: structs with a role and a content."""
     return is_list_of(type_, {"role", "content"})

@@ -15,6 +15,9 @@ tools = "functions"                # what its template is given as tools: lists,
 eos = "<|endoftext|>"              # a token or an id; false for none. Closes a text or a response
 bos = "<s>"                        # a token or an id; default: none. Opens a text or a prompt
 pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
+labels = "labels"                  # of token ids: -100 where they are not learned; not shifted. Default: such a column
+loss_mask = "completion_mask"      # or 0 where they are not learned
+attention_mask = "attention_mask"  # 0 at padding, which is left out. Any of the three may be false for none
 vocab_size = 50257                 # of pre-tokenized data: ids must be below it
 columns = ["score", "meta.url"]    # travel with the tokens of their row
 filter = "lang = 'en' and score > 0.5"
@@ -35,6 +38,7 @@ from typing import Any
 from penstock.wording import perhaps
 from penstock_server.files import may_be_there, read_text
 from penstock_server.problems import DatasetRefused
+from penstock_server.recipes import mask_columns
 
 FILE_NAME = "penstock.toml"
 ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")  # of fields
@@ -61,7 +65,7 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(ROLES, (_is_text, "a text")),
     **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
     "split_special_tokens": (lambda value: isinstance(value, bool), "true or false"),
-    "tools": (lambda value: value is False or _is_text(value), "a text, or false"),
+    **dict.fromkeys(("tools", *mask_columns.NAMES), (lambda value: value is False or _is_text(value), "a text, or false")),
     **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
     "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
     "columns": (_is_names, "a list of different names"),

@@ -9,25 +9,25 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock_server.geometry.arrays import find_one
-from penstock_server.recipes.rows import Reasons
+from penstock_server.geometry.arrays import IntArray, find_one, starts_of
+from penstock_server.recipes.rows import Reasons, list_lengths
 from penstock_server.recipes.turns import Lists
 
 
-def checked_ids(array: pa.Array, bound: int, bos_id: int | None, eos_id: int | None, reasons: Reasons) -> Lists:
-    """Lists of token ids as they are, opened and closed by these tokens unless they begin and end with them.
-
-    Ids outside [0, bound), null ids and lists without an id make a bad row.
-    """
+def checked_ids(array: pa.Array, bound: int, reasons: Reasons) -> Lists:
+    """Lists of token ids as they are. Ids outside [0, bound), null ids and lists without an id make a bad row."""
     # Flattening drops the items of null lists, which fixed-size lists keep after their nulls.
-    lengths = pc.fill_null(pc.cast(pc.list_value_length(array), pa.int64()), 0).to_numpy(zero_copy_only=False)
-    items = array.flatten()
+    lengths, items = list_lengths(array), array.flatten()
     sound = not items.null_count and _all_within(items, bound)
     values = items.to_numpy() if sound else _marked(items, lengths, bound, reasons)
     for row in np.flatnonzero(lengths == 0).tolist():
         reasons[row] = "is empty" if array[row].is_valid else "is null"
-    opened = _bounded(Lists(values, lengths), bos_id, at_end=False)
-    return _bounded(opened, eos_id, at_end=True)
+    return Lists(values, lengths)
+
+
+def bounded(lists: Lists, bos_id: int | None, eos_id: int | None) -> Lists:
+    """The lists, opened and closed by these tokens unless they begin and end with them; None for nothing."""
+    return _bounded(_bounded(lists, bos_id, at_end=False), eos_id, at_end=True)
 
 
 def _all_within(items: pa.Array, bound: int) -> bool:
@@ -50,7 +50,10 @@ def _marked(items: pa.Array, lengths: npt.NDArray[np.int64], bound: int, reasons
 
 
 def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
-    """The lists, each opened by a token unless it begins with it; `at_end`: closed unless it ends with it."""
+    """The lists, each opened by a token unless it begins with it; `at_end`: closed unless it ends with it.
+
+    It is learned as the one beside it is.
+    """
     values, lengths = lists.values, lists.lengths
     if token is None or not len(values):
         return lists
@@ -60,4 +63,19 @@ def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
     # Of an empty list it is another's item, or beyond them all.
     bare = (lengths > 0) & (values[items.clip(0, len(values) - 1)] != token)
     # Lists of bytes may be closed by an id that is none.
-    return Lists(np.insert(values.astype(np.int64, copy=False), borders[bare], token), lengths + bare)
+    longer = np.insert(values.astype(np.int64, copy=False), borders[bare], token)
+    return Lists(longer, lengths + bare, lists.turns and _with_longer(*lists.turns, bare, at_end=at_end))
+
+
+def _with_longer(
+    turns: IntArray, num_turns: IntArray, longer: npt.NDArray[np.bool_], *, at_end: bool
+) -> tuple[IntArray, IntArray]:
+    """The turns of lists of which some are a token longer, in the first turn that has any, or `at_end` in the last one."""
+    starts, turns = starts_of(num_turns), turns.copy()
+    if at_end:
+        own = starts[1:][longer] - 1
+    else:
+        own = starts[:-1][longer]
+        own += turns[own] == 0
+    turns[own] += 1
+    return turns, num_turns

@@ -24,14 +24,13 @@ from penstock_server.recipes.column_types import (
 )
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
+from penstock_server.recipes.mask_columns import OF_LOSS, Masks, check_mask
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
 DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
-
-MASKS = ("attention_mask", "labels", "loss_mask", "completion_mask", "assistant_masks")
 
 # Which types the fields of a row may have, and how that is said.
 _FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
@@ -62,6 +61,7 @@ class Recipe:
 
     kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
                   and rejected
+    masks         of pre-tokenized rows: which fields tell what of their ids is learned or padding, see `mask_columns`
     vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
     eos_id        closes a text or a response, likewise
@@ -69,8 +69,8 @@ class Recipe:
     tools         the definitions of tools that it is given, if rows have any
     has_maps      whether maps or decimals are in the chats or the tools of the first shard
     columns       what travels beside the tokens
-    unused        columns that say which ids of pre-tokenized rows are learned, or are padding: here every id is learned; or the
-                  prompts of pairs that are of another type; or chats or answers beside texts, of which every token is learned
+    unused        columns that are masks of pre-tokenized rows by their names, and not used; or the prompts of pairs that are of
+                  another type; or chats or answers beside texts, of which every token is learned
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all
@@ -81,6 +81,7 @@ class Recipe:
 
     kind: Kind
     fields: tuple[tuple[str, Field], ...]
+    masks: Masks = ()
     tokenizer: TokenizerFile | None = None
     vocab_size: int | None = None
     bos_id: int | None = None
@@ -109,7 +110,17 @@ class Recipe:
     @property
     def has_turns(self) -> bool:
         """Whether only parts of a row are learned: responses, not prompts."""
-        return self.kind in ("prompt_response", "messages", "preference")
+        return self.kind in ("prompt_response", "messages", "preference") or self.has_loss_mask
+
+    @property
+    def has_many_turns(self) -> bool:
+        """Whether a row may have more than a prompt and the response behind it."""
+        return self.chat is not None or self.has_loss_mask
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether a column of pre-tokenized rows tells which ids are learned."""
+        return any(role in OF_LOSS for role, _ in self.masks)
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -144,13 +155,18 @@ class Recipe:
         return list(dict.fromkeys([*by_filter, *by_split]))
 
     @property
+    def columns_of_tokens(self) -> list[str]:
+        """The top-level columns that tokens are made of, and those that say how: masks and tools."""
+        masks = (name for _, source in self.masks for name in source.columns)
+        return list(dict.fromkeys([*self.token_columns, *masks, *(self.tools.columns if self.tools else ())]))
+
+    @property
     def read_columns(self) -> list[str] | None:
         """The top-level columns that are read from a shard; None for all, which a transform may use."""
         if self.transform:
             return None
-        tools = self.tools.columns if self.tools else ()
         travelling = (name for column in self.columns for name in column.field.columns)
-        return list(dict.fromkeys([*self.token_columns, *tools, *travelling, *self.selecting_columns]))
+        return list(dict.fromkeys([*self.columns_of_tokens, *travelling, *self.selecting_columns]))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -174,6 +190,7 @@ class Recipe:
             "split_by": self.split_by.text if self.split_by else None,
         }
         where_set = {
+            "masks": [[role, source.text] for role, source in self.masks] or None,
             "tools": self.tools.text if self.tools else None,
             "has_maps": self.has_maps or None,  # builds before 2026-11-26 rendered them otherwise
         }
@@ -206,6 +223,8 @@ class Recipe:
         """Whether rows of this schema, transformed, have all that tokens are made of. Raises FieldError: they have not."""
         for role, source in self.fields:
             check_field(self.kind, role, source, schema)
+        for role, source in self.masks:
+            check_mask(role, source, schema)
         if self.tools:
             check_tools(self.tools, schema)
         for column in self.columns:
@@ -227,6 +246,8 @@ class Recipe:
         elif self.kind != "tokens":
             parts.append("no BOS" if self.bos_id is None else f"BOS {self.bos_id}")
             parts.append("no EOS" if self.eos_id is None else f"EOS {self.eos_id}")
+        if self.masks:
+            parts.append(f"masked by {', '.join(source.text for _, source in self.masks)}")
         if self.filter:
             parts.append(f"where {self.filter.text}")
         if self.transform:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from penstock.wording import listed
 from penstock_server.problems import DatasetRefused
+from penstock_server.recipes import mask_columns
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
 from penstock_server.recipes.column_types import is_chats, is_list_of, is_messages, is_text, is_tokens, is_tools
@@ -16,10 +17,10 @@ from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
+from penstock_server.recipes.mask_columns import Masks, find_masks, unused_masks
 from penstock_server.recipes.recipe import (
     DEFAULT_BAD_SHARE,
     DEFAULT_VALIDATION,
-    MASKS,
     Kind,
     Recipe,
     check_field,
@@ -92,10 +93,12 @@ class _Reader:
         tools = self._tools(chat)
         # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
         eos_id = special.eos_id(is_closed=kind == "tokens" or chat is not None)
+        masks = self._masks(kind)
         split_by = Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None
         return Recipe(
             kind=kind,
             fields=fields,
+            masks=masks,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             bos_id=special.bos_id(),
@@ -107,7 +110,7 @@ class _Reader:
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not chat and "bos" not in given else None,
             guessed_eos=special.guessed_eos,
-            unused=self._unused(kind),
+            unused=self._unused(kind, masks),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
             validation=float(given.get("validation", DEFAULT_VALIDATION)),
@@ -120,10 +123,19 @@ class _Reader:
     def _has_maps(self, sources: list[Field]) -> bool:
         return any(holds_maps_or_decimals(source.type(self._schema)) for source in sources)
 
-    def _unused(self, kind: Kind) -> tuple[str, ...]:
+    def _masks(self, kind: Kind) -> Masks:
+        if kind == "tokens":
+            return find_masks(self._given, self._schema)
+        if declared := [role for role in mask_columns.NAMES if self._given.get(role)]:
+            raise DatasetRefused(
+                f"{self._folder / FILE_NAME}: {declared[0]} tells something of token ids, but rows are texts. Remove it."
+            )
+        return ()
+
+    def _unused(self, kind: Kind, used: Masks) -> tuple[str, ...]:
         """The columns that would tell something of these rows, and are not looked at."""
         if kind == "tokens":
-            return tuple(name for name in MASKS if name in self._schema.names)
+            return unused_masks(self._given, self._schema, used)
         is_guessed = not self._given.keys() & set(ROLES)
         types = {field.name: field.type for field in self._schema}
         if kind == "text" and is_guessed:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.recipes.column_types import is_bytes
 
 
@@ -45,6 +46,12 @@ def take_rows(rows: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.Record
     except pa.ArrowNotImplementedError:  # of views, which pyarrow only slices and joins; Polars writes all text as views
         runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
         return pa.concat_batches([rows.slice(int(run[0]), len(run)) for run in runs if len(run)] or [rows.slice(0, 0)])
+
+
+def list_lengths(array: pa.Array) -> IntArray:
+    """The length of each list, 0 for null."""
+    lengths: IntArray = pc.fill_null(pc.cast(pc.list_value_length(array), pa.int64()), 0).to_numpy(zero_copy_only=False)
+    return lengths
 
 
 def raw_texts(array: pa.Array) -> pa.Array:

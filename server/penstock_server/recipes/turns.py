@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import concatenated_ranges, starts_of
+from penstock_server.geometry.arrays import IntArray, concatenated_ranges, starts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +47,19 @@ def with_turns(turns: Sequence[Lists]) -> Lists:
     lists = joined(turns)
     lengths = np.stack([turn.lengths for turn in turns], axis=1)
     return Lists(lists.values, lists.lengths, (lengths.reshape(-1), np.full(len(lengths), len(turns))))
+
+
+def learned_where(lists: Lists, learned: npt.NDArray[np.bool_]) -> Lists:
+    """The lists with the turns that these marks of each of their ids make."""
+    borders = starts_of(lists.lengths)
+    begins = np.zeros(len(learned) + 1, np.bool_)
+    begins[1:-1] = learned[1:] != learned[:-1]
+    begins[borders] = True
+    starts = np.flatnonzero(begins[:-1])
+    first = np.searchsorted(starts, borders)  # the first piece of each list, and at last how many pieces there are
+    opens = np.zeros(len(lists.lengths), np.bool_)
+    some = lists.lengths > 0
+    opens[some] = learned[borders[:-1][some]]
+    # The first turn is never learned: before one that is stands one of no ids.
+    turns: IntArray = np.insert(np.diff(starts, append=len(learned)), first[:-1][opens], 0)
+    return Lists(lists.values, lists.lengths, (turns, np.diff(first) + opens))

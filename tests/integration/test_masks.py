@@ -1,0 +1,123 @@
+"""Pre-tokenized rows with labels and masks, through a real server: the loop gets the labels that they say, in every packing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock import RemoteDataset
+from serving import Server
+
+NUM_ROWS, PADDED = 150, 60
+Spec = dict[str, Any]
+
+
+def length(row: int) -> int:
+    return 2 + row * row % 47
+
+
+def is_learned(row: int, place: int) -> bool:
+    """Turns of row % 4 + 1 ids; rows begin with either kind."""
+    return (place // (row % 4 + 1) + row // 2) % 2 == 1 or place == 1
+
+
+def labels_of(row: int) -> list[int]:
+    return [100 * row + place if is_learned(row, place) else -100 for place in range(length(row))]
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data = tmp_path_factory.mktemp("data")
+
+    def write(name: str, columns: dict[str, Any]) -> None:
+        (data / name).mkdir()
+        for shard, rows in enumerate((slice(0, 70), slice(70, NUM_ROWS))):
+            part = pa.table({column: values[rows] for column, values in columns.items()})
+            pq.write_table(part, data / name / f"part-{shard}.parquet", row_group_size=32)
+
+    rows = range(NUM_ROWS)
+    ids = [[100 * row + place for place in range(length(row))] for row in rows]  # each id tells where it is from
+    labels = [labels_of(row) for row in rows]
+    write("labelled", {"input_ids": ids, "labels": labels})
+    padding = [[0] * (PADDED - length(row)) for row in rows]
+    write(
+        "padded",
+        {
+            "input_ids": [own + pad if row % 2 else pad + own for row, own, pad in zip(rows, ids, padding, strict=True)],
+            "attention_mask": [
+                [1] * len(own) + pad if row % 2 else pad + [1] * len(own)
+                for row, own, pad in zip(rows, ids, padding, strict=True)
+            ],
+            "completion_mask": [
+                [label != -100 for label in own] + pad if row % 2 else pad + [label != -100 for label in own]
+                for row, own, pad in zip(rows, labels, [[True] * len(pad) for pad in padding], strict=True)
+            ],
+        },
+    )
+    write("plain", {"input_ids": ids})
+    return serve(data)
+
+
+def epoch_of(server: Server, name: str, **spec: Any) -> list[tuple[int, int, bool]]:
+    """Of each token that is no padding: id, label, whether it is the first of a document."""
+    settings: Spec = {"batch_size": 3, "tail": "wrap", "window": 40} | spec
+    data = RemoteDataset(server.url, name, rank=0, world_size=1, **settings)
+    found = []
+    for batch in data:
+        firsts = {*batch["cu_seqlens"].tolist()} if "cu_seqlens" in batch else set()
+        ids, labels, there = (batch[tensor].reshape(-1).tolist() for tensor in ("input_ids", "labels", "attention_mask"))
+        found += [(ids[at], labels[at], at in firsts) for at in range(len(ids)) if there[at]]
+        assert all(label == -100 for label, is_there in zip(labels, there, strict=True) if not is_there)
+    return found
+
+
+SPECS: list[Spec] = [
+    {"packing": "rows", "seq_len": 50},
+    {"packing": "rows", "seq_len": 16, "long_rows": "split", "pad": "longest", "group_by_length": 6},
+    {"packing": "concat", "seq_len": 64},
+    {"packing": "concat", "seq_len": 64, "boundaries": "documents"},
+    {"packing": "best_fit", "seq_len": 64, "shuffle": "global"},
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", ["labelled", "padded"])
+def test_every_id_has_the_label_that_its_row_gives_it(server: Server, name: str, spec: Spec) -> None:
+    found = epoch_of(server, name, **spec)
+    for token, label, begins in found:
+        row, place = divmod(token, 100)
+        assert label == (token if is_learned(row, place) and not begins else -100)
+    seen = Counter(token for token, _, _ in found)
+    every = {100 * row + place for row in range(NUM_ROWS) for place in range(length(row))}
+    assert seen.keys() <= every
+    if spec["packing"] != "concat":  # the last tokens, too few for a sequence, are in no batch
+        assert seen.keys() == every
+
+
+def test_with_loss_all_every_id_is_learned(server: Server) -> None:
+    assert all(label == token for token, label, _ in epoch_of(server, "labelled", loss="all", seq_len=50))
+
+
+def test_in_a_mixture_each_dataset_keeps_its_masks(server: Server) -> None:
+    found = epoch_of(server, "labelled", mix={"labelled": 0.5, "plain": 0.5}, packing="rows", seq_len=50, batch_size=4)
+    labels = Counter((token, label) for token, label, _ in found)
+    for row in range(NUM_ROWS):
+        for place, label in enumerate(labels_of(row)):
+            token = 100 * row + place
+            assert labels[token, token] >= 1  # by the plain one
+            assert label == token or labels[token, -100] >= 1
+
+
+def test_people_are_shown_the_labels(server: Server) -> None:
+    path = "/v1/datasets/labelled/epochs/0/ranks/0/batches/0?format=json&shuffle=none&batch_size=5&seq_len=50"
+    sequences = server.json(path)["sequences"]
+    assert [sequence["labels"] for sequence in sequences] == [labels_of(row) for row in range(5)]
+    about = server.json("/v1/datasets/padded")
+    assert about["recipe"] == "input_ids, pre-tokenized, masked by completion_mask, attention_mask"
+    assert about["columns"] == ["input_ids", "completion_mask", "attention_mask"]
+    assert about["unused_columns"] == []

@@ -1,0 +1,192 @@
+"""Masks of pre-tokenized rows: what is learned and what is padding, against plain Python; and which columns are masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corpora import write_tokenizer
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.encode import Place, encode
+from penstock_server.recipes.fields import Field
+from penstock_server.recipes.recipe import Recipe
+from planned import open_snapshot
+
+Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it is learned, and whether it is no padding
+
+ROWS = st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=6), min_size=1, max_size=6)
+
+
+def named(column: str) -> Field:
+    return Field(column, (("", (column,)),))
+
+
+def encoded(columns: dict[str, Any], *masks: str, bos: int | None = None, eos: int | None = None) -> pa.RecordBatch:
+    recipe = Recipe(
+        kind="tokens",
+        fields=(("tokens", named("ids")),),
+        masks=tuple((name, named(name)) for name in masks),
+        bos_id=bos,
+        eos_id=eos,
+    )
+    return encode(pa.record_batch(columns), recipe, "uint16", 100, Place("part.parquet", 0))
+
+
+def expected(row: Row, *, loss: bool, padding: bool, bos: int | None, eos: int | None) -> tuple[list[int], list[bool]] | None:
+    """The ids of a row, and whether each is learned; None if the row is bad."""
+    left = [(token, is_learned or not loss) for token, is_learned, is_there in row if is_there or not padding]
+    if not any(is_learned for _, is_learned in left):
+        return None
+    if bos is not None and left[0][0] != bos:
+        left.insert(0, (bos, left[0][1]))
+    if eos is not None and left[-1][0] != eos:
+        left.append((eos, left[-1][1]))
+    return [token for token, _ in left], [is_learned for _, is_learned in left]
+
+
+def told(turns: list[int]) -> list[bool]:
+    return [number % 2 == 1 for number, length in enumerate(turns) for _ in range(length)]
+
+
+@given(ROWS, st.sampled_from(["labels", "loss_mask", "switches", "none"]), st.booleans(), *[st.sampled_from([None, 0, 9])] * 2)
+def test_what_is_learned_and_left_is_what_the_masks_say(
+    rows: list[Row], loss: str, padding: bool, bos: int | None, eos: int | None
+) -> None:
+    columns: dict[str, Any] = {"ids": pa.array([[token for token, _, _ in row] for row in rows], pa.list_(pa.int32()))}
+    masks = [{"switches": "loss_mask"}.get(loss, loss)] if loss != "none" else []
+    if loss == "labels":
+        # What is padding may have any label.
+        labels = [[(token if there else 77) if learned else -100 for token, learned, there in row] for row in rows]
+        columns["labels"] = pa.array(
+            labels if padding else [[t if m else -100 for t, m, _ in row] for row in rows], pa.list_(pa.int64())
+        )
+    elif masks:
+        marks = [[learned for _, learned, _ in row] for row in rows]
+        kind = pa.bool_() if loss == "switches" else pa.int8()
+        columns["loss_mask"] = pa.array(
+            [[int(mark) if kind == pa.int8() else mark for mark in row] for row in marks], pa.large_list(kind)
+        )
+    if padding:
+        masks.append("attention_mask")
+        columns["attention_mask"] = pa.array([[int(there) for _, _, there in row] for row in rows], pa.list_(pa.int8()))
+    found = encoded(columns, *masks, bos=bos, eos=eos)
+    wanted = [expected(row, loss=loss != "none", padding=padding, bos=bos, eos=eos) for row in rows]
+    assert found["tokens"].to_pylist() == [row and row[0] for row in wanted]
+    assert [reason is not None for reason in found["bad"].to_pylist()] == [row is None for row in wanted]
+    if loss == "none":
+        assert "tokens_turns" not in found.schema.names
+    else:
+        turns = found["tokens_turns"].to_pylist()
+        assert [row and told(row) for row in turns] == [row and row[1] for row in wanted]
+        for row in turns:  # of no ids is the first turn alone, before ids that are learned from the first on
+            assert row is None or 0 not in row[1:]
+
+
+def test_a_turn_is_as_long_as_it_can_be() -> None:
+    found = encoded({"ids": [[1, 2, 3, 4, 5]], "loss_mask": [[0, 0, 1, 1, 0]]}, "loss_mask")
+    assert found["tokens_turns"].to_pylist() == [[len(list(run)) for _, run in groupby([0, 0, 1, 1, 0])]]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "reason"),
+    [
+        ("labels", [1, 2], "labels has 2 values for 3 ids"),
+        ("labels", None, "labels is null"),
+        ("labels", [1, None, 3], "labels has a null"),
+        ("labels", [2, 3, -100], "labels has 2 at id 1; a label must be the id itself, not the next one, or -100"),
+        ("labels", [-100] * 3, "has nothing to learn: labels is -100 throughout"),
+        ("loss_mask", [0, 0, 0], "has nothing to learn: loss_mask is 0 throughout"),
+        ("loss_mask", [0, 2, 1], "loss_mask has 2 where 0 or 1 is meant"),
+        ("attention_mask", [0, 0, 0], "is padding alone: attention_mask is 0 throughout"),
+        ("attention_mask", [1, -1, 1], "attention_mask has -1 where 0 or 1 is meant"),
+        ("attention_mask", [1] * 4, "attention_mask has 4 values for 3 ids"),
+    ],
+)
+def test_a_row_that_its_mask_does_not_fit_is_bad_alone(column: str, values: list[int | None] | None, reason: str) -> None:
+    fine = [1, 2, 3] if column == "labels" else [1, 1, 1]
+    found = encoded({"ids": [[1, 2, 3]] * 3, column: [fine, values, fine]}, column)
+    assert found["bad"].to_pylist() == [None, reason, None]
+    assert found["tokens"].to_pylist() == [[1, 2, 3], None, [1, 2, 3]]
+
+
+def test_of_ids_that_are_none_the_ids_are_the_reason() -> None:
+    columns = {"ids": [None, [], [500], [1]], "labels": [[1], [1], [500], [1]]}
+    found = encoded(columns, "labels")
+    assert found["bad"].to_pylist() == ["is null", "is empty", "has token id 500, outside 0 to 99", None]
+
+
+Written = Callable[..., Recipe]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """The recipe of a shard with such columns beside its ids, and such a penstock.toml."""
+
+    def write(columns: dict[str, Any], declared: str = "") -> Recipe:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "penstock.toml").write_text(declared)
+        pq.write_table(
+            pa.table(columns if "text" in columns else {"input_ids": [[1, 2, 3]], **columns}),
+            tmp_path / "data" / "part-0.parquet",
+        )
+        return open_snapshot(tmp_path / "data", write_tokenizer(tmp_path / "tokenizer.json")).recipe
+
+    return write
+
+
+ONES, LABELS = [[1, 1, 1]], [[-100, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "declared", "masks", "unused"),
+    [
+        ({}, "", [], ()),
+        ({"labels": LABELS, "attention_mask": ONES}, "", [("labels", "labels"), ("attention_mask", "attention_mask")], ()),
+        ({"completion_mask": ONES}, "", [("loss_mask", "completion_mask")], ()),
+        ({"labels": LABELS, "completion_mask": ONES}, "", [("labels", "labels")], ()),
+        ({"completion_mask": ONES, "assistant_masks": ONES}, "", [("loss_mask", "completion_mask")], ("assistant_masks",)),
+        (
+            {"completion_mask": ONES, "assistant_masks": ONES},
+            'loss_mask = "assistant_masks"',
+            [("loss_mask", "assistant_masks")],
+            (),
+        ),
+        ({"labels": LABELS, "other": ONES}, 'loss_mask = "other"', [("loss_mask", "other")], ()),
+        ({"labels": LABELS, "attention_mask": ONES}, "labels = false\nattention_mask = false", [], ()),
+        ({"labels": [1]}, "", [], ("labels",)),
+        ({"labels": [1], "loss_mask": ONES}, "", [("loss_mask", "loss_mask")], ("labels",)),
+        ({"attention_mask": [[1.0, 1.0, 1.0]]}, "", [], ("attention_mask",)),
+    ],
+)
+def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
+    written: Written, columns: dict[str, Any], declared: str, masks: list[tuple[str, str]], unused: tuple[str, ...]
+) -> None:
+    recipe = written(columns, declared)
+    assert [(role, source.text) for role, source in recipe.masks] == masks
+    assert recipe.unused == unused
+
+
+@pytest.mark.parametrize(
+    ("columns", "declared", "message"),
+    [
+        ({"labels": [1]}, 'labels = "labels"', "column 'labels' is int64, but labels must be lists of integers"),
+        ({"labels": ONES}, 'attention_mask = "mask"', "there is no column 'mask'"),
+        ({"a": ONES, "b": ONES}, 'labels = "a"\nloss_mask = "b"', "labels and loss_mask both tell which ids are learned"),
+        (
+            {"text": ["fox"]},
+            'text = "text"\nlabels = "a"',
+            "labels tells something of token ids, but rows are texts",
+        ),
+    ],
+)
+def test_masks_that_cannot_be_are_refused(written: Written, columns: dict[str, Any], declared: str, message: str) -> None:
+    with pytest.raises(DatasetRefused, match=message):
+        written(columns, declared)
