@@ -89,7 +89,7 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
 
 
 def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Tensor, ...]:
-    if lacking := [snapshot for snapshot in snapshots if snapshot.recipe.kind != "prompt_response"]:
+    if lacking := [snapshot for snapshot in snapshots if "response" not in dict(snapshot.recipe.fields)]:
         roles = " and ".join(role for role, _ in lacking[0].recipe.fields)
         raise BadParameter(f"task=seq2seq needs prompt and response; rows of {lacking[0].name} are made of {roles}.")
     assert spec.target_len  # a plan's spec is resolved

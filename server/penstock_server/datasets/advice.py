@@ -145,7 +145,7 @@ def _of_open_prompts(plan: Plan) -> str | None:
     for member in plan.members:
         recipe = member.snapshot.recipe
         prompt, closing = recipe.fields[0][1].text, recipe.tokenizer and recipe.tokenizer.closing
-        if closing and not prompt.endswith(closing):
+        if closing and recipe.kind != "tokens" and not prompt.endswith(closing):
             template = prompt if "{" in prompt else f"{{{prompt}}}"
             return (
                 f"{member.name}: the tokenizer puts {closing} behind each text, but here nothing stands behind a prompt. If "

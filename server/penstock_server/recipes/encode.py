@@ -16,8 +16,7 @@ import xxhash
 from penstock_server.geometry.arrays import starts_of
 from penstock_server.geometry.permutation import permute
 from penstock_server.recipes.column_types import is_text
-from penstock_server.recipes.ids import bounded, checked_ids
-from penstock_server.recipes.masks import masked
+from penstock_server.recipes.ids import pretokenized
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Reasons, raw_texts, take_rows, travelling
 from penstock_server.recipes.texts import chats, messages, preference, tokenized, tools
@@ -132,12 +131,8 @@ def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[n
 
 
 def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons) -> dict[str, Lists]:
-    fields = dict(recipe.fields)
     if recipe.kind == "tokens":
-        ids = checked_ids(fields["tokens"].array(rows), bound, reasons)
-        if recipe.masks:
-            ids = masked(ids, recipe.masks, rows, reasons)
-        return {"tokens": bounded(ids, recipe.bos_id, recipe.eos_id)}
+        return pretokenized(rows, recipe, bound, reasons)
     if recipe.kind == "text":
         return {"tokens": tokenized(rows, "text", recipe, reasons, opens=True, closes=True)}
     if recipe.kind == "prompt_response":

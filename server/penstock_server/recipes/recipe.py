@@ -30,6 +30,8 @@ from penstock_server.recipes.transform import Transform
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
+Fields = tuple[tuple[str, Field], ...]  # by their roles
+
 DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
 
 # Which types the fields of a row may have, and how that is said.
@@ -60,7 +62,7 @@ class Recipe:
     """How rows become tokens. Equal identities make equal tokens of equal rows.
 
     kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
-                  and rejected
+                  and rejected. Of kind tokens are all that hold ids, whatever their roles
     masks         of pre-tokenized rows: which fields tell what of their ids is learned or padding, see `mask_columns`
     vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
@@ -80,7 +82,7 @@ class Recipe:
     """
 
     kind: Kind
-    fields: tuple[tuple[str, Field], ...]
+    fields: Fields
     masks: Masks = ()
     tokenizer: TokenizerFile | None = None
     vocab_size: int | None = None
@@ -105,12 +107,12 @@ class Recipe:
     @property
     def features(self) -> tuple[str, ...]:
         """The token lists that a row becomes."""
-        return ("chosen", "rejected") if self.kind == "preference" else ("tokens",)
+        return ("chosen", "rejected") if "chosen" in dict(self.fields) else ("tokens",)
 
     @property
     def has_turns(self) -> bool:
         """Whether only parts of a row are learned: responses, not prompts."""
-        return self.kind in ("prompt_response", "messages", "preference") or self.has_loss_mask
+        return not dict(self.fields).keys() <= {"tokens", "text"} or self.has_loss_mask
 
     @property
     def has_many_turns(self) -> bool:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.wording import listed
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes import mask_columns
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
-from penstock_server.recipes.column_types import is_chats, is_list_of, is_messages, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import is_chats, is_messages, is_text, is_tools
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
@@ -21,29 +20,17 @@ from penstock_server.recipes.mask_columns import Masks, find_masks, unused_masks
 from penstock_server.recipes.recipe import (
     DEFAULT_BAD_SHARE,
     DEFAULT_VALIDATION,
+    Fields,
     Kind,
     Recipe,
-    check_field,
     check_tools,
     travelling_column,
 )
+from penstock_server.recipes.roles import read_fields
 from penstock_server.recipes.special_tokens import SpecialTokens
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
-from penstock_server.recipes.transform import Transform, TransformError, load_transform
+from penstock_server.recipes.transform import OF_NO_ROWS, Transform, TransformError, load_transform
 from penstock_server.recipes.values import holds_maps_or_decimals
-
-_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
-    ("tokens", ("tokens",)),
-    ("text", ("text",)),
-    ("prompt_response", ("prompt", "response")),
-    ("messages", ("messages",)),
-    ("preference", ("chosen", "rejected")),
-    ("preference", ("prompt", "chosen", "rejected")),
-)
-_OF_NO_ROWS = (
-    " The transform was called with no rows, to learn its columns: give them types, as in "
-    "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
-)
 
 
 def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
@@ -56,7 +43,7 @@ def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None)
         return _Reader(folder, given, schema, default_tokenizer).recipe()
     except (FieldError, FilterError, TransformError, TemplateError) as error:
         is_of_rows = "transform" in given and not isinstance(error, TransformError)
-        hint = _OF_NO_ROWS if is_of_rows else ""
+        hint = OF_NO_ROWS if is_of_rows else ""
         said = str(error).rstrip(".")
         stop = "" if said.endswith("?") else "."
         raise DatasetRefused(f"{folder}: {said}{stop} Mend {FILE_NAME}, or the data.{hint}") from error
@@ -81,7 +68,7 @@ class _Reader:
 
     def recipe(self) -> Recipe:
         given = self._given
-        kind, fields = self._fields()
+        kind, fields = read_fields(self._folder, given, self._schema)
         tokenizer = self._tokenizer(kind, fields)
         if tokenizer and "vocab_size" in given:
             raise DatasetRefused(
@@ -92,8 +79,9 @@ class _Reader:
         chat = self._chat(kind, fields, special)
         tools = self._tools(chat)
         # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
-        eos_id = special.eos_id(is_closed=kind == "tokens" or chat is not None)
-        masks = self._masks(kind)
+        is_closed = kind == "tokens" or chat is not None
+        eos_id = special.eos_id(is_closed=is_closed)
+        masks = self._masks(fields)
         split_by = Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None
         return Recipe(
             kind=kind,
@@ -108,9 +96,9 @@ class _Reader:
             tools=tools,
             has_maps=chat is not None and self._has_maps([source for _, source in fields] + ([tools] if tools else [])),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
-            unsaid_bos=tokenizer.opening if tokenizer and not chat and "bos" not in given else None,
+            unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
-            unused=self._unused(kind, masks),
+            unused=self._unused(kind, fields, masks),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
             validation=float(given.get("validation", DEFAULT_VALIDATION)),
@@ -123,18 +111,20 @@ class _Reader:
     def _has_maps(self, sources: list[Field]) -> bool:
         return any(holds_maps_or_decimals(source.type(self._schema)) for source in sources)
 
-    def _masks(self, kind: Kind) -> Masks:
-        if kind == "tokens":
+    def _masks(self, fields: Fields) -> Masks:
+        roles = [role for role, _ in fields]
+        if roles == ["tokens"]:
             return find_masks(self._given, self._schema)
-        if declared := [role for role in mask_columns.NAMES if self._given.get(role)]:
+        if declared := [mask for mask in mask_columns.NAMES if self._given.get(mask)]:
             raise DatasetRefused(
-                f"{self._folder / FILE_NAME}: {declared[0]} tells something of token ids, but rows are texts. Remove it."
+                f"{self._folder / FILE_NAME}: {declared[0]} is a mask of tokens, but rows are made of {' and '.join(roles)}. "
+                f"Remove it."
             )
         return ()
 
-    def _unused(self, kind: Kind, used: Masks) -> tuple[str, ...]:
+    def _unused(self, kind: Kind, fields: Fields, used: Masks) -> tuple[str, ...]:
         """The columns that would tell something of these rows, and are not looked at."""
-        if kind == "tokens":
+        if "tokens" in dict(fields):
             return unused_masks(self._given, self._schema, used)
         is_guessed = not self._given.keys() & set(ROLES)
         types = {field.name: field.type for field in self._schema}
@@ -146,77 +136,7 @@ class _Reader:
         has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
-    def _fields(self) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
-        named = [role for role in ROLES if role in self._given]
-        if not named:
-            return self._guess()
-        for kind, roles in _KINDS:
-            if set(roles) == set(named):
-                fields = tuple((role, Field.parse(self._given[role], self._schema)) for role in roles)
-                for role, source in fields:
-                    check_field(kind, role, source, self._schema)
-                are_chats = {role: is_messages(source.type(self._schema)) for role, source in fields}
-                if len(set(are_chats.values())) > 1 and "chat_template" not in self._given:
-                    told = ", ".join(f"{role} is {'chats' if are else 'text'}" for role, are in are_chats.items())
-                    raise FieldError(f"of a preference pair all must be text, or all chats, but {told}")
-                return kind, fields
-        raise DatasetRefused(
-            f"{self._folder / FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or "
-            f"messages, or chosen and rejected with or without prompt."
-        )
-
-    def _guess(self) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
-        """What the columns' names and types say, when nothing is declared."""
-        schema = self._schema
-        text = {field.name for field in schema if is_text(field.type)}
-        chats = {field.name for field in schema if is_messages(field.type)}
-        tokens = [name for name in ("input_ids", "tokens") if name in schema.names and is_tokens(schema.field(name).type)]
-
-        def made(kind: Kind, **columns: str) -> tuple[Kind, tuple[tuple[str, Field], ...]]:
-            return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
-
-        if tokens:
-            return made("tokens", tokens=tokens[0])
-        if "text" in text:
-            return made("text", text="text")
-        if "messages" in chats:
-            return made("messages", messages="messages")
-        if {"prompt", "chosen", "rejected"} <= text or {"prompt", "chosen", "rejected"} <= chats:
-            return made("preference", prompt="prompt", chosen="chosen", rejected="rejected")
-        if {"chosen", "rejected"} <= text or {"chosen", "rejected"} <= chats:
-            return made("preference", chosen="chosen", rejected="rejected")
-        for answer in ANSWERS:
-            if {"prompt", answer} <= text:
-                return made("prompt_response", prompt="prompt", response=answer)
-        if "messages" in text:  # as JSON
-            return made("messages", messages="messages")
-        raise DatasetRefused(self._why_no_guess(text, chats))
-
-    def _why_no_guess(self, text: set[str], chats: set[str]) -> str:
-        """What is said of columns of which none can be used; `text` and `chats` are those of such a type."""
-        schema = self._schema
-        columns = [f"{field.name} ({field.type})" for field in schema]
-        found = listed(columns, most=8) or "none"
-        known = [field for field in schema if field.name in ("input_ids", *ROLES, *ANSWERS)]
-        wrong = [f"{field.name} is {field.type}" for field in known if field.name not in text | chats]
-        right = "texts must be strings, token ids lists of whole numbers (no list views), messages lists of role and content"
-        more = f" {', '.join(wrong)}: {right}." if wrong else ""
-        if {"prompt", *ANSWERS} & chats:
-            more += " A prompt and its answer that are chats: a transform makes one list of messages of them."
-        if any(pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type) for field in known):
-            more += " A transform makes texts of bytes: pyarrow.compute.cast(batch[NAME], pyarrow.string())."
-        if any(pa.types.is_null(field.type) for field in known):
-            more += " Where all of the first shard is null it has no type: write it with that of the others."
-        if others := [field.name for field in schema if is_list_of(field.type, {"from", "value"})]:
-            more += f" {others[0]} has from and value: a transform makes messages of it, as docs/data.md shows."
-        return (
-            f"{self._folder}: no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and "
-            f"response or completion, messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, "
-            f'for example: text = "content", or prompt = "question" and response = "answer".'
-            f"{_OF_NO_ROWS if self._transform else ''}"
-        )
-
-    def _tokenizer(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> TokenizerFile | None:
+    def _tokenizer(self, kind: Kind, fields: Fields) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)
         if path is None and kind != "tokens":
             columns = " and ".join(source.text for _, source in fields)
@@ -230,7 +150,7 @@ class _Reader:
             self._check_split(kind, fields, tokenizer)
         return tokenizer
 
-    def _check_split(self, kind: Kind, fields: tuple[tuple[str, Field], ...], tokenizer: TokenizerFile | None) -> None:
+    def _check_split(self, kind: Kind, fields: Fields, tokenizer: TokenizerFile | None) -> None:
         """Whether special tokens are to be split where none are meant. Raises DatasetRefused: some are."""
         way_out = "Remove it, and take spellings of special tokens out of what people wrote with a transform."
         reason = ""
@@ -251,7 +171,7 @@ class _Reader:
             return Path(self._folder, self._given["tokenizer"])
         return None if kind == "tokens" else self._default_tokenizer
 
-    def _chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...], special: SpecialTokens) -> ChatTemplate | None:
+    def _chat(self, kind: Kind, fields: Fields, special: SpecialTokens) -> ChatTemplate | None:
         if not self._is_chat(kind, fields):
             if "chat_template" in self._given:
                 names = " and ".join(source.text for _, source in fields)
@@ -271,7 +191,7 @@ class _Reader:
             )
         return ChatTemplate(text=text, special_tokens=special.of_template(text))
 
-    def _is_chat(self, kind: Kind, fields: tuple[tuple[str, Field], ...]) -> bool:
+    def _is_chat(self, kind: Kind, fields: Fields) -> bool:
         # Of preference pairs texts are chats as JSON only where that is said: they may be anything.
         is_said = "chat_template" in self._given
         return kind == "messages" or (

@@ -23,6 +23,11 @@ import pyarrow as pa
 from penstock_server.files import may_be_there, read_file
 from penstock_server.panics import panics_are_errors
 
+OF_NO_ROWS = (
+    " The transform was called with no rows, to learn its columns: give them types, as in "
+    "pyarrow.RecordBatch.from_pylist(rows, schema=...)."
+)
+
 
 class TransformError(ValueError):
     """The function cannot be had, or what it does is not what a transform must do."""

@@ -79,8 +79,9 @@ def _check_ids(snapshot: Snapshot) -> None:
         if low < 0 or high >= bound:
             bounds = f"be from 0 to {bound - 1:,}" if high >= bound else "not be below 0"
             advice = "set the right vocab_size" if high >= bound else 'set on_bad_row = "substitute"'
+            columns = " or ".join(map(repr, recipe.token_columns))
             raise DatasetRefused(
-                f"{shard.path}: column {recipe.fields[0][1].text!r} holds token ids from {low:,} to {high:,}, but ids must "
+                f"{shard.path}: column {columns} holds token ids from {low:,} to {high:,}, but ids must "
                 f"{bounds}. Mend the shard, or {advice} in penstock.toml."
             )
 

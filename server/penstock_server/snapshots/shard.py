@@ -194,14 +194,11 @@ def _null_rows(footer: Footer, group: pq.RowGroupMetaData, recipe: Recipe) -> in
 
 
 def _token_range(footer: Footer, groups: list[pq.RowGroupMetaData], recipe: Recipe) -> tuple[int, int] | None:
-    """The least and the largest id of a column of token lists, (0, 0) if it has none, None without statistics."""
-    if recipe.kind != "tokens" or recipe.transform:
+    """The least and the largest id of the columns of token lists, (0, 0) if they have none, None without statistics."""
+    names = [source.text for _, source in recipe.fields]
+    if recipe.kind != "tokens" or recipe.transform or not {*names} <= {*recipe.token_columns}:  # inside a struct
         return None
-    name = recipe.fields[0][1].text
-    if name not in recipe.token_columns:
-        return None  # inside a struct
-    leaf = _leaf(footer, name)
-    chunks = [group.column(leaf) for group in groups]
+    chunks = [group.column(leaf) for leaf in [_leaf(footer, name) for name in names] for group in groups]
     found = [c.statistics for c in chunks if c.num_values]
     unknown = [s for s in found if s is None or (s.num_values and not s.has_min_max)]
     ranges = [(int(s.min), int(s.max)) for s in found if s and s.has_min_max]

@@ -1,4 +1,4 @@
-"""Masks of pre-tokenized rows: what is learned and what is padding, against plain Python; and which columns are masks."""
+"""Pre-tokenized rows: turns, what is learned and what is padding, against plain Python; and which columns are masks."""
 
 from __future__ import annotations
 
@@ -123,6 +123,45 @@ def test_of_ids_that_are_none_the_ids_are_the_reason() -> None:
     assert found["bad"].to_pylist() == ["is null", "is empty", "has token id 500, outside 0 to 99", None]
 
 
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.booleans(),
+    *[st.sampled_from([None, 0, 9])] * 2,
+)
+def test_prompts_and_answers_may_be_ids(
+    rows: list[list[list[int]]], has_prompt: bool, bos: int | None, eos: int | None
+) -> None:
+    roles = ["prompt", "chosen", "rejected"]
+    columns = {role: pa.array([row[n] for row in rows], pa.list_(pa.int16())) for n, role in enumerate(roles)}
+
+    def made(roles: list[str]) -> pa.RecordBatch:
+        fields = tuple((role, named({"response": "chosen"}.get(role, role))) for role in roles)
+        recipe = Recipe(kind="tokens", fields=fields, bos_id=bos, eos_id=eos)
+        return encode(pa.record_batch(columns), recipe, "uint16", 100, Place("part.parquet", 0))
+
+    def wanted(prompt: list[int] | None, answer: list[int]) -> tuple[list[int], list[int]]:
+        """The ids, and the lengths of the turns."""
+        first = answer if prompt is None else prompt
+        opening = [bos] if bos is not None and first[0] != bos else []
+        closing = [eos] if eos is not None and answer[-1] != eos else []
+        asked = [] if prompt is None else [*opening, *prompt]
+        said = [*(opening if prompt is None else []), *answer, *closing]
+        return [*asked, *said], [len(asked), len(said)]
+
+    pairs, single = made(roles if has_prompt else roles[1:]), made(["prompt", "response"])
+
+    def found(batch: pa.RecordBatch, feature: str, row: int) -> tuple[list[int], list[int]]:
+        return batch[feature][row].as_py(), batch[f"{feature}_turns"][row].as_py()
+
+    for row, (prompt, chosen, rejected) in enumerate(rows):
+        for side, own in (("chosen", chosen), ("rejected", rejected)):
+            is_good = chosen and rejected and (prompt or not has_prompt)
+            assert found(pairs, side, row) == (wanted(prompt if has_prompt else None, own) if is_good else (None, None))
+        assert found(single, "tokens", row) == (wanted(prompt, chosen) if prompt and chosen else (None, None))
+        reason = "" if prompt and chosen else f"{'chosen' if prompt else 'prompt'} is empty"
+        assert (single["bad"][row].as_py() or "") == reason
+
+
 Written = Callable[..., Recipe]
 
 
@@ -183,7 +222,7 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
         (
             {"text": ["fox"]},
             'text = "text"\nlabels = "a"',
-            "labels tells something of token ids, but rows are texts",
+            "labels is a mask of tokens, but rows are made of text. Remove it.",
         ),
     ],
 )

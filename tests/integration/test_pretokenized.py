@@ -1,4 +1,4 @@
-"""Pre-tokenized rows with labels and masks, through a real server: the loop gets the labels that they say, in every packing."""
+"""Pre-tokenized rows, through a real server: the loop gets the labels that their columns say, in every packing."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def labels_of(row: int) -> list[int]:
 def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     data = tmp_path_factory.mktemp("data")
 
-    def write(name: str, columns: dict[str, Any]) -> None:
+    def write(name: str, columns: dict[str, Any], recipe: str = "") -> None:
         (data / name).mkdir()
+        (data / name / "penstock.toml").write_text(recipe)
         for shard, rows in enumerate((slice(0, 70), slice(70, NUM_ROWS))):
             part = pa.table({column: values[rows] for column, values in columns.items()})
             pq.write_table(part, data / name / f"part-{shard}.parquet", row_group_size=32)
@@ -60,6 +61,9 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         },
     )
     write("plain", {"input_ids": ids})
+    answers = [[7, row, 9] for row in rows]
+    write("answered", {"input_ids": ids, "labels": answers}, 'prompt = "input_ids"\nresponse = "labels"\neos = 9999')
+    write("pairs", {"asked": ids, "good": answers, "bad": ids}, 'prompt = "asked"\nchosen = "good"\nrejected = "bad"')
     return serve(data)
 
 
@@ -121,3 +125,29 @@ def test_people_are_shown_the_labels(server: Server) -> None:
     assert about["recipe"] == "input_ids, pre-tokenized, masked by completion_mask, attention_mask"
     assert about["columns"] == ["input_ids", "completion_mask", "attention_mask"]
     assert about["unused_columns"] == []
+
+
+def dataset(server: Server, name: str, **spec: Any) -> RemoteDataset:
+    settings: Spec = {"batch_size": 1, "seq_len": 60, "pad": "longest", "shuffle": "none"} | spec
+    return RemoteDataset(server.url, name, rank=0, world_size=1, **settings)
+
+
+def test_ids_of_an_encoder_and_a_decoder_stay_apart(server: Server) -> None:
+    for row, batch in enumerate(dataset(server, "answered", task="seq2seq")):
+        assert batch["input_ids"].tolist() == [[100 * row + place for place in range(length(row))]]
+        assert batch["labels"].tolist() == [[7, row, 9, 9999]]
+
+
+def test_of_prompt_and_response_the_response_is_learned(server: Server) -> None:
+    for row, batch in enumerate(dataset(server, "answered")):
+        prompt = [100 * row + place for place in range(length(row))]
+        assert batch["input_ids"].tolist() == [[*prompt, 7, row, 9, 9999]]
+        assert batch["labels"].tolist() == [[*[-100] * len(prompt), 7, row, 9, 9999]]
+
+
+def test_pairs_of_ids_are_pairs(server: Server) -> None:
+    for row, batch in enumerate(dataset(server, "pairs", seq_len=120)):
+        prompt = [100 * row + place for place in range(length(row))]
+        for side, answer in (("chosen", [7, row, 9]), ("rejected", prompt)):
+            assert batch[f"{side}_input_ids"].tolist() == [[*prompt, *answer]]
+            assert batch[f"{side}_labels"].tolist() == [[*[-100] * len(prompt), *answer]]

@@ -1,0 +1,103 @@
+"""What a row is: the fields that hold it, as penstock.toml names them, or else by the names and types of the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.wording import listed
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.column_types import is_list_of, is_messages, is_text, is_tokens
+from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES
+from penstock_server.recipes.fields import Field, FieldError
+from penstock_server.recipes.recipe import Fields, Kind, check_field
+from penstock_server.recipes.transform import OF_NO_ROWS
+
+_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("tokens", ("tokens",)),
+    ("text", ("text",)),
+    ("prompt_response", ("prompt", "response")),
+    ("messages", ("messages",)),
+    ("preference", ("chosen", "rejected")),
+    ("preference", ("prompt", "chosen", "rejected")),
+)
+
+
+def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
+    """What rows of this schema are, and which fields hold them, by their roles.
+
+    Raises FieldError: a field that is declared is not there, or of a type that will not do.
+    Raises DatasetRefused: what is declared is no row, or nothing is and no column can be used.
+    """
+    named = [role for role in ROLES if role in given]
+    if not named:
+        return _guess(folder, given, schema)
+    for kind, roles in _KINDS:
+        if set(roles) == set(named):
+            fields = tuple((role, Field.parse(given[role], schema)) for role in roles)
+            if all(is_tokens(source.type(schema)) for _, source in fields):
+                return "tokens", fields
+            for role, source in fields:
+                check_field(kind, role, source, schema)
+            are_chats = {role: is_messages(source.type(schema)) for role, source in fields}
+            if len(set(are_chats.values())) > 1 and "chat_template" not in given:
+                told = ", ".join(f"{role} is {'chats' if are else 'text'}" for role, are in are_chats.items())
+                raise FieldError(f"of a preference pair all must be text, or all chats, but {told}")
+            return kind, fields
+    raise DatasetRefused(
+        f"{folder / FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or "
+        f"messages, or chosen and rejected with or without prompt."
+    )
+
+
+def _guess(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
+    """What the columns' names and types say, when nothing is declared."""
+    text = {field.name for field in schema if is_text(field.type)}
+    chats = {field.name for field in schema if is_messages(field.type)}
+    tokens = [name for name in ("input_ids", "tokens") if name in schema.names and is_tokens(schema.field(name).type)]
+
+    def made(kind: Kind, **columns: str) -> tuple[Kind, Fields]:
+        return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
+
+    if tokens:
+        return made("tokens", tokens=tokens[0])
+    if "text" in text:
+        return made("text", text="text")
+    if "messages" in chats:
+        return made("messages", messages="messages")
+    if {"prompt", "chosen", "rejected"} <= text or {"prompt", "chosen", "rejected"} <= chats:
+        return made("preference", prompt="prompt", chosen="chosen", rejected="rejected")
+    if {"chosen", "rejected"} <= text or {"chosen", "rejected"} <= chats:
+        return made("preference", chosen="chosen", rejected="rejected")
+    for answer in ANSWERS:
+        if {"prompt", answer} <= text:
+            return made("prompt_response", prompt="prompt", response=answer)
+    if "messages" in text:  # as JSON
+        return made("messages", messages="messages")
+    raise DatasetRefused(f"{folder}: {_why_no_guess(schema, text, chats)}{OF_NO_ROWS if 'transform' in given else ''}")
+
+
+def _why_no_guess(schema: pa.Schema, text: set[str], chats: set[str]) -> str:
+    """What is said of columns of which none can be used; `text` and `chats` are those of such a type."""
+    columns = [f"{field.name} ({field.type})" for field in schema]
+    found = listed(columns, most=8) or "none"
+    known = [field for field in schema if field.name in ("input_ids", *ROLES, *ANSWERS)]
+    wrong = [f"{field.name} is {field.type}" for field in known if field.name not in text | chats]
+    right = "texts must be strings, token ids lists of whole numbers (no list views), messages lists of role and content"
+    more = f" {', '.join(wrong)}: {right}." if wrong else ""
+    if {"prompt", *ANSWERS} & chats:
+        more += " A prompt and its answer that are chats: a transform makes one list of messages of them."
+    if any(pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type) for field in known):
+        more += " A transform makes texts of bytes: pyarrow.compute.cast(batch[NAME], pyarrow.string())."
+    if any(pa.types.is_null(field.type) for field in known):
+        more += " Where all of the first shard is null it has no type: write it with that of the others."
+    if others := [field.name for field in schema if is_list_of(field.type, {"from", "value"})]:
+        more += f" {others[0]} has from and value: a transform makes messages of it, as docs/data.md shows."
+    return (
+        f"no column can be used. Expected input_ids or tokens (lists of integers), text, prompt and response or completion, "
+        f"messages, or chosen and rejected; found: {found}.{more} Name the columns in {FILE_NAME}, for example: "
+        f'text = "content", or prompt = "question" and response = "answer".'
+    )
