@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock import RemoteDataset
+from penstock import DataError, RemoteDataset
 from serving import Server
 
 NUM_ROWS, PADDED = 150, 60
@@ -61,6 +61,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         },
     )
     write("plain", {"input_ids": ids})
+    write("shifted", {"input_ids": ids, "labels": [[*own[1:], 7] for own in ids]})
     answers = [[7, row, 9] for row in rows]
     write("answered", {"input_ids": ids, "labels": answers}, 'prompt = "input_ids"\nresponse = "labels"\neos = 9999')
     write("pairs", {"asked": ids, "good": answers, "bad": ids}, 'prompt = "asked"\nchosen = "good"\nrejected = "bad"')
@@ -101,6 +102,11 @@ def test_every_id_has_the_label_that_its_row_gives_it(server: Server, name: str,
     assert seen.keys() <= every
     if spec["packing"] != "concat":  # the last tokens, too few for a sequence, are in no batch
         assert seen.keys() == every
+
+
+def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None:
+    with pytest.raises(DataError, match=r"labels has \d+ at id \d+; .* do without by labels = false\."):
+        next(iter(dataset(server, "shifted")))
 
 
 def test_with_loss_all_every_id_is_learned(server: Server) -> None:

@@ -52,6 +52,11 @@ def unused_masks(given: Mapping[str, Any], schema: pa.Schema, used: Masks) -> tu
     return tuple(name for role in NAMES if role not in settled for name in _there(role, schema) if name not in looked_at)
 
 
+def mask_called_by(reason: str, masks: Masks) -> str | None:
+    """What the mask is by which a row is bad; None if it is bad by itself."""
+    return next((role for role, source in masks if f"{source.text} is " in reason or f"{source.text} has " in reason), None)
+
+
 def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
     """Whether a field can be a mask. Raises FieldError: it is not there, or of a type that will not do."""
     if not _fits(role, type_ := source.type(schema)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from penstock_server.problems import BadRow, DatasetRefused, ShardUnreadable
+from penstock_server.recipes.mask_columns import mask_called_by
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 
@@ -161,12 +162,14 @@ class Quarantine:
         number = address.first_row + int(block.stored_rows[row])
         place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
         leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
-        or_leave_out = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
+        otherwise = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
+        if role := mask_called_by(reason, recipe.masks):
+            otherwise = f" If no mask is meant, a run that has not begun yet may do without by {role} = false."
         return BadRow(
             f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
             f'cannot be used. Mend the shard, or set on_bad_row = "substitute"{limit} in '
             f"{self._snapshot.folder / 'penstock.toml'} to serve a neighbour in place of each: that changes no other batch, so "
-            f"a run can go on where it stopped.{or_leave_out}"
+            f"a run can go on where it stopped.{otherwise}"
         )
 
     def check(self) -> None:
