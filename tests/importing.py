@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from penstock_server.importing.rows import Kind
 from penstock_server.importing.run import Import
 from penstock_server.importing.shards import Shape
+from penstock_server.importing.token_files import Documents
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -34,6 +35,7 @@ def imported(
     text: Sequence[str] = (),
     delimiter: str | None = None,
     quoting: Kind = "doubled",
+    documents: Documents | None = None,
     shape: Shape | None = None,
     overwrite: bool = False,
 ) -> pa.Table:
@@ -46,6 +48,7 @@ def imported(
         text=text,
         delimiter=delimiter,
         quoting=quoting,
+        documents=documents or Documents(),
         shape=shape,
         overwrite=overwrite,
     ).run()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from commands import penstock
@@ -65,6 +66,19 @@ def test_what_is_imported_can_be_served_and_trained_on(serve: Callable[..., Serv
     assert "4321 the quick" in server.get("/v1/datasets/stories/epochs/0/ranks/0/batches/4321", **query).text
     batch = next(iter(RemoteDataset(server.url, "stories", batch_size=4, seq_len=32)))
     assert batch["input_ids"].shape == (4, 32)
+
+
+def test_files_of_token_ids_can_be_served(serve: Callable[..., Server], tmp_path: Path) -> None:
+    ids = np.arange(10_000) % 100
+    ids.astype("<u2").tofile(tmp_path / "train.bin")
+    asked = run(tmp_path / "train.bin", tmp_path / "data" / "ids")
+    assert (asked.returncode, "name it, as in --ids uint16. Nothing was written." in asked.stderr) == (2, True)
+    done = run(tmp_path / "train.bin", tmp_path / "data" / "ids", "--ids", "uint16", "--document-end", "99")
+    assert done.stdout.startswith(f"{tmp_path / 'data' / 'ids'}: 100 rows in 1 shard")
+    data = RemoteDataset(serve(tmp_path / "data").url, "ids", packing="best_fit", seq_len=200, batch_size=1, tail="wrap")
+    for batch in data:
+        assert batch["input_ids"].tolist() == [[*range(100)] * 2]
+        assert batch["cu_seqlens"].tolist() == [0, 100, 200]
 
 
 def test_a_server_that_watches_sees_the_old_shards_or_the_new_ones_never_a_part(

@@ -29,18 +29,18 @@ class ArrowFile:
 
     def survey(self, advance: Advance) -> Survey:
         """The columns of the schema. Raises ImportRefused: it is no Arrow file, or is damaged."""
-        with _refusing(self.path), pa.memory_map(str(self.path)) as mapped:
+        with refusing(self.path), pa.memory_map(str(self.path)) as mapped:
             schema = _open(mapped).schema
-        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, advance))
+        return survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The rows of all record batches. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
         return self._tables(survey.schema.names, advance)
 
     def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
-        with _refusing(self.path), pa.memory_map(str(self.path)) as mapped:
+        with refusing(self.path), pa.memory_map(str(self.path)) as mapped:
             for batch, position in _batches(_open(mapped), mapped):
-                yield from _portions(batch.select(names))
+                yield from portions(batch.select(names))
                 advance(position)
 
 
@@ -53,9 +53,9 @@ class ParquetFile:
 
     def survey(self, advance: Advance) -> Survey:
         """The columns of the footer. Raises ImportRefused: it is no Parquet file, or is damaged."""
-        with _refusing(self.path), open_parquet(self.path) as file:
+        with refusing(self.path), open_parquet(self.path) as file:
             schema = file.schema_arrow
-        return _survey(self.path, schema, self._columns, lambda names: self._tables(names, advance))
+        return survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The rows of all row groups. Raises ImportRefused: the file is damaged, or holds text that is not UTF-8."""
@@ -65,14 +65,14 @@ class ParquetFile:
         if not names:
             return
         size = self.path.stat().st_size
-        with _refusing(self.path), open_parquet(self.path, buffer_size=1 << 20, pre_buffer=False) as file:
+        with refusing(self.path), open_parquet(self.path, buffer_size=1 << 20, pre_buffer=False) as file:
             metadata = file.metadata
             nbytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
             rows = max(1, min(_MOST_ROWS, metadata.num_rows * TABLE_BYTES // max(nbytes, 1)))
             done = 0
             for group in range(metadata.num_row_groups):  # a batch of two of them is more than pyarrow reads of some types
                 for batch in file.iter_batches(rows, [group], columns=list(names)):
-                    yield from _portions(batch.select(names))
+                    yield from portions(batch.select(names))
                     done += batch.num_rows
                     advance(size * done // metadata.num_rows)
 
@@ -99,7 +99,7 @@ def _batches(
             raise ValueError("bytes follow the end of its stream, as where two files were joined; import them one by one")
 
 
-def _portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
+def portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
     """A record batch, some MiB at a time."""
     rows = max(1, min(_MOST_ROWS, batch.num_rows * TABLE_BYTES // max(batch.nbytes, 1)))
     for start in range(0, batch.num_rows, rows):
@@ -112,10 +112,14 @@ def _portions(batch: pa.RecordBatch) -> Iterator[pa.Table]:
         yield table
 
 
-def _survey(
+def survey_typed(
     path: Path, schema: pa.Schema, columns: Sequence[str] | None, read: Callable[[list[str]], Iterable[pa.Table]]
 ) -> Survey:
-    with _refusing(path):
+    """The survey of a file of this schema; `read` gives the rows of columns whose type alone does not tell how large ids are.
+
+    Raises ImportRefused: a column cannot be imported.
+    """
+    with refusing(path):
         chosen = normal_schema(schema, columns)
     wide = frozenset[str]()
     open_ = set(may_be_wide(chosen))
@@ -127,7 +131,8 @@ def _survey(
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def refusing(path: Path, advice: str = "Write the file again, or choose columns with --columns") -> Iterator[None]:
+    """Raises ImportRefused for whatever goes wrong while a file is read, but for a lack of memory."""
     try:
         yield
     except OSError as error:
@@ -136,6 +141,4 @@ def _refusing(path: Path) -> Iterator[None]:
         raise
     except (pa.ArrowException, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ImportRefused(
-            f"{path} cannot be imported: {reason}. Nothing was written. Write the file again, or choose columns with --columns."
-        ) from error
+        raise ImportRefused(f"{path} cannot be imported: {reason}. Nothing was written. {advice}.") from error

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
     from penstock_server.importing.run import Imported
 
 _LEAST_SHARD_BYTES = 10**6
+_ID_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `import` to the commands of `penstock`."""
     parser = commands.add_parser(
         "import",
-        help="turn CSV, JSON lines, Arrow or Parquet files into shards",
+        help="turn CSV, JSON lines, Arrow, Parquet or files of token ids into shards",
         description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. A file's "
         "format follows from its ending: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; "
-        ".arrow, .feather, .ipc, .parquet.",
+        ".arrow, .feather, .ipc, .parquet; .bin, .npy (token ids: of Megatron-LM with its .idx, of llm.c, of nanoGPT).",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
@@ -47,6 +48,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="doubled",
         help="how CSV has a quote within quotes: doubled (default), or behind a backslash; none: quotes are but characters",
     )
+    parser.add_argument("--ids", choices=_ID_TYPES, help="type of the token ids of .bin and .npy, where they do not tell it")
+    border = parser.add_mutually_exclusive_group()
+    border.add_argument("--document-end", metavar="ID", type=_id, help="token id that ends a document, where no .idx tells")
+    border.add_argument("--document-start", metavar="ID", type=_id, help="token id that begins a document, likewise")
     parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="size of a shard, uncompressed (default: 256MB)")
     parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all is written")
     parser.set_defaults(run=_import)
@@ -54,6 +59,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"must be a token id, such as 50256, not {text!r}")
+    return int(text)
 
 
 def _delimiter(text: str) -> str:
@@ -67,6 +78,7 @@ def _import(arguments: argparse.Namespace) -> int:
     from penstock_server.importing.run import Import
     from penstock_server.importing.shards import Shape
     from penstock_server.importing.source import ImportRefused
+    from penstock_server.importing.token_files import Documents
 
     shard_bytes = byte_count(arguments.shard_bytes)
     if shard_bytes is None or shard_bytes < _LEAST_SHARD_BYTES:
@@ -81,6 +93,7 @@ def _import(arguments: argparse.Namespace) -> int:
         text=arguments.text,
         delimiter=arguments.delimiter,
         quoting=arguments.quoting,
+        documents=Documents(type=arguments.ids, start=arguments.document_start, end=arguments.document_end),
         shape=Shape(shard_bytes=shard_bytes),
         overwrite=arguments.overwrite,
     )

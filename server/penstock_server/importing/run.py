@@ -24,11 +24,13 @@ from penstock_server.importing.rows import Kind
 from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
 from penstock_server.importing.source import Advance, ImportRefused, Source, Survey
 from penstock_server.importing.stream import CODECS
+from penstock_server.importing.token_files import Documents, TokenFile
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".jsonl", ".ndjson", ".json")
 _ARROW = (".arrow", ".feather", ".ipc")
 _PARQUET = (".parquet",)
+_TOKENS = (".bin", ".npy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,7 @@ class Import:
     """What to import. `columns` are all if None.
 
     Those in `text` are text, in CSV whatever they look like, of JSON lines the JSON that is written there. The delimiter of CSV
-    is that of the file's ending if None; its quoting is as in `rows`.
+    is that of the file's ending if None; its quoting is as in `rows`. Files of token ids have `documents`.
     """
 
     files: Sequence[Path]
@@ -45,6 +47,7 @@ class Import:
     text: Sequence[str] = ()
     delimiter: str | None = None
     quoting: Kind = "doubled"
+    documents: Documents = field(default_factory=Documents)
     shape: Shape = field(default_factory=Shape)
     overwrite: bool = False
 
@@ -102,10 +105,14 @@ class Import:
             return ArrowFile(path, self.columns)
         if ending in _PARQUET and not compressed:
             return ParquetFile(path, self.columns)
+        if ending in _TOKENS and not compressed:
+            return TokenFile(path, self.columns, self.documents)
+        if ending == ".idx":
+            return f"{path} is an index. Name the file of ids beside it, {path.with_suffix('.bin')}."
         return (
             f"{path}: its ending is not one that is read: {', '.join([*_DELIMITERS, *_JSON])} (also "
-            f"with {' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET)}. Rename the file if it holds one of these; write "
-            f'plain text as JSON lines, a document a line: {{"text": "..."}}.'
+            f"with {' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET + _TOKENS)}. Rename the file if it holds one of these; "
+            f'write plain text as JSON lines, a document a line: {{"text": "..."}}.'
         )
 
 
@@ -146,7 +153,7 @@ def _ending_in(folder: Path) -> str:
     found = Counter[str]()
     with suppress(OSError):
         endings = [_endings_of(path) for path in folder.iterdir() if path.is_file()]
-        found.update("".join(own) for own in endings if own[0] in (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET))
+        found.update("".join(own) for own in endings if own[0] in (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET, *_TOKENS))
     return max(found, key=lambda ending: (ending != ".json", found[ending]), default=_JSON[0])
 
 

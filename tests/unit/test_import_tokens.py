@@ -1,0 +1,169 @@
+"""Files of token ids: documents of any length come out as they were written, whatever tells where they end."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from importing import imported, shards_in
+from penstock_server.importing import token_files
+from penstock_server.importing.shards import Shape
+from penstock_server.importing.source import ImportRefused
+from penstock_server.importing.token_files import Documents
+
+EOT = 99
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+IDS = st.lists(st.integers(0, 98), max_size=5)
+
+files = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def write_indexed(
+    path: Path, documents: Sequence[Sequence[Sequence[int]]], type_: str = "uint16", *, modes: bool = False
+) -> Path:
+    """As Megatron-LM writes documents of sequences: ids end to end, and the index."""
+    sequences = [sequence for document in documents for sequence in document]
+    ids = np.array([token for sequence in sequences for token in sequence], type_)
+    path.write_bytes(ids.astype(ids.dtype.newbyteorder("<")).tobytes())
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    begins = (np.cumsum(lengths, dtype="<i8") - lengths) * ids.itemsize
+    borders = np.cumsum([0, *(len(document) for document in documents)], dtype="<i8")
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, CODES[type_], len(lengths), len(borders))
+    parts = [lengths, begins.astype("<i8"), borders, *([np.zeros(len(lengths), "i1")] if modes else [])]
+    path.with_suffix(".idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    return path
+
+
+def rows_of(folder: Path, *files: Path, documents: Documents | None = None, shape: Shape | None = None) -> list[list[int]]:
+    table = imported(folder, *files, documents=documents, shape=shape, overwrite=True)
+    assert table.schema.names == ["tokens"]
+    found: list[list[int]] = table["tokens"].to_pylist()
+    return found
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_files, "_STEP", 3)
+    monkeypatch.setattr(token_files, "_MOST_DOCUMENTS", 2)
+
+
+@pytest.mark.usefixtures("small_steps")
+@files
+@given(st.lists(st.lists(IDS, max_size=3), min_size=1, max_size=8), st.sampled_from(sorted(CODES)), st.booleans())
+def test_an_index_tells_the_documents(tmp_path: Path, documents: list[list[list[int]]], type_: str, modes: bool) -> None:
+    rows = [row for document in documents if (row := [token for sequence in document for token in sequence])]
+    if rows:
+        assert rows_of(tmp_path / "out", write_indexed(tmp_path / "corpus.bin", documents, type_, modes=modes)) == rows
+
+
+@pytest.mark.usefixtures("small_steps")
+@files
+@given(st.lists(IDS, min_size=1, max_size=8), st.booleans(), st.booleans())
+def test_an_id_tells_the_documents(tmp_path: Path, documents: list[list[int]], ends: bool, is_cut: bool) -> None:
+    """Also where the last one has no end, or the first no beginning, as of a file that was cut into two."""
+    rows = [[*document, EOT] if ends else [EOT, *document] for document in documents]
+    if is_cut:
+        rows = [*rows[:-1], rows[-1][:-1]] if ends else [rows[0][1:], *rows[1:]]
+    ids = np.array([token for row in rows for token in row], "<u2")
+    if len(ids):
+        ids.tofile(tmp_path / "train.bin")
+        told = Documents(type="uint16", end=EOT) if ends else Documents(type="uint16", start=EOT)
+        assert rows_of(tmp_path / "out", tmp_path / "train.bin", documents=told) == [row for row in rows if row]
+
+
+@pytest.mark.parametrize(("magic", "type_"), [(20240520, "<u2"), (20240801, "<u4")])
+def test_a_header_tells_the_type(tmp_path: Path, magic: int, type_: str) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, 5
+    (tmp_path / "shard.bin").write_bytes(header.tobytes() + np.array([99, 1, 2, 99, 3], type_).tobytes())
+    assert rows_of(tmp_path / "out", tmp_path / "shard.bin", documents=Documents(start=EOT)) == [[99, 1, 2], [99, 3]]
+    (tmp_path / "shard.bin").write_bytes((tmp_path / "shard.bin").read_bytes()[: -int(type_[-1])])
+    with pytest.raises(ImportRefused, match="its header tells of 5 ids, but there are 4"):
+        rows_of(tmp_path / "out", tmp_path / "shard.bin", documents=Documents(start=EOT))
+
+
+@pytest.mark.parametrize("type_", ["uint16", "int32", "uint32", "int64"])
+def test_an_array_tells_its_type(tmp_path: Path, type_: str) -> None:
+    np.save(tmp_path / "shard.npy", np.array([1, 99, 2, 3, 99], type_))
+    assert rows_of(tmp_path / "out", tmp_path / "shard.npy", documents=Documents(end=EOT)) == [[1, 99], [2, 3, 99]]
+
+
+def test_ids_beyond_32_bits_stay_and_all_others_are_int32(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "wide.bin", [[[1, 1 << 40]]], "int64")
+    assert str(imported(tmp_path / "a", tmp_path / "wide.bin").schema.field("tokens").type.value_type) == "int64"
+    write_indexed(tmp_path / "narrow.bin", [[[1, 2]]], "int64")
+    assert str(imported(tmp_path / "b", tmp_path / "narrow.bin").schema.field("tokens").type.value_type) == "int32"
+
+
+def test_several_files_become_one_dataset_of_bounded_shards(tmp_path: Path) -> None:
+    documents = [[[row % 90] * (1 + row % 700)] for row in range(3000)]
+    files = [write_indexed(tmp_path / "a.bin", documents[:1000]), write_indexed(tmp_path / "b.bin", documents[1000:], "int32")]
+    found = rows_of(tmp_path / "out", *files, shape=Shape(shard_bytes=10**6, group_bytes=10**5))
+    assert found == [row for [row] in documents]
+    assert len(shards_in(tmp_path / "out")) > 2
+
+
+def broken(path: Path, at: int, value: int, type_: str) -> None:
+    content = bytearray(path.read_bytes())
+    raw = np.array([value], type_).tobytes()
+    content[at : at + len(raw)] = raw
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "type_", "message"),
+    [
+        (0, 0, "<i4", "corpus.idx beside it is no index of Megatron's"),
+        (9, 2, "<u8", "corpus.idx is of version 2"),
+        (17, 7, "u1", "with ids of type 7"),
+        (18, 5, "<u8", r"corpus.idx has 94 bytes, not the \d+ that its header tells of"),
+        (18, 2**62, "<u8", "that its header tells of"),
+        (34, -1, "<i4", "corpus.idx tells of 1 ids, but there are 4"),
+        (46, 7, "<i8", "sequences that do not lie end to end"),
+        (34 + 36 + 8, 9, "<i8", "lengths below 0"),
+        (34 + 36 + 16, 2, "<i8", "documents that are not those of its 3 sequences"),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path: Path, at: int, value: int, type_: str, message: str) -> None:
+    write_indexed(tmp_path / "corpus.bin", [[[1, 2], [3]], [[4]]])
+    broken(tmp_path / "corpus.idx", at, value, type_)
+    with pytest.raises(ImportRefused, match=message):
+        rows_of(tmp_path / "out", tmp_path / "corpus.bin")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ids_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    path = write_indexed(tmp_path / "corpus.bin", [[[1, 2, 3]], [[4]]])
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(
+        ImportRefused, match=r"corpus.idx tells of 4 ids, but there are 3\. Nothing was written\. Mend the file"
+    ):
+        rows_of(tmp_path / "out", path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ImportRefused, match="its 5 bytes of ids are no whole number of uint16"):
+        rows_of(tmp_path / "out", path)
+
+
+def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.arange(50, dtype="<u2").tofile(tmp_path / "train.bin")
+
+    def refusal(file: str, **told: object) -> str:
+        with pytest.raises(ImportRefused) as refused:
+            rows_of(tmp_path / "out", tmp_path / file, documents=Documents(**told))  # type: ignore[arg-type]
+        return str(refused.value)
+
+    assert "nothing tells the type of its ids; name it, as in --ids uint16" in refusal("train.bin", end=EOT)
+    assert "name the id: --document-end 50256, or --document-start 50256" in refusal("train.bin", type="uint16")
+    monkeypatch.setattr(token_files, "_STEP", 8)
+    monkeypatch.setattr(token_files, "_LONGEST", 20)
+    assert "of 24 ids from number 0 on none is 99: no document is that long" in refusal("train.bin", type="uint16", end=EOT)
+    np.save(tmp_path / "square.npy", np.zeros((2, 2), "int32"))
+    assert "it is an array of int32 of shape (2, 2), not of whole numbers in a row" in refusal("square.npy", end=EOT)
+    (tmp_path / "corpus.idx").write_bytes(b"")
+    assert f"Name the file of ids beside it, {tmp_path / 'corpus.bin'}" in refusal("corpus.idx")
