@@ -171,20 +171,28 @@ def test_labels_and_masks_that_are_not_used_are_warned_of_at_the_start(serve: Ca
     columns: dict[str, dict[str, Any]] = {
         "classes": {"labels": [1] * 9, "attention_mask": [[1.0, 1.0, 0.0]] * 9},
         "two": {"completion_mask": mask, "assistant_masks": mask},
+        "turns": {"prompt": ids, "response": ids, "attention_mask": mask, "response_labels": ids},
     }
     for name, beside in columns.items():
         (tmp_path / "data" / name).mkdir(parents=True)
-        pq.write_table(pa.table({"input_ids": ids, **beside}), tmp_path / "data" / name / "part-0.parquet")
+        rows = beside if "prompt" in beside else {"input_ids": ids, **beside}
+        pq.write_table(pa.table(rows), tmp_path / "data" / name / "part-0.parquet")
     server = serve(tmp_path / "data")
     assert "recipe: input_ids, pre-tokenized, without labels, attention_mask\n" in server.greeting
     assert "recipe: input_ids, pre-tokenized, masked by completion_mask, without assistant_masks\n" in server.greeting
     assert server.json("/v1/datasets/classes")["unused_columns"] == ["labels", "attention_mask"]
     log = server.stop()
-    assert "classes: labels, attention_mask of its shards are not used: every id is learned. A mask is a list of numbers" in log
-    assert "two: assistant_masks of its shards is not used: what is learned is told by completion_mask alone. A mask" in log
-    assert f'Name it in {tmp_path / "data" / "two" / "penstock.toml"}, as loss_mask = "assistant_masks"; if this' in log
-    assert 'if this is right, loss_mask = "completion_mask".' in log
-    assert "if this is right, labels = false and attention_mask = false." in log
+    where = {name: tmp_path / "data" / name / "penstock.toml" for name in columns}
+    lists = "a mask is a list of whole numbers, or of booleans, for each row of ids. Write it as such, or, if it is none, set"
+    none = f"labels = false and attention_mask = false in {where['classes']}."
+    assert f"classes: labels, attention_mask of its shards are not used: {lists} {none}" in log
+    assert "two: assistant_masks of its shards is not used: what is learned is told by completion_mask alone." in log
+    either = 'Set loss_mask = "assistant_masks" to take that one, or loss_mask = "completion_mask" if this is right, in'
+    assert f"{either} {where['two']}." in log
+    assert (
+        "turns: attention_mask, response_labels of its shards are not used: every id of an answer is learned, none of a" in log
+    )
+    assert f"and set attention_mask = false and labels = false in {where['turns']}." in log
 
 
 def test_a_bos_that_the_tokenizer_would_write_is_warned_of_at_the_start(serve: Callable[..., Server], tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(table, data / "prefs" / "part-000.parquet")
     (data / "prefs" / "penstock.toml").write_text("columns = ['score']")
     (data / "both").mkdir()
+    (data / "labelled").mkdir()
+    labelled = {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, -100, 7, 8]]}
+    pq.write_table(pa.table(labelled), data / "labelled" / "part-000.parquet")
     (data / "both" / "penstock.toml").write_text('mix = "pairs:1,texts:1"')
     return data
 
@@ -42,7 +45,8 @@ def test_every_dataset_is_told_with_its_recipe_and_its_first_rows(data: Path, tm
     done = inspect(data, tmp_path)
     assert done.returncode == 0
     assert done.stderr.endswith("1 row cannot be used (the first: text is empty); neighbours are served in their place\n")
-    numbers, pairs, prefs, texts, mixture = done.stdout.split("\n\n")
+    labelled, numbers, pairs, prefs, texts, mixture = done.stdout.split("\n\n")
+    assert labelled.endswith("split=train\n    4 tokens, 2 learned\n      ⟦5 6⟧7 8")
     assert re.match(r"numbers: 5 rows in 1 shard, snapshot [0-9a-f]{16}\n  recipe: input_ids, pre-tokenized", numbers)
     assert "1 block, about" in numbers
     assert "  row 1: part-000.parquet, row group 0, row 1, split=train\n    2 tokens, 2 learned\n      1 1" in numbers

@@ -57,6 +57,12 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "chosen": [f" {n}" for n in range(NUM_ROWS)],
             "rejected": [" no dogs"] * NUM_ROWS,
         },
+        "labelled": {
+            "input_ids": [[n, 7, 8, 9] for n in range(NUM_ROWS)],
+            "labels": [[-100, 7, 8, 9] if n % 2 else [n, -100, 8, -100] for n in range(NUM_ROWS)],
+        },
+        "answers": {"prompt": [[n, 5] for n in range(NUM_ROWS)], "response": [[n, 6, 6] for n in range(NUM_ROWS)]},
+        "id-prefs": {"chosen": [[n, 5] for n in range(NUM_ROWS)], "rejected": [[n] for n in range(NUM_ROWS)]},
     }.items():
         (data / name).mkdir()
         pq.write_table(pa.table(table), data / name / "part-000.parquet", row_group_size=9)
@@ -96,6 +102,12 @@ SPECS: list[tuple[str, dict[str, Any]]] = [
     ("numbers", {}),
     ("numbers", PACKED),
     ("both", {}),
+    ("labelled", {}),
+    ("labelled", PACKED),
+    ("labelled", {"loss": "all"}),
+    ("answers", {}),
+    ("answers", {"task": "seq2seq", "target_len": 32}),
+    ("id-prefs", {}),
 ]
 
 
@@ -275,7 +287,7 @@ def test_of_many_rows_in_a_sequence_some_are_shown(server: Server) -> None:
     [
         (
             ["{url}"],
-            "which dataset? {url} has chats, numbers, pairs, prefs, texts, both. Name it after the server: {url}/chats",
+            "which dataset? {url} has answers, chats, id-prefs, labelled, numbers, pairs, prefs, texts, both. Name it after",
         ),
         (["{url}/pears"], "there is no dataset 'pears'. Did you mean 'pairs'?"),
         (["{url}/pairs", "--step", "9999"], "step 9999 does not exist"),
@@ -309,6 +321,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(server: Server) -> None:
 def test_without_a_tokenizer_token_ids_are_shown(server: Server) -> None:
     [row] = re.findall(r"│ (\d+(?: 1)*)$", penstock("peek", f"{server.url}/numbers", "--batch-size", "1").stdout, re.MULTILINE)
     assert row.split()[1:] == ["1"] * (int(row.split()[0]) % 7)
+
+
+def test_of_token_ids_those_that_are_not_learned_are_marked(server: Server) -> None:
+    shown = penstock("peek", f"{server.url}/labelled", "--batch-size", "2", "--shuffle", "none").stdout
+    assert "│ 0⟦7⟧8⟦9⟧\n" in shown
+    assert "│ ⟦1⟧7 8 9\n" in shown
 
 
 def test_the_text_is_what_the_token_ids_say(server: Server, data_dir: Path) -> None:

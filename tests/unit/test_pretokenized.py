@@ -17,6 +17,7 @@ from corpora import write_tokenizer
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Place, encode
 from penstock_server.recipes.fields import Field
+from penstock_server.recipes.mask_columns import mask_called_by
 from penstock_server.recipes.recipe import Recipe
 from planned import open_snapshot
 
@@ -102,10 +103,10 @@ def test_a_turn_is_as_long_as_it_can_be() -> None:
         ("labels", None, "labels is null"),
         ("labels", [1, None, 3], "labels has a null"),
         ("labels", [2, 3, -100], "labels has 2 at id 1; a label must be the id itself, not the next one, or -100"),
-        ("labels", [-100] * 3, "has nothing to learn: labels is -100 throughout"),
-        ("loss_mask", [0, 0, 0], "has nothing to learn: loss_mask is 0 throughout"),
+        ("labels", [-100] * 3, "labels is -100 throughout: nothing is learned"),
+        ("loss_mask", [0, 0, 0], "loss_mask is 0 throughout: nothing is learned"),
         ("loss_mask", [0, 2, 1], "loss_mask has 2 where 0 or 1 is meant"),
-        ("attention_mask", [0, 0, 0], "is padding alone: attention_mask is 0 throughout"),
+        ("attention_mask", [0, 0, 0], "attention_mask is 0 throughout: it is padding alone"),
         ("attention_mask", [1, -1, 1], "attention_mask has -1 where 0 or 1 is meant"),
         ("attention_mask", [1] * 4, "attention_mask has 4 values for 3 ids"),
     ],
@@ -200,6 +201,8 @@ ONES, LABELS = [[1, 1, 1]], [[-100, 2, 3]]
         ),
         ({"labels": LABELS, "other": ONES}, 'loss_mask = "other"', [("loss_mask", "other")], ()),
         ({"labels": LABELS, "attention_mask": ONES}, "labels = false\nattention_mask = false", [], ()),
+        ({"labels": LABELS, "loss_mask": ONES}, "labels = false", [("loss_mask", "loss_mask")], ()),
+        ({"labels": LABELS, "loss_mask": ONES}, "loss_mask = false", [("labels", "labels")], ()),
         ({"labels": [1]}, "", [], ("labels",)),
         ({"labels": [1], "loss_mask": ONES}, "", [("loss_mask", "loss_mask")], ("labels",)),
         ({"attention_mask": [[1.0, 1.0, 1.0]]}, "", [], ("attention_mask",)),
@@ -218,6 +221,8 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
     [
         ({"labels": [1]}, 'labels = "labels"', "column 'labels' is int64, but labels must be lists of integers"),
         ({"labels": ONES}, 'attention_mask = "mask"', "there is no column 'mask'"),
+        ({}, 'text = "input_ids"', "column 'input_ids' is list<element: int64>, but text must be text"),
+        ({}, 'messages = "input_ids"', "column 'input_ids' is list<element: int64>, but messages must be lists of messages"),
         ({"a": ONES, "b": ONES}, 'labels = "a"\nloss_mask = "b"', "labels and loss_mask both tell which ids are learned"),
         (
             {"text": ["fox"]},
@@ -229,3 +234,71 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
 def test_masks_that_cannot_be_are_refused(written: Written, columns: dict[str, Any], declared: str, message: str) -> None:
     with pytest.raises(DatasetRefused, match=message):
         written(columns, declared)
+
+
+def write(folder: Path, *shards: pa.Table, recipe: str = "") -> Path:
+    folder.mkdir()
+    (folder / "penstock.toml").write_text(recipe)
+    for number, shard in enumerate(shards):
+        pq.write_table(shard, folder / f"part-{number}.parquet")
+    return folder
+
+
+IDS, MASKED = pa.table({"input_ids": [[1, 2, 3]]}), pa.table({"input_ids": [[1, 2, 3]], "labels": LABELS})
+
+
+def test_a_mask_that_only_a_later_shard_has_is_not_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(DatasetRefused, match=r"part-1.parquet: column 'labels' is a mask .* If it is none, set labels = false"):
+        open_snapshot(write(tmp_path / "later", IDS, MASKED), None)
+    with pytest.raises(DatasetRefused, match=r"part-1.parquet: there is no column 'labels'"):
+        open_snapshot(write(tmp_path / "sooner", MASKED, IDS), None)
+    assert open_snapshot(write(tmp_path / "none", IDS, MASKED, recipe="labels = false"), None).num_rows == 2
+
+
+def test_two_columns_of_one_name_are_no_mask(tmp_path: Path) -> None:
+    twice = pa.Table.from_arrays([pa.array([[1, 2, 3]])] * 3, ["input_ids", "labels", "labels"])
+    with pytest.raises(DatasetRefused, match="2 columns are called 'labels'. Rename all but one"):
+        open_snapshot(write(tmp_path / "twice", twice), None)
+    assert open_snapshot(write(tmp_path / "none", twice, recipe="labels = false"), None).num_rows == 1
+
+
+def test_padding_may_be_no_id_at_all(tmp_path: Path) -> None:
+    padded = pa.table({"input_ids": [[1, 2, 7], [1, 2, -1]], "attention_mask": [[1, 1, 0]] * 2})
+    assert open_snapshot(write(tmp_path / "padded", padded, recipe="vocab_size = 5"), None).num_rows == 2
+    found = encoded({"ids": [[1, 200, -1], [200, 1, -1]], "attention_mask": [[1, 0, 0], [1, 1, 0]]}, "attention_mask")
+    assert found["bad"].to_pylist() == [None, "has token id 200, outside 0 to 99"]
+    assert found["tokens"].to_pylist() == [[1], None]
+
+
+@pytest.mark.parametrize(
+    ("columns", "roles"),
+    [
+        (["prompt", "response"], ["prompt", "response"]),
+        (["prompt", "completion"], ["prompt", "response"]),
+        (["chosen", "rejected"], ["chosen", "rejected"]),
+        (["prompt", "chosen", "rejected"], ["prompt", "chosen", "rejected"]),
+    ],
+)
+def test_prompts_and_answers_of_ids_need_no_recipe(tmp_path: Path, columns: list[str], roles: list[str]) -> None:
+    recipe = open_snapshot(write(tmp_path / "data", pa.table({name: [[1, 2]] for name in columns})), None).recipe
+    assert (recipe.kind, [role for role, _ in recipe.fields]) == ("tokens", roles)
+
+
+def test_padding_of_labels_is_told_from_a_wrong_id(tmp_path: Path) -> None:
+    padded = pa.table({"input_ids": [[1, 2]], "labels": [[3, -100]]})
+    with pytest.raises(DatasetRefused, match=r"Where -100 is padding, cut it off with a transform\."):
+        open_snapshot(write(tmp_path / "data", padded, recipe='prompt = "input_ids"\nresponse = "labels"'), None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "role"),
+    [
+        ("mask has 4 values for 3 ids", "loss_mask"),
+        ("attention_mask has 4 values for 3 ids", "attention_mask"),
+        ("my_mask is null", None),
+        ("has a null token", None),
+    ],
+)
+def test_a_mask_is_blamed_for_what_it_does_alone(reason: str, role: str | None) -> None:
+    masks = (("loss_mask", named("mask")), ("attention_mask", named("attention_mask")))
+    assert mask_called_by(reason, masks) == role

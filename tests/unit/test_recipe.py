@@ -33,7 +33,13 @@ CHANGES: dict[str, Any] = {
     "columns": (),
     "split_by": NUMBER,
 }
-ALIKE: dict[str, Any] = {"split_type": pa.int64(), "unused": ("labels",), "unsaid_bos": "<s>", "guessed_eos": ("<s>", "</s>")}
+ALIKE: dict[str, Any] = {
+    "split_type": pa.int64(),
+    "absent_masks": ("labels",),
+    "unused": ("labels",),
+    "unsaid_bos": "<s>",
+    "guessed_eos": ("<s>", "</s>"),
+}
 BESIDE: dict[str, Any] = {"validation": 0.1, "on_bad_row": "substitute", "max_bad_share": 0.5}  # changes no token
 ELSEWHERE = {"kind", "chat", "filter", "transform"}  # the fields' roles tell the kind; the others are texts, and tested as such
 

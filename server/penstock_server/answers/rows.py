@@ -43,7 +43,7 @@ class RowAnswer(TypedDict):
     text: NotRequired[str]
     """all of it as text, if there is a tokenizer"""
     turns: NotRequired[list[TurnAnswer]]
-    """its turns, if it has some"""
+    """its turns, if it has some; the first 10,000"""
     tokens: NotRequired[list[int]]
     """all of its token ids, not cut to seq_len"""
     columns: NotRequired[dict[str, Any]]

@@ -126,7 +126,8 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
             texts = _texts(plan, tensor, line)
             if tokenizer:
                 facts |= {name: tokenizer.decode(_ids(pieces)) for name, pieces in texts.items()}
-            if len(texts) == 1 and len(line) > 1:  # which tokens are of which row and turn, the text alone does not tell
+            # Which tokens are of which row and turn the text alone does not tell, and without a tokenizer there is none.
+            if len(line) > 1 and (len(texts) == 1 or not tokenizer):
                 name = f"{tensor.name.removesuffix('input_ids')}pieces"
                 facts[name] = [_piece(plan, tokenizer, piece) for piece in line]
             facts[tensor.name] = _ids(line)

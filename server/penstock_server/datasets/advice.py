@@ -96,15 +96,21 @@ def _of_unused_columns(served: Served) -> str | None:
 
 
 def _of_unused_masks(served: Served, unused: tuple[str, ...]) -> str:
-    path, roles = served.snapshot.folder / FILE_NAME, [role for role, names in NAMES.items() if {*names} & {*unused}]
-    used = [(role, source.text) for role, source in served.snapshot.recipe.masks if role in OF_LOSS]
-    learned = f"what is learned is told by {used[0][1]} alone" if used else "every id is learned"
-    as_it_is = [f'{used[0][0]} = "{used[0][1]}"' if used and role in OF_LOSS else f"{role} = false" for role in roles]
-    return (
-        f"{served.name}: {', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used: {learned}. A mask "
-        f"is a list of numbers a row, and one tells what is learned. Name it in {path}, as {roles[0]} = "
-        f'"{unused[0]}"; if this is right, {" and ".join(dict.fromkeys(as_it_is))}.'
-    )
+    recipe, path = served.snapshot.recipe, served.snapshot.folder / FILE_NAME
+    role_of = {name: role for name in unused for role in NAMES if name in NAMES[role] or name.endswith(f"_{role}")}
+    used = next(((role, source.text) for role, source in recipe.masks if role in OF_LOSS), None)
+    are = f"{', '.join(unused)} of its shards {'is' if len(unused) == 1 else 'are'} not used"
+    none_of_them = " and ".join(f"{role} = false" for role in dict.fromkeys(role_of.values()))
+    if "tokens" not in dict(recipe.fields):
+        why = "every id of an answer is learned, none of a prompt is, and padding would be taken for ids"
+        what = f"Store the rows so that this is right, and set {none_of_them}"
+    elif used and {*role_of.values()} <= {*OF_LOSS}:
+        why = f"what is learned is told by {used[1]} alone"
+        what = f'Set {role_of[unused[0]]} = "{unused[0]}" to take that one, or {used[0]} = "{used[1]}" if this is right,'
+    else:
+        why = "a mask is a list of whole numbers, or of booleans, for each row of ids"
+        what = f"Write it as such, or, if it is none, set {none_of_them}"
+    return f"{served.name}: {are}: {why}. {what} in {path}."
 
 
 def _named_as(unused: tuple[str, ...]) -> str:

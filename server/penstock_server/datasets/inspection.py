@@ -62,8 +62,13 @@ def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterat
 def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
     """The turns of a row, or all of it as one where it has none: as ids, where there is no tokenizer."""
     ids = facts[f"{side}tokens"]
-    whole = {"learned": True, "num_tokens": len(ids), "text": facts.get(f"{side}text", " ".join(map(str, ids)))}
-    return [Piece(turn["text"], turn["num_tokens"], turn["learned"]) for turn in facts.get(f"{side}turns", [whole])]
+    whole = {"learned": True, "num_tokens": len(ids)} | ({"text": facts[f"{side}text"]} if f"{side}text" in facts else {})
+    pieces, end = [], 0
+    for turn in facts.get(f"{side}turns", [whole]):
+        start, end = end, end + turn["num_tokens"]
+        text = turn["text"] if "text" in turn else " ".join(map(str, ids[start:end]))
+        pieces.append(Piece(text, turn["num_tokens"], turn["learned"]))
+    return pieces
 
 
 def _indented(pieces: Sequence[Piece], terminal: Terminal, num_lines: int) -> Iterator[str]:

@@ -20,6 +20,7 @@ from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 
 _MOST_OCCURRENCES = 1000  # that are told
+_MOST_TURNS = 10_000  # likewise; each is an object
 # Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
 _FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 100, 1 << 22
 
@@ -53,7 +54,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
         facts |= {f"{prefix}{key}": text for key, text in _text(snapshot, ids).items()}
         if feature.turns:
             facts[f"{prefix}turns"] = [
-                {"learned": learned, "num_tokens": len(turn)} | _text(snapshot, turn) for turn, learned in turns
+                {"learned": learned, "num_tokens": len(turn)} | _text(snapshot, turn) for turn, learned in turns[:_MOST_TURNS]
             ]
         facts[f"{prefix}tokens"] = ids
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})

@@ -38,7 +38,7 @@ from typing import Any
 from penstock.wording import perhaps
 from penstock_server.files import may_be_there, read_text
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes import mask_columns
+from penstock_server.recipes.mask_columns import NAMES
 
 FILE_NAME = "penstock.toml"
 ROLES = ("tokens", "text", "prompt", "response", "messages", "chosen", "rejected")  # of fields
@@ -65,7 +65,7 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(ROLES, (_is_text, "a text")),
     **dict.fromkeys(("tokenizer", "chat_template", "filter", "transform", "split_by"), (_is_text, "a text")),
     "split_special_tokens": (lambda value: isinstance(value, bool), "true or false"),
-    **dict.fromkeys(("tools", *mask_columns.NAMES), (lambda value: value is False or _is_text(value), "a text, or false")),
+    **dict.fromkeys(("tools", *NAMES), (lambda value: value is False or _is_text(value), "a text, or false")),
     **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
     "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
     "columns": (_is_names, "a list of different names"),

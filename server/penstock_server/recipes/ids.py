@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock_server.geometry.arrays import IntArray, find_one, starts_of
+from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.masks import masked
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Reasons, list_lengths
-from penstock_server.recipes.turns import Lists, every, with_turns
+from penstock_server.recipes.turns import Lists, every, first_marked, with_turns
 
 
 def pretokenized(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons) -> dict[str, Lists]:
@@ -22,10 +20,15 @@ def pretokenized(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reas
 
     Ids outside [0, bound), null ids and lists without an id make a bad row.
     """
-    ids = {role: _checked(source, rows, bound, reasons, is_named=role != "tokens") for role, source in recipe.fields}
+    ids = {
+        role: _stored(source, rows, "" if role == "tokens" else f"{source.text} ", reasons) for role, source in recipe.fields
+    }
+    if recipe.masks:
+        ids["tokens"] = masked(ids["tokens"], recipe.masks, rows, reasons)
+    for role, source in recipe.fields:
+        _note_outside(ids[role], bound, "" if role == "tokens" else f"{source.text} ", reasons)
     if "tokens" in ids:
-        own = masked(ids["tokens"], recipe.masks, rows, reasons) if recipe.masks else ids["tokens"]
-        return {"tokens": _closed(_opened(own, recipe.bos_id), recipe.eos_id)}
+        return {"tokens": _closed(_opened(ids["tokens"], recipe.bos_id), recipe.eos_id)}
     first = ["prompt"] if "prompt" in ids else [*ids]
     ids |= {role: _opened(ids[role], recipe.bos_id) for role in first}
     prompts = ids.pop("prompt", every([], rows.num_rows))
@@ -33,37 +36,25 @@ def pretokenized(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reas
     return {feature: with_turns([prompts, _closed(own, recipe.eos_id)]) for feature, own in answers}
 
 
-def _checked(source: Field, rows: pa.RecordBatch, bound: int, reasons: Reasons, *, is_named: bool) -> Lists:
-    """Lists of ids as they are."""
-    array, name = source.array(rows), f"{source.text} " if is_named else ""
+def _stored(source: Field, rows: pa.RecordBatch, name: str, reasons: Reasons) -> Lists:
+    """Lists of ids as they are, 0 for null; `name` begins what is said of them."""
+    array = source.array(rows)
     # Flattening drops the items of null lists, which fixed-size lists keep after their nulls.
     lengths, items = list_lengths(array), array.flatten()
-    sound = not items.null_count and _all_within(items, bound)
-    values = items.to_numpy() if sound else _marked(items, lengths, bound, name, reasons)
+    if items.null_count:
+        for row, _ in first_marked(items.is_null().to_numpy(zero_copy_only=False), lengths):
+            reasons.add(row, f"{name}has a null token")
+        items = pc.fill_null(items, 0)
     for row in np.flatnonzero(lengths == 0).tolist():
         reasons.add(row, f"{name}is {'empty' if array[row].is_valid else 'null'}")
-    return Lists(values, lengths)
+    return Lists(items.to_numpy(), lengths)
 
 
-def _all_within(items: pa.Array, bound: int) -> bool:
-    least, largest = pc.min_max(items).as_py().values()
-    return least is None or (least >= 0 and largest < bound)
-
-
-def _marked(
-    items: pa.Array, lengths: npt.NDArray[np.int64], bound: int, name: str, reasons: Reasons
-) -> npt.NDArray[np.integer[Any]]:
-    """The items with 0 for null, after the rows are noted that hold what is no token."""
-    ids = pc.cast(items, pa.int64(), safe=False)  # an id past 2^63 turns negative, so it stays outside
-    outside = pc.fill_null(pc.or_(pc.less(ids, 0), pc.greater_equal(ids, bound)), True)
-    starts = np.cumsum(lengths) - lengths
-    for at in np.flatnonzero(outside.to_numpy(zero_copy_only=False)).tolist():
-        row = find_one(starts, at)
-        item = items[at].as_py()
-        what = "a null token" if item is None else f"token id {item}, outside 0 to {bound - 1}"
-        reasons.add(row, f"{name}has {what}")
-    values: npt.NDArray[np.integer[Any]] = pc.fill_null(ids, 0).to_numpy(zero_copy_only=False)
-    return values
+def _note_outside(lists: Lists, bound: int, name: str, reasons: Reasons) -> None:
+    ids = lists.values
+    if len(ids) and (ids.min() < 0 or ids.max() >= bound):
+        for row, at in first_marked((ids < 0) | (ids >= bound), lists.lengths):
+            reasons.add(row, f"{name}has token id {ids[at]}, outside 0 to {bound - 1}")
 
 
 def _opened(lists: Lists, token: int | None) -> Lists:

@@ -7,7 +7,7 @@ attention_mask  0 at padding, which is left out of the row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -26,9 +26,9 @@ Masks = tuple[tuple[str, Field], ...]  # by what they are, as `NAMES` has it
 
 
 def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Masks:
-    """The masks that are declared, and where nothing is said of such masks, those that are there.
+    """The masks that are declared, and of those of which nothing is said, the ones that are there.
 
-    Raises FieldError: a column is not there, or of a type that will not do.
+    Raises FieldError: a column is not there, there twice, or of a type that will not do.
     """
     if all(given.get(role) for role in OF_LOSS):
         raise FieldError(f"{' and '.join(OF_LOSS)} both tell which ids are learned, and only one of them may")
@@ -36,25 +36,53 @@ def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Masks:
     for role, source in found.items():
         check_mask(role, source, schema)
     for role in NAMES:
-        if not any(alike in given or alike in found for alike in (OF_LOSS if role in OF_LOSS else (role,))):
-            fitting = (name for name in _there(role, schema) if _fits(role, schema.field(name).type))
-            if name := next(fitting, None):
-                found[role] = Field.parse(name, schema)
+        if role not in given and _is_wanted(role, found):
+            sources = (Field.parse(name, schema) for name in NAMES[role] if name in schema.names)
+            if guess := next((source for source in sources if _fits(role, source.type(schema))), None):
+                found[role] = guess
     return tuple((role, found[role]) for role in NAMES if role in found)  # in one order: snapshots have their names of it
 
 
 def unused_masks(given: Mapping[str, Any], schema: pa.Schema, used: Masks) -> tuple[str, ...]:
     """The columns that are masks by their names, and of which nothing is said or made."""
     settled = {role for role in NAMES if role in given}
-    if settled & {*OF_LOSS} or "labels" in dict(used):
+    if "labels" in dict(used) or any(given.get(role) for role in OF_LOSS):
         settled |= {*OF_LOSS}
     looked_at = [source.text for _, source in used]
-    return tuple(name for role in NAMES if role not in settled for name in _there(role, schema) if name not in looked_at)
+    names = [name for role in NAMES if role not in settled for name in NAMES[role]]
+    return tuple(name for name in names if name in schema.names and name not in looked_at)
+
+
+def masks_of_turns(given: Mapping[str, Any], schema: pa.Schema, used: Sequence[str]) -> tuple[str, ...]:
+    """The columns beside prompts and answers, in `used`, that would be masks of them, and of which nothing is said."""
+    unsaid = [role for role in NAMES if role not in given]
+    names = {name for role in unsaid for name in NAMES[role]}
+    endings = tuple(f"_{role}" for role in unsaid)
+    return tuple(name for name in schema.names if (name in names or name.endswith(endings)) and name not in used)
+
+
+def absent_masks(given: Mapping[str, Any], used: Masks) -> tuple[str, ...]:
+    """The masks of which nothing is said, and that the first shard has not."""
+    return tuple(role for role in NAMES if role not in given and _is_wanted(role, dict(used)))
+
+
+def check_absent(roles: Sequence[str], schema: pa.Schema) -> None:
+    """Raises FieldError: a shard has a mask that the first one has not, and its rows would be learned as if it had none."""
+    for role in roles:
+        for name in NAMES[role]:
+            if name in schema.names and _fits(role, Field.parse(name, schema).type(schema)):
+                raise FieldError(
+                    f"column {name!r} is a mask by its name, but the first shard has none. If it is none, set {role} = false"
+                )
 
 
 def mask_called_by(reason: str, masks: Masks) -> str | None:
     """What the mask is by which a row is bad; None if it is bad by itself."""
-    return next((role for role, source in masks if f"{source.text} is " in reason or f"{source.text} has " in reason), None)
+    return next((role for role, source in masks if reason.startswith((f"{source.text} is ", f"{source.text} has "))), None)
+
+
+def _is_wanted(role: str, found: Mapping[str, Field]) -> bool:
+    return role not in found and not (role in OF_LOSS and any(other in found for other in OF_LOSS))
 
 
 def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
@@ -62,10 +90,6 @@ def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
     if not _fits(role, type_ := source.type(schema)):
         wanted = "lists of integers" if role == "labels" else "lists of integers or booleans"
         raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")
-
-
-def _there(role: str, schema: pa.Schema) -> list[str]:
-    return [name for name in NAMES[role] if name in schema.names]
 
 
 def _fits(role: str, type_: pa.DataType) -> bool:

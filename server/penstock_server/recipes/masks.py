@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.batch import IGNORED
-from penstock_server.geometry.arrays import IntArray, begins_run, find, starts_of
+from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.recipes.mask_columns import Masks
 from penstock_server.recipes.rows import Reasons, list_lengths
-from penstock_server.recipes.turns import Lists, learned_where
+from penstock_server.recipes.turns import Lists, first_marked, learned_where
 
 _Marks = npt.NDArray[np.bool_]
 
@@ -29,13 +28,13 @@ def masked(ids: Lists, masks: Masks, rows: pa.RecordBatch, reasons: Reasons) -> 
     attended, learned = np.ones(len(ids.values), np.bool_), None
     if name := names.get("attention_mask"):
         attended = _switches(values["attention_mask"], name, ids.lengths, reasons)
-        _note_rows_without(attended, ids.lengths, reasons, f"is padding alone: {name} is 0 throughout")
+        _note_rows_without(attended, ids.lengths, reasons, f"{name} is 0 throughout: it is padding alone")
     if name := names.get("labels"):
         learned = _labelled(values["labels"], ids, attended, name, reasons)
-        _note_rows_without(learned, ids.lengths, reasons, f"has nothing to learn: {name} is {IGNORED} throughout")
+        _note_rows_without(learned, ids.lengths, reasons, f"{name} is {IGNORED} throughout: nothing is learned")
     elif name := names.get("loss_mask"):
         learned = _switches(values["loss_mask"], name, ids.lengths, reasons) & attended
-        _note_rows_without(learned, ids.lengths, reasons, f"has nothing to learn: {name} is 0 throughout")
+        _note_rows_without(learned, ids.lengths, reasons, f"{name} is 0 throughout: nothing is learned")
     if not attended.all():
         ids = Lists(ids.values[attended], _counts(attended, ids.lengths))
         learned = None if learned is None else learned[attended]
@@ -52,7 +51,7 @@ def _of_ids(array: pa.Array, lengths: IntArray, name: str, reasons: Reasons) -> 
     items = array.flatten()
     if items.null_count:
         nulls = items.is_null().to_numpy(zero_copy_only=False)
-        for row, _ in _first_ones(nulls, own):
+        for row, _ in first_marked(nulls, own):
             reasons.add(row, f"{name} has a null")
         items = pc.fill_null(items, False if pa.types.is_boolean(items.type) else 0)
     values: npt.NDArray[Any] = items.to_numpy(zero_copy_only=False)
@@ -66,7 +65,7 @@ def _of_ids(array: pa.Array, lengths: IntArray, name: str, reasons: Reasons) -> 
 def _switches(values: npt.NDArray[Any], name: str, lengths: IntArray, reasons: Reasons) -> _Marks:
     """Where a mask of 0 and 1 is 1; a row with anything else is bad."""
     marks: _Marks = values == 1
-    for row, at in _first_ones(~marks & (values != 0), lengths):
+    for row, at in first_marked(~marks & (values != 0), lengths):
         reasons.add(row, f"{name} has {values[at]} where 0 or 1 is meant")
     return marks
 
@@ -74,7 +73,7 @@ def _switches(values: npt.NDArray[Any], name: str, lengths: IntArray, reasons: R
 def _labelled(labels: npt.NDArray[Any], ids: Lists, attended: _Marks, name: str, reasons: Reasons) -> _Marks:
     """Where labels say that an id is learned; a row with labels that are no ids of it is bad."""
     marks: _Marks = (labels != IGNORED) & attended
-    for row, at in _first_ones(marks & (labels != ids.values), ids.lengths):
+    for row, at in first_marked(marks & (labels != ids.values), ids.lengths):
         told = f"{name} has {labels[at]} at id {ids.values[at]}"
         reasons.add(row, f"{told}; a label must be the id itself, not the next one, or {IGNORED}")
     return marks
@@ -91,11 +90,3 @@ def _counts(marks: _Marks, lengths: IntArray) -> IntArray:
     if some.any():
         found[some] = np.add.reduceat(marks, starts_of(lengths)[:-1][some], dtype=np.int64)
     return found
-
-
-def _first_ones(marks: _Marks, lengths: IntArray) -> Iterator[tuple[int, int]]:
-    """Of each row that has any marked id: (row, place of the first one among the ids of all rows)."""
-    at = np.flatnonzero(marks)
-    rows = find(starts_of(lengths), at)
-    first = begins_run(rows)
-    yield from zip(rows[first].tolist(), at[first].tolist(), strict=True)

@@ -24,7 +24,7 @@ from penstock_server.recipes.column_types import (
 )
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
-from penstock_server.recipes.mask_columns import OF_LOSS, Masks, check_mask
+from penstock_server.recipes.mask_columns import OF_LOSS, Masks, check_absent, check_mask
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
@@ -71,6 +71,7 @@ class Recipe:
     tools         the definitions of tools that it is given, if rows have any
     has_maps      whether maps or decimals are in the chats or the tools of the first shard
     columns       what travels beside the tokens
+    absent_masks  which masks the first shard has not, and nothing is said of: another shard may not have them, either
     unused        columns that are masks of pre-tokenized rows by their names, and not used; or the prompts of pairs that are of
                   another type; or chats or answers beside texts, of which every token is learned
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
@@ -93,6 +94,7 @@ class Recipe:
     tools: Field | None = None
     has_maps: bool = False
     columns: tuple[Column, ...] = ()
+    absent_masks: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     unsaid_bos: str | None = None
     guessed_eos: tuple[str, ...] = ()
@@ -227,6 +229,7 @@ class Recipe:
             check_field(self.kind, role, source, schema)
         for role, source in self.masks:
             check_mask(role, source, schema)
+        check_absent(self.absent_masks, schema)
         if self.tools:
             check_tools(self.tools, schema)
         for column in self.columns:

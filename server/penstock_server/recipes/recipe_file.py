@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow as pa
 
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes import mask_columns
 from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
 from penstock_server.recipes.column_types import is_chats, is_messages, is_text, is_tools
@@ -16,7 +15,7 @@ from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
-from penstock_server.recipes.mask_columns import Masks, find_masks, unused_masks
+from penstock_server.recipes.mask_columns import NAMES, Masks, absent_masks, find_masks, masks_of_turns, unused_masks
 from penstock_server.recipes.recipe import (
     DEFAULT_BAD_SHARE,
     DEFAULT_VALIDATION,
@@ -98,6 +97,7 @@ class _Reader:
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
+            absent_masks=absent_masks(given, masks) if "tokens" in dict(fields) else (),
             unused=self._unused(kind, fields, masks),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
@@ -115,7 +115,7 @@ class _Reader:
         roles = [role for role, _ in fields]
         if roles == ["tokens"]:
             return find_masks(self._given, self._schema)
-        if declared := [mask for mask in mask_columns.NAMES if self._given.get(mask)]:
+        if declared := [mask for mask in NAMES if self._given.get(mask)]:
             raise DatasetRefused(
                 f"{self._folder / FILE_NAME}: {declared[0]} is a mask of tokens, but rows are made of {' and '.join(roles)}. "
                 f"Remove it."
@@ -126,6 +126,8 @@ class _Reader:
         """The columns that would tell something of these rows, and are not looked at."""
         if "tokens" in dict(fields):
             return unused_masks(self._given, self._schema, used)
+        if kind == "tokens":
+            return masks_of_turns(self._given, self._schema, [source.text for _, source in fields])
         is_guessed = not self._given.keys() & set(ROLES)
         types = {field.name: field.type for field in self._schema}
         if kind == "text" and is_guessed:

@@ -38,7 +38,7 @@ def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tu
     for kind, roles in _KINDS:
         if set(roles) == set(named):
             fields = tuple((role, Field.parse(given[role], schema)) for role in roles)
-            if all(is_tokens(source.type(schema)) for _, source in fields):
+            if kind not in ("text", "messages") and all(is_tokens(source.type(schema)) for _, source in fields):
                 return "tokens", fields
             for role, source in fields:
                 check_field(kind, role, source, schema)
@@ -77,6 +77,13 @@ def _guess(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[K
             return made("prompt_response", prompt="prompt", response=answer)
     if "messages" in text:  # as JSON
         return made("messages", messages="messages")
+    ids = {field.name for field in schema if is_tokens(field.type)}
+    for roles in (["prompt", "chosen", "rejected"], ["chosen", "rejected"]):
+        if {*roles} <= ids:
+            return made("tokens", **{role: role for role in roles})
+    for answer in ANSWERS:
+        if {"prompt", answer} <= ids:
+            return made("tokens", prompt="prompt", response=answer)
     raise DatasetRefused(f"{folder}: {_why_no_guess(schema, text, chats)}{OF_NO_ROWS if 'transform' in given else ''}")
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock_server.geometry.arrays import IntArray, concatenated_ranges, starts_of
+from penstock_server.geometry.arrays import IntArray, begins_run, concatenated_ranges, find, starts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +63,11 @@ def learned_where(lists: Lists, learned: npt.NDArray[np.bool_]) -> Lists:
     # The first turn is never learned: before one that is stands one of no ids.
     turns: IntArray = np.insert(np.diff(starts, append=len(learned)), first[:-1][opens], 0)
     return Lists(lists.values, lists.lengths, (turns, np.diff(first) + opens))
+
+
+def first_marked(marks: npt.NDArray[np.bool_], lengths: IntArray) -> Iterator[tuple[int, int]]:
+    """Of each list that has any marked id: (its number, place of its first one among the ids of all lists)."""
+    at = np.flatnonzero(marks)
+    rows = find(starts_of(lengths), at)
+    first = begins_run(rows)
+    yield from zip(rows[first].tolist(), at[first].tolist(), strict=True)

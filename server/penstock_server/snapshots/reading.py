@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.batch import IGNORED
 from penstock.wording import counted
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.recipe import Recipe
@@ -72,17 +73,18 @@ def _check_rows(snapshot: Snapshot) -> None:
 
 def _check_ids(snapshot: Snapshot) -> None:
     recipe, bound = snapshot.recipe, snapshot.token_bound
-    if recipe.filter:  # which may leave such rows out
+    if recipe.filter or "attention_mask" in dict(recipe.masks):  # which may leave such ids out
         return
     for shard in snapshot.shards:
         low, high = shard.token_range or (0, 0)
         if low < 0 or high >= bound:
             bounds = f"be from 0 to {bound - 1:,}" if high >= bound else "not be below 0"
             advice = "set the right vocab_size" if high >= bound else 'set on_bad_row = "substitute"'
+            padding = f" Where {IGNORED} is padding, cut it off with a transform." if low == IGNORED else ""
             columns = " or ".join(map(repr, recipe.token_columns))
             raise DatasetRefused(
                 f"{shard.path}: column {columns} holds token ids from {low:,} to {high:,}, but ids must "
-                f"{bounds}. Mend the shard, or {advice} in penstock.toml."
+                f"{bounds}. Mend the shard, or {advice} in penstock.toml.{padding}"
             )
 
 
