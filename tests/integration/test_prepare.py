@@ -56,7 +56,11 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
     assert f"{facts['splits']['validation']['rows']:,}" == told[2]
     assert f"{sum(counts['tokens'] for counts in facts['splits'].values()):,}" == told[1]
     inspected = penstock("inspect", data, "--cache-dir", tmp_path / "cache").stdout
+    lengths = facts["row_tokens"]
+    assert lengths["median"] <= lengths["p90"] <= lengths["p99"] <= lengths["longest"] <= facts["tokens"]
+    assert f"99% at most {lengths['p99']:,}, all at most {lengths['longest']:,}\n" in done.stdout
     assert f"in the cache; {told[1]} tokens; {told[2]} rows in split=validation\n" in inspected
+    assert f"  half of the rows have at most {lengths['median']:,} tokens, 90% at most {lengths['p90']:,}, " in inspected
     # Not one 503 on the way: all that a packing needs is there.
     for split in ("all", "train", "validation"):
         for packing in ("rows", "concat", "best_fit"):
@@ -116,8 +120,9 @@ def test_a_cache_that_cannot_be_written_to_is_not_called_full(data: Path, tmp_pa
 def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "one", 1, num_shards=1)
     done = prepare(tmp_path / "data", tmp_path / "cache", "--best-fit", "8")
-    assert done.stdout.splitlines()[:3] == [
+    assert done.stdout.splitlines()[:4] == [
         "one: 1 row, 1 token, 0 bad rows; 0 rows in split=validation",
+        "one: half of the rows have at most 1 token, 90% at most 1, 99% at most 1, all at most 1",
         "one: 1 of 1 block is in the cache",
         "one: 1 sequence of 8 tokens, 87.5% of them padding",
     ]

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import TestCase
 from unittest.mock import Mock
 from weakref import WeakValueDictionary
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -33,6 +35,7 @@ from penstock_server.counts import lengths as lengths_module
 from penstock_server.counts import turn as turn_module
 from penstock_server.counts.counting import Counting
 from penstock_server.counts.index import drop_old_counts
+from penstock_server.counts.lengths import QUANTILES, RowLengths, _ShardLengths
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
@@ -357,3 +360,18 @@ def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same
     lines = [record.getMessage() for record in logs.records]
     assert sorted(lines) == sorted(f"{cache / name} is damaged and will be made again" for name in names)
     assert {name: (cache / name).read_bytes() for name in counts(cache)} == whole
+
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 1 << 31 - 1)), max_size=40)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.integers(1, 9))
+def test_quantiles_are_those_of_the_rows_that_can_be_used(shards: list[list[int]], short: int) -> None:
+    words = [np.array([n | (at % 2 << 31) for at, n in enumerate(shard)], np.uint32) for shard in shards]
+    made = [_ShardLengths(np.array([0, len(own)]), np.array([1]), own) for own in words]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lengths_module, "_SHORT", short)
+        found = RowLengths(np.arange(len(shards) + 1), made).quantiles
+    rows = sorted(length for shard in shards for length in shard if length)
+    wanted = [next((n for n in rows if bisect_right(rows, n) * 1000 >= share * len(rows)), 0) for share in QUANTILES]
+    assert found == wanted

@@ -83,6 +83,9 @@ class DatasetAnswer(TypedDict):
     """rows that the filter keeps; null until they are counted"""
     tokens: int | None
     """tokens of these; null until they are counted"""
+    row_tokens: dict[str, int] | None
+    """how many tokens a row has that can be used, whole, of a preference pair on its longer side: median, p90, p99 and longest;
+    null until they are counted"""
     splits: dict[str, SplitAnswer] | None
     """what is in the splits train and validation; null until it is counted"""
     shards: int

@@ -35,6 +35,8 @@ SUFFIX = ".lengths"
 _FORMAT = 2  # of the files: a change here counts anew
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _VALIDATION = np.uint32(1 << 31)
+QUANTILES = (500, 900, 990, 1000)  # of a thousand
+_SHORT = 1 << 16  # tokens; of longer rows there are few, for they have so many
 _GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest of each few
 # Linux gives a process 65,530 maps. Small files of counts are copied instead, but not more than so many bytes of them.
 _SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
@@ -85,6 +87,21 @@ class RowLengths:
     def bytes_per_block(self) -> IntArray:
         """What each block takes in the cache, shape [num_blocks]."""
         return np.concatenate([shard.block_bytes for shard in self._shards])
+
+    @cached_property
+    def quantiles(self) -> list[int]:
+        """The tokens that so many of the rows that can be used have at most, by `QUANTILES`; 0 if there is no such row."""
+        counts, long = np.zeros(_SHORT, np.int64), []
+        for shard in self._shards:
+            lengths = shard.words & ~_VALIDATION
+            counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
+            long.append(lengths[lengths >= _SHORT])
+        counts[0] = 0  # bad rows
+        upto, longer = counts.cumsum(), np.sort(np.concatenate(long))
+        num_short, num_rows = int(upto[-1]), int(upto[-1]) + len(longer)
+        places = [max(0, -(-share * num_rows // 1000) - 1) for share in QUANTILES] if num_rows else []
+        found = [int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short]) for at in places]
+        return found or [0] * len(QUANTILES)
 
     def _per_block(self, split: str) -> Counts:
         """What there is of a split in each block; the last few splits asked for are remembered."""

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from penstock.wording import counted, rows_kept
-from penstock_server.answers.datasets import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
+from penstock_server.answers.datasets import (
+    DatasetAnswer,
+    MixtureAnswer,
+    SpecAnswer,
+    SplitAnswer,
+    TensorAnswer,
+)
 from penstock_server.batches.plan import Plan
 from penstock_server.counts.lengths import RowLengths
 from penstock_server.datasets.advice import advice_on_run
@@ -38,6 +46,7 @@ def describe_dataset(served: Served) -> DatasetAnswer:
         "rows": snapshot.num_rows,
         "rows_served": index.num_rows,
         "tokens": tokens,
+        "row_tokens": row_tokens(lengths) if lengths else None,
         "splits": splits,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
@@ -69,6 +78,19 @@ def _splits(lengths: RowLengths) -> dict[str, SplitAnswer]:
     every, held_out = (lengths.per_block(split).sums() for split in ("all", "validation"))
     counts = {"train": [a - b for a, b in zip(every, held_out, strict=True)], "validation": held_out}
     return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
+
+
+def row_tokens(lengths: RowLengths) -> dict[str, int]:
+    """How many tokens rows have."""
+    return dict(zip(("median", "p90", "p99", "longest"), lengths.quantiles, strict=True))
+
+
+def row_tokens_told(found: Mapping[str, int]) -> str:
+    """How many tokens rows have, in a sentence: what a seq_len is chosen by."""
+    return (
+        f"half of the rows have at most {counted(found['median'], 'token')}, 90% at most {found['p90']:,}, 99% at most "
+        f"{found['p99']:,}, all at most {found['longest']:,}"
+    )
 
 
 def describe_held(held: Held) -> DatasetAnswer:

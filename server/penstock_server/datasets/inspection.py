@@ -11,7 +11,7 @@ from penstock.display.table import piece_lines
 from penstock.display.terminal import BOLD, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.wording import counted, size
-from penstock_server.datasets.describe import describe_dataset, summary
+from penstock_server.datasets.describe import describe_dataset, row_tokens_told, summary
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_row
 
@@ -26,7 +26,10 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
     name, recipe = summary(served)
     yield terminal.paint(name, BOLD)
     yield f"  {recipe}"
-    yield f"  {_sizes(describe_dataset(served))}"
+    facts = describe_dataset(served)
+    yield f"  {_sizes(facts)}"
+    if facts["row_tokens"]:
+        yield f"  {row_tokens_told(facts['row_tokens'])}"
     for row in rows[: max(1, served.snapshot.num_rows - rows.start)]:
         yield from _row(show_row(served, row), terminal, num_lines)
     yield ""
