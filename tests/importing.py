@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -53,6 +55,25 @@ def imported(
         overwrite=overwrite,
     ).run()
     return read_back(out_dir)
+
+
+ID_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}  # of types, in an index
+
+
+def write_indexed(
+    path: Path, documents: Sequence[Sequence[Sequence[int]]], type_: str = "uint16", *, modes: bool = False
+) -> Path:
+    """As Megatron-LM writes documents of sequences: ids end to end, and the index."""
+    sequences = [sequence for document in documents for sequence in document]
+    ids = np.array([token for sequence in sequences for token in sequence], type_)
+    path.write_bytes(ids.astype(ids.dtype.newbyteorder("<")).tobytes())
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    begins = (np.cumsum(lengths, dtype="<i8") - lengths) * ids.itemsize
+    borders = np.cumsum([0, *(len(document) for document in documents)], dtype="<i8")
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, ID_CODES[type_], len(lengths), len(borders))
+    parts = [lengths, begins.astype("<i8"), borders, *([np.zeros(len(lengths), "i1")] if modes else [])]
+    path.with_suffix(".idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    return path
 
 
 def types_of(table: pa.Table) -> dict[str, str]:

@@ -187,7 +187,7 @@ def _unlike(asked: Spec, resolved: Spec) -> list[str]:
     is_same = {"skip": asked.skipped() == resolved.skipped(), "mix": asked.mixed() == resolved.mixed()}
     found = resolved.to_dict()
     given = {name: value for name, value in asked.to_dict().items() if value is not None}
-    return [f"{name}={found[name]}" for name, value in given.items() if not is_same.get(name, value == found[name])]
+    return [f"{name}={found.get(name)}" for name, value in given.items() if not is_same.get(name, value == found.get(name))]
 
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:

@@ -96,6 +96,7 @@ class Spec:
         ("first", "all", "never"),
         "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
     )
+    dataset_index: int = _count(0, 0, 1, "1: a tensor of this name has of each sequence the number of its dataset in the mix")
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
 
     def __post_init__(self) -> None:
@@ -180,10 +181,15 @@ class Spec:
         return {name: str(value) for name, value in self.to_dict().items() if value is not None}
 
     def to_dict(self) -> dict[str, int | str | None]:
-        """Every parameter by its name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Every parameter by its name.
+
+        Those that came later are left out where they have their default: what is sent and noted stays as it was.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value or name not in _LATER}
 
 
+_LATER = ("dataset_index",)  # than the first builds; to be added to, or frames and ledgers would name all specs anew
 _COUNTS = tuple(f.name for f in fields(Spec) if "low" in f.metadata)
 
 

@@ -42,6 +42,8 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     position_ids    [batch_size, width], from 0 in each document and in the padding, where boundaries travel (best_fit)
     cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, then the size of that
 
+    dataset_index   [batch_size], with dataset_index=1: the number of the dataset in the mix
+
     Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so
     they become int32 and int64; uint64 stays, for `.to(torch.int64)` where the numbers are small.

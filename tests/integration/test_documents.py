@@ -13,11 +13,14 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from commands import penstock
+from corpora import write_text
+from importing import read_back, write_indexed
 from penstock.spec import describe
 from penstock.stats import Stats
 from penstock_server.recipes import declaration
@@ -31,6 +34,7 @@ PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT /
 IMPORT = "penstock import stories.jsonl.gz more.csv data/stories"
 PREPARE = "penstock prepare data --tokenizer tokenizer.json"
 AUDIT = "penstock audit run.ledger"
+SERVE_HUB = "penstock serve data --tokenizer gpt2/tokenizer.json"
 RUN_ELSEWHERE = ("make demo", "make test", "docker compose")  # by .ci/run and tests/docker
 
 
@@ -74,8 +78,11 @@ def test_every_command_is_run_by_some_test() -> None:
         PREPARE,
         PREPARE.replace("prepare", "serve"),
         AUDIT,
+        SERVE_HUB,
         *curls,
         *asking(),
+        *importing_ids(),
+        *downloading(),
     }
     assert [line for line in lines if line not in known and not line.startswith(RUN_ELSEWHERE)] == []
 
@@ -89,6 +96,46 @@ def test_the_lines_that_import_make_what_can_be_served(sample: Path, serve: Call
         subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(line)[1:]], cwd=tmp_path, check=True)
     server = serve(tmp_path / "data", "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert server.json("/v1/datasets/stories")["rows"] == 3
+
+
+def importing_ids() -> list[str]:
+    """The lines that import files of token ids."""
+    return [line for line in shell_lines() if re.match(r"penstock import \S+\.bin ", line)]
+
+
+def test_the_lines_that_import_token_ids_make_documents_of_them(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "corpus_text_document.bin", [[[1, 2]], [[3]]])
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 4
+    for name, ids in (("fineweb_0.bin", [50256, 1, 50256, 2]), ("fineweb_1.bin", [50256, 3, 3, 3])):
+        (tmp_path / name).write_bytes(header.tobytes() + np.array(ids, "<u2").tobytes())
+    np.array([1, 50256, 2, 3, 50256], "<u2").tofile(tmp_path / "train.bin")
+    rows = []
+    for line in importing_ids():
+        run = f'penstock() {{ {shlex.quote(sys.executable)} -m penstock.cli "$@"; }}; {line}'
+        subprocess.run(["bash", "-c", run], cwd=tmp_path, check=True)
+        rows.append(read_back(tmp_path / line.split()[-2 - 2 * line.count("--") + 1])["tokens"].to_pylist())
+    assert rows == [[[1, 2], [3]], [[50256, 1], [50256, 2], [50256, 3, 3, 3]], [[1, 50256], [2, 3, 50256]]]
+
+
+def downloading() -> list[str]:
+    """The lines that download from Hugging Face's hub."""
+    return [line for line in shell_lines() if line.startswith("hf download ")]
+
+
+def test_what_the_hub_gives_is_served_as_it_is(sample: Path, serve: Callable[..., Server], tmp_path: Path) -> None:
+    """Its files are made here; where they land is read off the lines."""
+    data, tokenizer = map(shlex.split, downloading())
+    folder = tmp_path / data[data.index("--local-dir") + 1] / "data"
+    write_text(folder, ["one", "two"])
+    (folder / "part-000.parquet").rename(folder / "train-00000-of-00001-2d5a1467fff1081b.parquet")
+    (folder.parent / ".cache" / "huggingface").mkdir(parents=True)
+    (tmp_path / tokenizer[-1]).mkdir()
+    shutil.copy(sample / "tokenizer.json", tmp_path / tokenizer[-1])
+    _, _, served, *flags = SERVE_HUB.split()
+    server = serve(tmp_path / served, flags[0], str(tmp_path / flags[1]))
+    assert [one["name"] for one in server.json("/v1/datasets")["datasets"]] == ["stories.data"]
+    assert "here as `stories.data`" in PAGES[ROOT / "docs" / "data.md"]
 
 
 def asking() -> list[str]:

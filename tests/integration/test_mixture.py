@@ -11,12 +11,14 @@ from typing import Any
 import httpx
 import pyarrow as pa
 import pytest
+import torch
 
 from corpora import write_numbered, write_pairs, write_shards, write_tokenizer
 from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
 from penstock.audit import audit
 from penstock.audit.compare import compare
 from penstock.ledger.names import find_ledgers
+from penstock.mix import parse_mix
 from serving import Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}
@@ -84,6 +86,34 @@ def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: 
         assert max(Counter(order[:per_epoch]).values()) == 1
     else:
         assert len(set(order[:per_epoch])) == sum(SIZES.values())
+
+
+@pytest.mark.parametrize("spec", [{}, {"packing": "concat"}, {"packing": "best_fit"}, {"split": "train", "batch_size": 5}])
+@pytest.mark.parametrize("mix", [MIX, "some:1,few:2;many:1,some:1@24"])
+def test_each_sequence_tells_its_dataset(server: Server, spec: dict[str, Any], mix: str) -> None:
+    names, seen = list(parse_mix(mix).datasets), set()
+    plain, told = (dataset(server, mix=mix, shuffle="global", dataset_index=n, **spec) for n in (0, 1))
+    for without, batch in zip(plain, told, strict=True):
+        index = batch.pop("dataset_index")
+        assert (index.dtype, index.shape) == (torch.int64, batch["input_ids"].shape[:1])
+        assert batch.keys() == without.keys()
+        assert all(torch.equal(batch[name], without[name]) for name in batch)
+        for sequence, number in zip(batch["input_ids"], index.tolist(), strict=True):
+            [own] = {list(SIZES)[token // 1000] for token in sequence.tolist() if token > 2} or {names[number]}
+            assert own == names[number]
+            seen.add(own)
+    assert seen == set(names)
+
+
+def test_the_number_of_a_dataset_is_for_people_and_plain_datasets_too(server: Server) -> None:
+    path = "/v1/datasets/blend/epochs/0/ranks/0/batches/3"
+    shown = server.json(path, dataset_index=1, batch_size=12, format="json")["sequences"]
+    sources = server.json(f"{path}/provenance", batch_size=12)["sequences"]
+    assert [list(SIZES)[line["dataset_index"]] for line in shown] == [line["sources"][0]["dataset"] for line in sources]
+    batch = next(iter(dataset(server, mix=None, dataset_index=1)))
+    assert batch["dataset_index"].tolist() == [0] * 4
+    state = dataset(server).state_dict()
+    dataset(server, dataset_index=1).load_state_dict(state)  # the order is the same
 
 
 def test_the_next_epoch_goes_on_where_datasets_were(server: Server) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,33 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from importing import imported, shards_in
+from importing import ID_CODES, imported, shards_in, write_indexed
 from penstock_server.importing import token_files
 from penstock_server.importing.shards import Shape
 from penstock_server.importing.source import ImportRefused
 from penstock_server.importing.token_files import Documents
 
 EOT = 99
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 IDS = st.lists(st.integers(0, 98), max_size=5)
 
 files = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-
-
-def write_indexed(
-    path: Path, documents: Sequence[Sequence[Sequence[int]]], type_: str = "uint16", *, modes: bool = False
-) -> Path:
-    """As Megatron-LM writes documents of sequences: ids end to end, and the index."""
-    sequences = [sequence for document in documents for sequence in document]
-    ids = np.array([token for sequence in sequences for token in sequence], type_)
-    path.write_bytes(ids.astype(ids.dtype.newbyteorder("<")).tobytes())
-    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
-    begins = (np.cumsum(lengths, dtype="<i8") - lengths) * ids.itemsize
-    borders = np.cumsum([0, *(len(document) for document in documents)], dtype="<i8")
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, CODES[type_], len(lengths), len(borders))
-    parts = [lengths, begins.astype("<i8"), borders, *([np.zeros(len(lengths), "i1")] if modes else [])]
-    path.with_suffix(".idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
-    return path
 
 
 def rows_of(folder: Path, *files: Path, documents: Documents | None = None, shape: Shape | None = None) -> list[list[int]]:
@@ -55,7 +36,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_steps")
 @files
-@given(st.lists(st.lists(IDS, max_size=3), min_size=1, max_size=8), st.sampled_from(sorted(CODES)), st.booleans())
+@given(st.lists(st.lists(IDS, max_size=3), min_size=1, max_size=8), st.sampled_from(sorted(ID_CODES)), st.booleans())
 def test_an_index_tells_the_documents(tmp_path: Path, documents: list[list[list[int]]], type_: str, modes: bool) -> None:
     rows = [row for document in documents if (row := [token for sequence in document for token in sequence])]
     if rows:

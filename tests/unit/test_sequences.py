@@ -137,7 +137,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
         starts.append(begins)
 
     assume(parts)
-    loaded = [LoadedBlock(None, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
+    loaded = [LoadedBlock(None, 0, index, block) for index, block in enumerate(blocks)]  # type: ignore[arg-type]
     columns = Spans(*(np.array(column) for column in zip(*parts, strict=True)))
     sequences = Sequences(len(expected), loaded, columns, np.zeros(len(expected), np.bool_))
 

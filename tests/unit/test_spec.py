@@ -8,7 +8,10 @@ import torch
 
 from penstock import RemoteDataset, Spec, SpecError
 from penstock.source import Source
+from penstock.spec import describe
 from penstock.whole import check_amount, check_whole
+
+DEFAULTS = {parameter["name"]: parameter["default"] for parameter in describe()}
 
 
 def test_what_a_query_leaves_out_has_its_default() -> None:
@@ -88,7 +91,7 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones() -> None:
 
 def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
     taken = inspect.signature(RemoteDataset).parameters
-    for name, default in Spec().to_dict().items():
+    for name, default in DEFAULTS.items():
         if name not in ("world_size", "offset"):  # found out, and kept in the state
             assert taken[name].default == default
 
@@ -104,14 +107,21 @@ def test_the_dataset_hands_every_parameter_on(monkeypatch: pytest.MonkeyPatch) -
     given: list[dict[str, Any]] = [
         {"batch_size": 3, "seq_len": 64, "world_size": 2, "seed": 1, "shuffle": "none", "window": 9, "split": "train"},
         {"packing": "concat", "boundaries": "documents", "loss": "all", "tail": "wrap", "skip": "1-2", "snapshot": "a+b"},
-        {"long_rows": "split", "pad": "longest", "group_by_length": 4, "mix": "a:1,b:1", "mix_stop": "all"},
+        {"long_rows": "split", "pad": "longest", "group_by_length": 4, "mix": "a:1,b:1", "mix_stop": "all", "dataset_index": 1},
         {"task": "seq2seq", "target_len": 8},
     ]
     for spec in given:
         with pytest.raises(SpecError, match="far enough"):
             RemoteDataset("host:8000", "a", **({"rank": 0, "world_size": 1} | spec))
     assert asked == [Spec(**spec) for spec in given]
-    assert {name for spec in given for name in spec} == Spec().to_dict().keys() - {"offset"}
+    assert {name for spec in given for name in spec} == DEFAULTS.keys() - {"offset"}
+
+
+def test_what_came_later_changes_no_name_of_a_spec_that_does_without() -> None:
+    assert Spec(dataset_index=0).digest == Spec().digest
+    assert Spec(dataset_index=1).digest != Spec().digest
+    assert DEFAULTS.keys() - Spec().to_dict().keys() == {"dataset_index"}
+    assert Spec.from_query(Spec(dataset_index=1).to_query().items()) == Spec(dataset_index=1)
 
 
 def test_what_makes_no_sense_together_is_refused_with_the_parameter_at_fault() -> None:

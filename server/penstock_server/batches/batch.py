@@ -112,7 +112,7 @@ def _write(tensor: Tensor, places: Places, body: memoryview, sequences: Sequence
         for out in places.frames(body):
             wire.pack_texts(list(islice(rest, size)), out)
     else:
-        of_kind = {"count": _counts, "starts": _starts, "column": _numbers}
+        of_kind = {"count": _counts, "starts": _starts, "member": _members, "column": _numbers}
         for array, own in places.parts(body, of_kind[tensor.kind](tensor, sequences)):
             array[...] = own.reshape(array.shape)
 
@@ -128,6 +128,10 @@ def _starts(tensor: Tensor, sequences: Sequences) -> Array:
     short = np.flatnonzero(lengths < tensor.longest)
     begins[short, lengths[short]] = True
     return np.packbits(begins, axis=1, bitorder="little")
+
+
+def _members(_: Tensor, sequences: Sequences) -> Array:
+    return sequences.members
 
 
 def _numbers(tensor: Tensor, sequences: Sequences) -> Array:

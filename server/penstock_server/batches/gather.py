@@ -96,7 +96,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
             substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
             indices, own = map(list, zip(*sorted(found.items()), strict=True))
         numbers = len(loaded) + places_in(np.array(indices), spans.blocks)
-        loaded += map(LoadedBlock, repeat(member), indices, own)
+        loaded += map(LoadedBlock, repeat(member), repeat(chunk.plan.members.index(member)), indices, own)
         parts.append(spans._replace(blocks=numbers))
     return Sequences(count, loaded, parts[0] if len(parts) == 1 else Spans(*in_order(parts)), substituted)
 

@@ -119,7 +119,7 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
     }
     tokenizer = sequences.member(number).snapshot.recipe.tokenizer
     for tensor in plan.tensors:
-        if tensor.kind == "column":
+        if tensor.kind in ("column", "member"):
             continue
         line = sequences.line(tensor, number)
         if tensor.kind == "tokens":
@@ -140,6 +140,7 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
         elif tensor.kind == "starts":
             facts[tensor.name] = starts = _starts(sequences, number, len(_ids(line)), tensor.longest)
             facts |= _by_document(facts["labels"], starts)
+    facts |= {tensor.name: int(sequences.members[number]) for tensor in plan.tensors if tensor.kind == "member"}
     names = [tensor.name for tensor in plan.tensors if tensor.kind == "column"]
     if names:
         columns = shown_columns(*sequences.row(number))

@@ -55,9 +55,10 @@ class Origin:
 
 @dataclass(slots=True)
 class LoadedBlock:
-    """Block `index` of a member, in memory, with the rows of the split that is asked for."""
+    """Block `index` of a member, the mixture's `number`th, in memory, with the rows of the split that is asked for."""
 
     member: Member
+    number: int
     index: int
     block: Block
 
@@ -161,6 +162,13 @@ class Sequences:
     def member(self, sequence: int) -> Member:
         """The dataset that a sequence is of."""
         return self.loaded[int(self._spans.blocks[np.searchsorted(self._spans.sequences, sequence)])].member
+
+    @property
+    def members(self) -> IntArray:
+        """The number in the mixture of the dataset that each sequence is of, shape [count]."""
+        first = np.searchsorted(self._spans.sequences, np.arange(self.count))
+        numbers: IntArray = np.array([own.number for own in self.loaded])[self._spans.blocks[first]]
+        return numbers
 
     def row(self, sequence: int) -> tuple[Block, int]:
         """The block and the row of a sequence of one row."""

@@ -26,13 +26,14 @@ class Tensor:
     count    the number of tokens, shape [batch_size]
     starts   a bit a token, the lowest of a byte first, set where a document or the padding begins, shape
              [batch_size, width / 8 rounded up]
+    member   which dataset of the mixture each sequence is of, shape [batch_size]
     column   a column that travels, shape [batch_size, *item]; texts and bytes see penstock.wire
 
     `turn` takes of the tokens only those that are no response, or only those that are; None takes all.
     """
 
     name: str
-    kind: Literal["tokens", "mask", "count", "starts", "column"]
+    kind: Literal["tokens", "mask", "count", "starts", "member", "column"]
     dtype: str
     feature: str = ""
     turn: Literal["prompt", "response"] | None = None
@@ -67,8 +68,9 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
     if spec.long_rows == "split" and len(features) > 1:
         raise BadParameter("long_rows=split cuts one stream of tokens; preference pairs have two. Use long_rows=truncate.")
     dtype = str(np.result_type(*(snapshot.token_dtype for snapshot in snapshots)))
+    members = [Tensor(name="dataset_index", kind="member", dtype="int64")] if spec.dataset_index else []
     if spec.task == "seq2seq":
-        return (*_seq2seq(snapshots, spec, dtype), *_columns(snapshots))
+        return (*_seq2seq(snapshots, spec, dtype), *members, *_columns(snapshots))
     tensors = []
     for feature in features:
         prefix = "" if feature == "tokens" else f"{feature}_"
@@ -85,7 +87,7 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
                 tensors.append(Tensor(name=name, kind="mask", dtype="uint8", feature=feature, longest=spec.seq_len))
     if spec.packing == "best_fit" or spec.boundaries == "documents":
         tensors.append(Tensor(name="document_starts", kind="starts", dtype="uint8", feature=features[0], longest=spec.seq_len))
-    return (*tensors, *(_columns(snapshots) if spec.packing == "rows" else ()))
+    return (*tensors, *members, *(_columns(snapshots) if spec.packing == "rows" else ()))
 
 
 def _seq2seq(snapshots: Sequence[Snapshot], spec: Spec, dtype: str) -> tuple[Tensor, ...]:
