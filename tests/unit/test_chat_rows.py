@@ -235,10 +235,12 @@ def test_chats_and_answers_beside_texts_are_told(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
-def test_masks_of_token_ids_are_told(folder: Folder) -> None:
+def test_masks_of_token_ids_are_told_where_they_are_none(folder: Folder) -> None:
     for name in ("completion_mask", "assistant_masks"):
         folder.write({"input_ids": [[1, 2]], name: [[0, 1]]})
-        assert f"d: {name} of its shards is not used: every id of input_ids is learned" in folder.advice()
+        assert folder.advice() == ""
+        folder.write({"input_ids": [[1, 2]], name: [[0.0, 1.0]]})
+        assert f"d: {name} of its shards is not used: a mask is a list of whole numbers, or of booleans" in folder.advice()
 
 
 def test_shards_that_are_named_after_splits_are_told(folder: Folder) -> None:
