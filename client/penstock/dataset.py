@@ -92,7 +92,7 @@ class RemoteDataset(IterableDataset[Batch]):
         skip: str | None = None,
         mix: str | Mapping[str, float] | None = None,
         mix_stop: str | None = None,
-        dataset_index: int = 0,
+        dataset_index: bool | int = False,
         snapshot: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -133,7 +133,7 @@ class RemoteDataset(IterableDataset[Batch]):
             skip=skip,
             mix=spell_mix(mix) if isinstance(mix, Mapping) else mix,
             mix_stop=mix_stop,
-            dataset_index=dataset_index,
+            dataset_index=int(dataset_index) if isinstance(dataset_index, bool) else dataset_index,
             snapshot=snapshot,
         )
         resolved = self._source.resolve(asked)

@@ -110,7 +110,7 @@ def test_the_number_of_a_dataset_is_for_people_and_plain_datasets_too(server: Se
     shown = server.json(path, dataset_index=1, batch_size=12, format="json")["sequences"]
     sources = server.json(f"{path}/provenance", batch_size=12)["sequences"]
     assert [list(SIZES)[line["dataset_index"]] for line in shown] == [line["sources"][0]["dataset"] for line in sources]
-    batch = next(iter(dataset(server, mix=None, dataset_index=1)))
+    batch = next(iter(dataset(server, mix=None, dataset_index=True)))
     assert batch["dataset_index"].tolist() == [0] * 4
     state = dataset(server).state_dict()
     dataset(server, dataset_index=1).load_state_dict(state)  # the order is the same
