@@ -73,7 +73,7 @@ def _of_padding(spec: Spec, rows: Sequence[int], batch: Batch) -> str | None:
     padding = 1 - sum(min(row, spec.seq_len) for row in rows) / max(len(rows) * spec.seq_len, 1)
     if spec.pad != "seq_len" or not rows or padding <= _PADDING_SHARE:
         return None
-    may_pack = batch.keys() <= {"input_ids", "attention_mask", "labels"}  # columns go with rows alone
+    may_pack = batch.keys() <= {"input_ids", "attention_mask", "labels", "dataset_index"}  # columns go with rows alone
     or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
     return (
         f"{int(100 * padding)}% of the tokens of a batch are padding: the epoch's first {counted(len(rows), 'row')} have "

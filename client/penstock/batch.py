@@ -10,7 +10,7 @@ PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label
 # What a column must not be called: what travels, and what is made of it.
 TENSOR_NAMES = {
     *(side + name for side in SIDES for name in (*PARTS, "attention_mask", "position_ids")),
-    *("document_starts", "cu_seqlens", "dataset_index"),
+    *("document_starts", "cu_seqlens"),
 }
 
 

@@ -158,6 +158,12 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._source.dataset
 
     @property
+    def datasets(self) -> tuple[str, ...]:
+        """The datasets that batches are of, in the order in which dataset_index counts them: that of the alphabet."""
+        mix = self.spec.mixed()
+        return mix.datasets if mix else (self.dataset,)
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next iteration gives."""
         return self._progress.epoch

@@ -96,7 +96,9 @@ class Spec:
         ("first", "all", "never"),
         "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
     )
-    dataset_index: int = _count(0, 0, 1, "1: a tensor of this name has of each sequence the number of its dataset in the mix")
+    dataset_index: int = _count(
+        0, 0, 1, "1: a tensor of this name has of each sequence the number of its dataset, by the alphabet"
+    )
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
 
     def __post_init__(self) -> None:

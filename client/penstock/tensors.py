@@ -42,7 +42,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     position_ids    [batch_size, width], from 0 in each document and in the padding, where boundaries travel (best_fit)
     cu_seqlens      int32 [documents and paddings + 1]: where each begins in the flattened batch, then the size of that
 
-    dataset_index   [batch_size], with dataset_index=1: the number of the dataset in the mix
+    dataset_index   [batch_size], with dataset_index=1: of which of RemoteDataset.datasets each sequence is
 
     Preference pairs have the first three twice, as chosen_input_ids, rejected_input_ids, ... Columns that travel keep their
     names and values: tensors [batch_size, ...], and lists of str or bytes. Torch cannot calculate with uint16 and uint32, so

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from penstock import RemoteDataset, SnapshotGone, SpecError, StateMismatch
 from penstock.audit import audit
 from penstock.audit.compare import compare
 from penstock.ledger.names import find_ledgers
-from penstock.mix import parse_mix
 from serving import Server
 
 SIZES = {"few": 50, "many": 210, "some": 120}
@@ -32,6 +32,9 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         rows = [[1000 * number + row, number] for row in range(size)]
         write_shards(data / name, "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=32)
     write_numbered(data / "other", 40)
+    (data / "counted").mkdir()
+    pq.write_table(pa.table({"tokens": [[1, 2]] * 9, "dataset_index": [7] * 9}), data / "counted" / "part-000.parquet")
+    (data / "counted" / "penstock.toml").write_text('columns = ["dataset_index"]')
     (data / "blend").mkdir()
     (data / "blend" / "penstock.toml").write_text(f'mix = "{MIX}"\nmix_stop = "all"')
     (data / "stray").mkdir()
@@ -91,8 +94,9 @@ def test_weights_are_exact_on_every_prefix_and_datasets_go_round_evenly(server: 
 @pytest.mark.parametrize("spec", [{}, {"packing": "concat"}, {"packing": "best_fit"}, {"split": "train", "batch_size": 5}])
 @pytest.mark.parametrize("mix", [MIX, "some:1,few:2;many:1,some:1@24"])
 def test_each_sequence_tells_its_dataset(server: Server, spec: dict[str, Any], mix: str) -> None:
-    names, seen = list(parse_mix(mix).datasets), set()
+    names, seen = ["few", "many", "some"], set()
     plain, told = (dataset(server, mix=mix, shuffle="global", dataset_index=n, **spec) for n in (0, 1))
+    assert list(told.datasets) == names
     for without, batch in zip(plain, told, strict=True):
         index = batch.pop("dataset_index")
         assert (index.dtype, index.shape) == (torch.int64, batch["input_ids"].shape[:1])
@@ -110,8 +114,11 @@ def test_the_number_of_a_dataset_is_for_people_and_plain_datasets_too(server: Se
     shown = server.json(path, dataset_index=1, batch_size=12, format="json")["sequences"]
     sources = server.json(f"{path}/provenance", batch_size=12)["sequences"]
     assert [list(SIZES)[line["dataset_index"]] for line in shown] == [line["sources"][0]["dataset"] for line in sources]
-    batch = next(iter(dataset(server, mix=None, dataset_index=True)))
-    assert batch["dataset_index"].tolist() == [0] * 4
+    alone = dataset(server, mix=None, dataset_index=True)
+    assert (next(iter(alone))["dataset_index"].tolist(), alone.datasets) == ([0] * 4, ("many",))
+    assert next(iter(dataset(server, name="counted", mix=None)))["dataset_index"].tolist() == [7] * 4
+    with pytest.raises(SpecError, match="a column of that name travels. Rename the column"):
+        dataset(server, name="counted", mix=None, dataset_index=True)
     state = dataset(server).state_dict()
     dataset(server, dataset_index=1).load_state_dict(state)  # the order is the same
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_an_id_tells_the_documents(tmp_path: Path, documents: list[list[int]], e
     if is_cut:
         rows = [*rows[:-1], rows[-1][:-1]] if ends else [rows[0][1:], *rows[1:]]
     ids = np.array([token for row in rows for token in row], "<u2")
-    if len(ids):
+    if EOT in ids:
         ids.tofile(tmp_path / "train.bin")
         told = Documents(type="uint16", end=EOT) if ends else Documents(type="uint16", start=EOT)
         assert rows_of(tmp_path / "out", tmp_path / "train.bin", documents=told) == [row for row in rows if row]
@@ -61,7 +62,7 @@ def test_an_id_tells_the_documents(tmp_path: Path, documents: list[list[int]], e
 @pytest.mark.parametrize(("magic", "type_"), [(20240520, "<u2"), (20240801, "<u4")])
 def test_a_header_tells_the_type(tmp_path: Path, magic: int, type_: str) -> None:
     header = np.zeros(256, "<i4")
-    header[:3] = magic, 1, 5
+    header[:3] = magic, 7 if type_ == "<u4" else 1, 5
     (tmp_path / "shard.bin").write_bytes(header.tobytes() + np.array([99, 1, 2, 99, 3], type_).tobytes())
     assert rows_of(tmp_path / "out", tmp_path / "shard.bin", documents=Documents(start=EOT)) == [[99, 1, 2], [99, 3]]
     (tmp_path / "shard.bin").write_bytes((tmp_path / "shard.bin").read_bytes()[: -int(type_[-1])])
@@ -69,7 +70,14 @@ def test_a_header_tells_the_type(tmp_path: Path, magic: int, type_: str) -> None
         rows_of(tmp_path / "out", tmp_path / "shard.bin", documents=Documents(start=EOT))
 
 
-@pytest.mark.parametrize("type_", ["uint16", "int32", "uint32", "int64"])
+@pytest.mark.parametrize(("magic", "version"), [(20240520, 2), (20240801, 1), (20240522, 1)])
+def test_other_files_of_such_a_header_are_no_documents(tmp_path: Path, magic: int, version: int) -> None:
+    (tmp_path / "questions.bin").write_bytes(np.array([magic, version, *[0] * 300], "<i4").tobytes())
+    with pytest.raises(ImportRefused, match=f"its header is llm.c's, but of format {magic}, version {version}, which"):
+        rows_of(tmp_path / "out", tmp_path / "questions.bin", documents=Documents(type="uint16", start=0))
+
+
+@pytest.mark.parametrize("type_", ["uint16", "int32", "uint32", "int64", ">u2", ">i4"])
 def test_an_array_tells_its_type(tmp_path: Path, type_: str) -> None:
     np.save(tmp_path / "shard.npy", np.array([1, 99, 2, 3, 99], type_))
     assert rows_of(tmp_path / "out", tmp_path / "shard.npy", documents=Documents(end=EOT)) == [[1, 99], [2, 3, 99]]
@@ -141,6 +149,8 @@ def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert "nothing tells the type of its ids; name it, as in --ids uint16" in refusal("train.bin", end=EOT)
     assert "name the id: --document-end 50256, or --document-start 50256" in refusal("train.bin", type="uint16")
+    assert "of its 25 ids none is 49. Name the id that ends a document" in refusal("train.bin", type="uint32", end=49)
+    assert "of its 50 ids none is 70000." in refusal("train.bin", type="uint16", start=70_000)
     monkeypatch.setattr(token_files, "_STEP", 8)
     monkeypatch.setattr(token_files, "_LONGEST", 20)
     assert "of 24 ids from number 0 on none is 99: no document is that long" in refusal("train.bin", type="uint16", end=EOT)
@@ -148,3 +158,48 @@ def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert "it is an array of int32 of shape (2, 2), not of whole numbers in a row" in refusal("square.npy", end=EOT)
     (tmp_path / "corpus.idx").write_bytes(b"")
     assert f"Name the file of ids beside it, {tmp_path / 'corpus.bin'}" in refusal("corpus.idx")
+
+
+def test_what_is_no_array_of_ids_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "times.npy", np.zeros(3, "timedelta64[s]"))
+    header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (99999999999999999999999,)}\n"
+    for name, damaged in (("huge", header), ("open", b"{'descr': (((\n")):
+        (tmp_path / f"{name}.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(damaged)) + damaged)
+    for name, message in (
+        ("times", "it is an array of timedelta64"),
+        ("huge", "its header is"),
+        ("open", "cannot be imported"),
+    ):
+        with pytest.raises(ImportRefused, match=message):
+            rows_of(tmp_path / "out", tmp_path / f"{name}.npy", documents=Documents(end=EOT))
+
+
+def test_a_file_without_a_document_is_none_beside_others(tmp_path: Path) -> None:
+    files = [write_indexed(tmp_path / "none.bin", []), write_indexed(tmp_path / "some.bin", [[[1]]])]
+    files.append(write_indexed(tmp_path / "empty.bin", [[[]], []]))
+    np.save(tmp_path / "empty.npy", np.zeros(0, "uint16"))
+    (tmp_path / "nothing.bin").write_bytes(b"")
+    files += [tmp_path / "empty.npy", tmp_path / "nothing.bin"]
+    assert rows_of(tmp_path / "out", *files, documents=Documents(type="uint16", end=EOT)) == [[1]]
+
+
+def test_an_index_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    told = Documents(type="uint16", end=EOT)
+    for name in ("folder", "away"):
+        np.array([1, EOT], "<u2").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "folder.idx").mkdir()
+    (tmp_path / "away.idx").symlink_to(tmp_path / "gone")
+    for name, reason in (("folder", "Is a directory"), ("away", "No such file or directory")):
+        with pytest.raises(ImportRefused, match=f"{name}.idx beside it cannot be read: {reason}"):
+            rows_of(tmp_path / "out", tmp_path / f"{name}.bin", documents=told)
+    write_indexed(tmp_path / "UPPER.BIN", [[[1], [2]]])
+    (tmp_path / "UPPER.idx").rename(tmp_path / "UPPER.IDX")
+    assert rows_of(tmp_path / "out", tmp_path / "UPPER.BIN") == [[1, 2]]
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_a_border_beyond_the_last_sequence_is_refused_in_any_portion(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "corpus.bin", [[[n]] for n in range(6)])
+    broken(tmp_path / "corpus.idx", 34 + 6 * 12 + 2 * 8, 10**6, "<i8")
+    with pytest.raises(ImportRefused, match="or of more sequences than it has"):
+        rows_of(tmp_path / "out", tmp_path / "corpus.bin")

@@ -131,7 +131,7 @@ def _starts(tensor: Tensor, sequences: Sequences) -> Array:
 
 
 def _members(_: Tensor, sequences: Sequences) -> Array:
-    return sequences.members
+    return sequences.member_numbers
 
 
 def _numbers(tensor: Tensor, sequences: Sequences) -> Array:

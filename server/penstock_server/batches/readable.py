@@ -140,7 +140,7 @@ def _sequence(plan: Plan, sequences: Sequences, number: int) -> dict[str, Any]:
         elif tensor.kind == "starts":
             facts[tensor.name] = starts = _starts(sequences, number, len(_ids(line)), tensor.longest)
             facts |= _by_document(facts["labels"], starts)
-    facts |= {tensor.name: int(sequences.members[number]) for tensor in plan.tensors if tensor.kind == "member"}
+    facts |= {tensor.name: int(sequences.member_numbers[number]) for tensor in plan.tensors if tensor.kind == "member"}
     names = [tensor.name for tensor in plan.tensors if tensor.kind == "column"]
     if names:
         columns = shown_columns(*sequences.row(number))

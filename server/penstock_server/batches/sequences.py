@@ -163,8 +163,8 @@ class Sequences:
         """The dataset that a sequence is of."""
         return self.loaded[int(self._spans.blocks[np.searchsorted(self._spans.sequences, sequence)])].member
 
-    @property
-    def members(self) -> IntArray:
+    @cached_property
+    def member_numbers(self) -> IntArray:
         """The number in the mixture of the dataset that each sequence is of, shape [count]."""
         first = np.searchsorted(self._spans.sequences, np.arange(self.count))
         numbers: IntArray = np.array([own.number for own in self.loaded])[self._spans.blocks[first]]

@@ -69,6 +69,8 @@ def tensors_of(snapshots: Sequence[Snapshot], spec: Spec) -> tuple[Tensor, ...]:
         raise BadParameter("long_rows=split cuts one stream of tokens; preference pairs have two. Use long_rows=truncate.")
     dtype = str(np.result_type(*(snapshot.token_dtype for snapshot in snapshots)))
     members = [Tensor(name="dataset_index", kind="member", dtype="int64")] if spec.dataset_index else []
+    if members and any(column.name == "dataset_index" for recipe in recipes for column in recipe.columns):
+        raise BadParameter("dataset_index=1 makes a tensor of that name, but a column of that name travels. Rename the column.")
     if spec.task == "seq2seq":
         return (*_seq2seq(snapshots, spec, dtype), *members, *_columns(snapshots))
     tensors = []

@@ -28,7 +28,7 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
     yield f"  {recipe}"
     facts = describe_dataset(served)
     yield f"  {_sizes(facts)}"
-    if facts["row_tokens"]:
+    if facts["row_tokens"] and facts["tokens"]:
         yield f"  {row_tokens_told(facts['row_tokens'])}"
     for row in rows[: max(1, served.snapshot.num_rows - rows.start)]:
         yield from _row(show_row(served, row), terminal, num_lines)

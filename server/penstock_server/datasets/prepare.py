@@ -29,7 +29,8 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
         f"{served.name}: {counted(rows, 'row')}, {counted(tokens, 'token')}, {counted(bad, 'bad row')}; "
         f"{held_out} in split=validation"
     )
-    yield f"{served.name}: {row_tokens_told(row_tokens(lengths))}"
+    if tokens:
+        yield f"{served.name}: {row_tokens_told(row_tokens(lengths))}"
     if not rows:
         raise BadParameter(f"{served.name} has no row that its filter keeps. Mend that in penstock.toml, or the data.")
     served.index.row_lengths("all")

@@ -108,7 +108,8 @@ class Import:
         if ending in _TOKENS and not compressed:
             return TokenFile(path, self.columns, self.documents)
         if ending == ".idx":
-            return f"{path} is an index. Name the file of ids beside it, {path.with_suffix('.bin')}."
+            ids = path.with_suffix(".bin" if path.suffix == ".idx" else ".BIN")
+            return f"{path} is an index. Name the file of ids beside it, {ids}."
         return (
             f"{path}: its ending is not one that is read: {', '.join([*_DELIMITERS, *_JSON])} (also "
             f"with {' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET + _TOKENS)}. Rename the file if it holds one of these; "

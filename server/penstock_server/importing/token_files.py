@@ -8,9 +8,11 @@ train.bin                nanoGPT, OLMo: ids alone, of a type that somebody must 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -25,13 +27,15 @@ COLUMN = "tokens"
 
 _INDEX_MAGIC, _INDEX_HEADER_BYTES = b"MMIDIDX\0\0", 34
 _INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no whole numbers
-_HEADERS = {20240520: "<u2", 20240801: "<u4"}  # by the first number of llm.c's header
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by the first numbers of llm.c's header, a format and its version
+_FORMATS = {20240520, 20240522, 20240801}  # the second is of questions for an evaluation
 _HEADER_BYTES = 1024
 _NUMPY_MAGIC = b"\x93NUMPY"
 _STEP = 1 << 20  # ids that are looked at at a time
 _MOST_DOCUMENTS = 1 << 16  # likewise
 _LONGEST = 1 << 26  # ids of a document; with more between two of them, the id that is looked for is another
 
+_NAME = "Name the id that ends a document, or begins one, and the type that ids have"
 _ADVICE = "Mend the file, or what is said of it"
 
 _Ids = npt.NDArray[np.integer[Any]]
@@ -83,8 +87,9 @@ class TokenFile:
 
     @property
     def _index(self) -> Path | None:
-        index = self.path.with_suffix(".idx")
-        return index if self.path.suffix.lower() == ".bin" and index.exists() else None
+        endings = {".bin": ".idx", ".BIN": ".IDX"}
+        index = self.path.with_suffix(endings.get(self.path.suffix, ".idx"))
+        return index if self.path.suffix in endings and os.path.lexists(index) else None
 
     def _ids(self) -> _Ids:
         """All ids of the file. Raises ValueError: it is not what it says, or nothing says of what type they are."""
@@ -93,13 +98,15 @@ class TokenFile:
         with self.path.open("rb") as file:
             begin = file.read(12)
         if begin.startswith(_NUMPY_MAGIC):
-            array: _Ids = np.load(self.path, mmap_mode="r", allow_pickle=False)
-            if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            array = _loaded(self.path)
+            if array.ndim != 1 or array.dtype.kind not in "iu":
                 raise ValueError(f"it is an array of {array.dtype} of shape {array.shape}, not of whole numbers in a row")
             return array
-        magic, _, count = np.frombuffer(begin.ljust(12, b"\0"), "<i4").tolist()
-        if magic in _HEADERS:
-            ids = _mapped(self.path, _HEADERS[magic], _HEADER_BYTES)
+        magic, version, count = np.frombuffer(begin.ljust(12, b"\0"), "<i4").tolist()
+        if magic in _FORMATS:
+            if (magic, version) not in _HEADERS:
+                raise ValueError(f"its header is llm.c's, but of format {magic}, version {version}, which is not read")
+            ids = _mapped(self.path, _HEADERS[magic, version], _HEADER_BYTES)
             if len(ids) != count:
                 raise ValueError(f"its header tells of {count:,} ids, but there are {len(ids):,}")
             return ids
@@ -110,13 +117,22 @@ class TokenFile:
 
 def _mapped(path: Path, type_: npt.DTypeLike, offset: int = 0) -> _Ids:
     size, dtype = path.stat().st_size - offset, np.dtype(type_)
-    if size <= 0 or size % dtype.itemsize:
+    if size < 0 or size % dtype.itemsize:
         raise ValueError(f"its {size:,} bytes of ids are no whole number of {dtype.name}")
-    return np.memmap(path, dtype, "r", offset)
+    return np.memmap(path, dtype, "r", offset) if size else np.zeros(0, dtype)  # nothing cannot be mapped
+
+
+def _loaded(path: Path) -> _Ids:
+    try:
+        array: _Ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OverflowError, TokenError) as error:  # what numpy makes of some damaged headers
+        raise ValueError(f"its header is damaged: {error}") from error
+    return array
 
 
 def _table(ids: _Ids, lengths: IntArray) -> pa.Table:
-    lists = pa.LargeListArray.from_arrays(pa.array(starts_of(lengths)), pa.array(ids))
+    native = ids.astype(ids.dtype.newbyteorder("="), copy=False)
+    lists = pa.LargeListArray.from_arrays(pa.array(starts_of(lengths)), pa.array(native))
     return pa.table({COLUMN: lists})
 
 
@@ -124,23 +140,27 @@ def _separated(ids: _Ids, documents: Documents) -> Iterator[IntArray]:
     if (documents.start is None) == (documents.end is None):
         raise ValueError("nothing tells where its documents end; name the id: --document-end 50256, or --document-start 50256")
     border, behind = (documents.start, 0) if documents.end is None else (documents.end, 1)
-    first = 0  # of the document that has not ended yet
+    first, is_there = 0, False  # the first id of the document that has not ended yet; whether the border is anywhere
     for begin in range(0, len(ids), _STEP):
         stops = begin + behind + np.flatnonzero(ids[begin : begin + _STEP] == border)
+        is_there |= len(stops) > 0
         lengths = np.diff(stops[stops > first], prepend=first)
         yield lengths
         first += int(lengths.sum())
         if begin - first > _LONGEST:
-            raise ValueError(
-                f"of {begin - first:,} ids from number {first:,} on none is {border}: no document is that long. Name the id "
-                f"that ends one, or begins one, and the type that ids have"
-            )
+            told = f"of {begin - first:,} ids from number {first:,} on none is {border}: no document is that long"
+            raise ValueError(f"{told}. {_NAME}")
+    if len(ids) and not is_there:
+        raise ValueError(f"of its {len(ids):,} ids none is {border}. {_NAME}")
     yield np.array([len(ids) - first])
 
 
 def _type_in(index: Path) -> str:
-    with index.open("rb") as file:
-        header = file.read(_INDEX_HEADER_BYTES)
+    try:
+        with index.open("rb") as file:
+            header = file.read(_INDEX_HEADER_BYTES)
+    except OSError as error:
+        raise ValueError(f"{index.name} beside it cannot be read: {error.strerror}") from error
     if not header.startswith(_INDEX_MAGIC) or len(header) < _INDEX_HEADER_BYTES:
         raise ValueError(
             f"{index.name} beside it is no index of Megatron's. Without it, name the type of ids and what ends documents"
@@ -162,7 +182,9 @@ def _indexed(path: Path, ids: _Ids) -> Iterator[IntArray]:
     if size not in (wanted, wanted + num_sequences):  # behind it may stand of which kind each sequence is
         raise ValueError(f"{path.name} has {size:,} bytes, not the {wanted:,} that its header tells of")
     if not (num_sequences and num_borders):
-        raise ValueError(f"{path.name} tells of no document")
+        if len(ids):
+            raise ValueError(f"{path.name} tells of no document, but there are {len(ids):,} ids")
+        return
     at = _INDEX_HEADER_BYTES
     lengths = np.memmap(path, "<i4", "r", at, (num_sequences,))
     begins = np.memmap(path, "<i8", "r", at + 4 * num_sequences, (num_sequences,))
@@ -175,8 +197,8 @@ def _indexed(path: Path, ids: _Ids) -> Iterator[IntArray]:
     for first in range(0, num_borders - 1, _MOST_DOCUMENTS):
         own = np.array(borders[first : first + _MOST_DOCUMENTS + 1])
         sizes = lengths[own[0] : own[-1]].astype(np.int64)
-        if (np.diff(own) < 0).any() or (sizes < 0).any():
-            raise ValueError(f"{path.name} is damaged: it tells of lengths below 0")
+        if (np.diff(own) < 0).any() or own[-1] > num_sequences or (sizes < 0).any():
+            raise ValueError(f"{path.name} is damaged: it tells of lengths below 0, or of more sequences than it has")
         sequences = starts_of(sizes)
         if (begins[own[0] : own[-1]] != (done + sequences[:-1]) * ids.itemsize).any():
             raise ValueError(f"{path.name} tells of sequences that do not lie end to end")
