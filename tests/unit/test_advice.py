@@ -64,9 +64,11 @@ def test_rows_that_are_mostly_cut_or_padded_are_told_of(spec: dict[str, Any], le
     assert [text[: len(expected)] for text, expected in zip(said, told, strict=True)] == told
 
 
-def test_pairs_are_not_told_to_be_packed() -> None:
-    of_pairs, of_rows = (said_of([{name: LEARNED}] * 2, [9] * 9, seq_len=100) for name in ("chosen_labels", "labels"))
-    assert ["best_fit" in text for text in (*of_pairs, *of_rows)] == [False, True]
+def test_what_cannot_be_packed_is_not_told_to_be() -> None:
+    more = {"chosen_labels": False, "labels": True, "dataset_index": True, "score": False}
+    for name, may_pack in more.items():
+        [text] = said_of([{"labels": LEARNED, name: LEARNED}] * 2, [9] * 9, seq_len=100)
+        assert ("best_fit" in text) == may_pack, name
 
 
 def test_nothing_is_learned_where_no_side_has_a_label_in_one_of_the_first_batches() -> None:
