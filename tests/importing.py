@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from penstock_server.importing.rows import Kind
 from penstock_server.importing.run import Import
 from penstock_server.importing.shards import Shape
-from penstock_server.importing.token_files import Documents
+from penstock_server.importing.token_formats import Documents
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -73,6 +73,15 @@ def write_indexed(
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, ID_CODES[type_], len(lengths), len(borders))
     parts = [lengths, begins.astype("<i8"), borders, *([np.zeros(len(lengths), "i1")] if modes else [])]
     path.with_suffix(".idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    return path
+
+
+def write_datatrove(path: Path, documents: Sequence[Sequence[int]], type_: str = "uint16", loss: Sequence[int] = ()) -> Path:
+    """As datatrove's DocumentTokenizer writes documents: ids end to end, where each document ends, and the mask of a loss."""
+    np.array([token for document in documents for token in document], f"<{np.dtype(type_).str[1:]}").tofile(path)
+    np.cumsum([len(document) for document in documents], dtype="<u8").tofile(f"{path}.index")
+    if loss:
+        np.array(loss, np.bool_).tofile(f"{path}.loss")
     return path
 
 

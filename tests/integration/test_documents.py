@@ -20,7 +20,7 @@ import pytest
 
 from commands import penstock
 from corpora import write_text
-from importing import read_back, write_indexed
+from importing import read_back, write_datatrove, write_indexed
 from penstock.spec import describe
 from penstock.stats import Stats
 from penstock_server.recipes import declaration
@@ -100,11 +100,12 @@ def test_the_lines_that_import_make_what_can_be_served(sample: Path, serve: Call
 
 def importing_ids() -> list[str]:
     """The lines that import files of token ids."""
-    return [line for line in shell_lines() if re.match(r"penstock import \S+\.bin ", line)]
+    return [line for line in shell_lines() if re.match(r"penstock import \S+\.(bin|ds) ", line)]
 
 
 def test_the_lines_that_import_token_ids_make_documents_of_them(tmp_path: Path) -> None:
     write_indexed(tmp_path / "corpus_text_document.bin", [[[1, 2]], [[3]]])
+    write_datatrove(tmp_path / "00000_shuffled.ds", [[4, 5], [6]])
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, 4
     for name, ids in (("fineweb_0.bin", [50256, 1, 50256, 2]), ("fineweb_1.bin", [50256, 3, 3, 3])):
@@ -115,7 +116,7 @@ def test_the_lines_that_import_token_ids_make_documents_of_them(tmp_path: Path) 
         run = f'penstock() {{ {shlex.quote(sys.executable)} -m penstock.cli "$@"; }}; {line}'
         subprocess.run(["bash", "-c", run], cwd=tmp_path, check=True)
         rows.append(read_back(tmp_path / line.split()[-2 - 2 * line.count("--") + 1])["tokens"].to_pylist())
-    assert rows == [[[1, 2], [3]], [[50256, 1], [50256, 2], [50256, 3, 3, 3]], [[1, 50256], [2, 3, 50256]]]
+    assert rows == [[[1, 2], [3]], [[4, 5], [6]], [[50256, 1], [50256, 2], [50256, 3, 3, 3]], [[1, 50256], [2, 3, 50256]]]
 
 
 def downloading() -> list[str]:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from importing import ID_CODES, imported, shards_in, write_indexed
-from penstock_server.importing import token_files
+from importing import ID_CODES, imported, shards_in, write_datatrove, write_indexed
+from penstock_server.importing import token_formats
 from penstock_server.importing.shards import Shape
 from penstock_server.importing.source import ImportRefused
-from penstock_server.importing.token_files import Documents
+from penstock_server.importing.token_formats import Documents
 
 EOT = 99
 IDS = st.lists(st.integers(0, 98), max_size=5)
@@ -31,8 +31,8 @@ def rows_of(folder: Path, *files: Path, documents: Documents | None = None, shap
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "_STEP", 3)
-    monkeypatch.setattr(token_files, "_MOST_DOCUMENTS", 2)
+    monkeypatch.setattr(token_formats, "_STEP", 3)
+    monkeypatch.setattr(token_formats, "_MOST_DOCUMENTS", 2)
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -42,6 +42,39 @@ def test_an_index_tells_the_documents(tmp_path: Path, documents: list[list[list[
     rows = [row for document in documents if (row := [token for sequence in document for token in sequence])]
     if rows:
         assert rows_of(tmp_path / "out", write_indexed(tmp_path / "corpus.bin", documents, type_, modes=modes)) == rows
+
+
+@pytest.mark.usefixtures("small_steps")
+@files
+@given(st.lists(IDS, min_size=1, max_size=8), st.sampled_from(["uint16", "uint32"]), st.booleans())
+def test_datatroves_index_tells_where_documents_end(
+    tmp_path: Path, documents: list[list[int]], type_: str, is_masked: bool
+) -> None:
+    rows = [document for document in documents if document]
+    loss = [token % 2 for row in rows for token in row] if is_masked else []
+    for path in tmp_path.glob("*.loss"):
+        path.unlink()
+    if rows:
+        table = imported(tmp_path / "out", write_datatrove(tmp_path / "web.ds", documents, type_, loss), overwrite=True)
+        assert table["tokens"].to_pylist() == rows
+        assert table.schema.names == ["tokens", "loss_mask"][: 1 + is_masked]
+        if is_masked:
+            assert table["loss_mask"].to_pylist() == [[token % 2 for token in row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("ends", "loss", "message"),
+    [
+        ([2, 1, 4], None, "web.ds.index is damaged: a document ends before it begins"),
+        ([2, 5], None, "web.ds.index tells of 5 ids, and 8 bytes are no such ids of two bytes or of four"),
+        ([2, 4], [1, 1, 1], "web.ds.loss tells of 3 ids, but there are 4"),
+    ],
+)
+def test_what_datatrove_did_not_write_is_refused(tmp_path: Path, ends: list[int], loss: list[int] | None, message: str) -> None:
+    write_datatrove(tmp_path / "web.ds", [[1, 2], [3, 4]], loss=loss or ())
+    np.array(ends, "<u8").tofile(tmp_path / "web.ds.index")
+    with pytest.raises(ImportRefused, match=message):
+        rows_of(tmp_path / "out", tmp_path / "web.ds")
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -151,8 +184,8 @@ def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert "name the id: --document-end 50256, or --document-start 50256" in refusal("train.bin", type="uint16")
     assert "of its 25 ids none is 49. Name the id that ends a document" in refusal("train.bin", type="uint32", end=49)
     assert "of its 50 ids none is 70000." in refusal("train.bin", type="uint16", start=70_000)
-    monkeypatch.setattr(token_files, "_STEP", 8)
-    monkeypatch.setattr(token_files, "_LONGEST", 20)
+    monkeypatch.setattr(token_formats, "_STEP", 8)
+    monkeypatch.setattr(token_formats, "_LONGEST", 20)
     assert "of 24 ids from number 0 on none is 99: no document is that long" in refusal("train.bin", type="uint16", end=EOT)
     np.save(tmp_path / "square.npy", np.zeros((2, 2), "int32"))
     assert "it is an array of int32 of shape (2, 2), not of whole numbers in a row" in refusal("square.npy", end=EOT)

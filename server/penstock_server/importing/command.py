@@ -27,7 +27,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="turn CSV, JSON lines, Arrow, Parquet or files of token ids into shards",
         description="Writes the rows of all FILEs, in their order, as Parquet shards of one schema into OUT_DIR. A file's "
         "format follows from its ending: .csv, .tsv, .jsonl, .ndjson, .json (an object a line), each also with .gz or .zst; "
-        ".arrow, .feather, .ipc, .parquet; .bin, .npy (token ids: of Megatron-LM with its .idx, of llm.c, of nanoGPT).",
+        ".arrow, .feather, .ipc, .parquet; .bin, .npy, .ds (token ids: of Megatron-LM, llm.c, nanoGPT, datatrove).",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
     parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder of the dataset")
@@ -78,7 +78,7 @@ def _import(arguments: argparse.Namespace) -> int:
     from penstock_server.importing.run import Import
     from penstock_server.importing.shards import Shape
     from penstock_server.importing.source import ImportRefused
-    from penstock_server.importing.token_files import Documents
+    from penstock_server.importing.token_formats import Documents
 
     shard_bytes = byte_count(arguments.shard_bytes)
     if shard_bytes is None or shard_bytes < _LEAST_SHARD_BYTES:

@@ -24,13 +24,14 @@ from penstock_server.importing.rows import Kind
 from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
 from penstock_server.importing.source import Advance, ImportRefused, Source, Survey
 from penstock_server.importing.stream import CODECS
-from penstock_server.importing.token_files import Documents, TokenFile
+from penstock_server.importing.token_files import TokenFile
+from penstock_server.importing.token_formats import Documents
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".jsonl", ".ndjson", ".json")
 _ARROW = (".arrow", ".feather", ".ipc")
 _PARQUET = (".parquet",)
-_TOKENS = (".bin", ".npy")
+_TOKENS = (".bin", ".npy", ".ds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

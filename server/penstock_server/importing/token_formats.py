@@ -1,0 +1,215 @@
+"""The formats of files of token ids: documents end to end, told apart by an index beside the file or by an id.
+
+corpus.bin, corpus.idx   Megatron-LM and NeMo: the index has the type, and where documents lie
+web.ds, web.ds.index     datatrove and nanotron: the index has where documents end; web.ds.loss, if it is there, what is learned
+shard_000.bin            llm.c and modded-nanogpt: a header has the type and the number of ids
+shard_000.npy            an array of numpy's, of one dimension
+train.bin                nanoGPT, OLMo: ids alone, of a type that somebody must know
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock_server.geometry.arrays import IntArray, starts_of
+
+_INDEX_MAGIC, _INDEX_HEADER_BYTES = b"MMIDIDX\0\0", 34
+_INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no whole numbers
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by the first numbers of llm.c's header, a format and its version
+_FORMATS = {20240520, 20240522, 20240801}  # the second is of questions for an evaluation
+_HEADER_BYTES = 1024
+_NUMPY_MAGIC = b"\x93NUMPY"
+_STEP = 1 << 20  # ids that are looked at at a time
+_MOST_DOCUMENTS = 1 << 16  # likewise
+_LONGEST = 1 << 26  # ids of a document; with more between two of them, the id that is looked for is another
+
+_NAME = "Name the id that ends a document, or begins one, and the type that ids have"
+
+Array = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """What files without an index do not tell: the type of ids, where no header has it, and the id at each document's border.
+
+    That id belongs to the document that it begins, `start`, or ends, `end`.
+    """
+
+    type: str | None = None
+    start: int | None = None
+    end: int | None = None
+
+
+class Found(NamedTuple):
+    """All ids of a file, how many each document has, some thousand documents at a time, and which ids are learned, if it tells.
+
+    What is wrong with the lengths is raised as they are taken, as ValueError.
+    """
+
+    ids: Array
+    lengths: Iterator[IntArray]
+    learned: Array | None = None
+
+
+def find_documents(path: Path, documents: Documents) -> Found:
+    """What a file holds, by its ending, by what lies beside it, and by its first bytes.
+
+    Raises ValueError: it is not what it says, or nothing tells the type of its ids. Raises OSError.
+    """
+    endings = {".bin": ".idx", ".BIN": ".IDX"}
+    if path.suffix in endings and os.path.lexists(index := path.with_suffix(endings[path.suffix])):
+        ids = _mapped(path, _type_in(index))
+        return Found(ids, _indexed(index, ids))
+    if path.suffix == ".ds" and os.path.lexists(index := path.with_name(f"{path.name}.index")):
+        return _of_datatrove(path, index)
+    ids = _ids(path, documents.type)
+    return Found(ids, _separated(ids, documents))
+
+
+def _ids(path: Path, type_: str | None) -> Array:
+    with path.open("rb") as file:
+        begin = file.read(12)
+    if begin.startswith(_NUMPY_MAGIC):
+        array = _loaded(path)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"it is an array of {array.dtype} of shape {array.shape}, not of whole numbers in a row")
+        return array
+    magic, version, count = np.frombuffer(begin.ljust(12, b"\0"), "<i4").tolist()
+    if magic in _FORMATS:
+        if (magic, version) not in _HEADERS:
+            raise ValueError(f"its header is llm.c's, but of format {magic}, version {version}, which is not read")
+        ids = _mapped(path, _HEADERS[magic, version], _HEADER_BYTES)
+        if len(ids) != count:
+            raise ValueError(f"its header tells of {count:,} ids, but there are {len(ids):,}")
+        return ids
+    if type_ is None:
+        raise ValueError("nothing tells the type of its ids; name it, as in --ids uint16")
+    return _mapped(path, np.dtype(type_).newbyteorder("<"))
+
+
+def _mapped(path: Path, type_: npt.DTypeLike, offset: int = 0) -> Array:
+    size, dtype = path.stat().st_size - offset, np.dtype(type_)
+    if size < 0 or size % dtype.itemsize:
+        raise ValueError(f"its {size:,} bytes of ids are no whole number of {dtype.name}")
+    return np.memmap(path, dtype, "r", offset) if size else np.zeros(0, dtype)  # nothing cannot be mapped
+
+
+def _loaded(path: Path) -> Array:
+    try:
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OverflowError, TokenError) as error:  # what numpy makes of some damaged headers
+        raise ValueError(f"its header is damaged: {error}") from error
+    return array
+
+
+def _separated(ids: Array, documents: Documents) -> Iterator[IntArray]:
+    if (documents.start is None) == (documents.end is None):
+        raise ValueError("nothing tells where its documents end; name the id: --document-end 50256, or --document-start 50256")
+    border, behind = (documents.start, 0) if documents.end is None else (documents.end, 1)
+    first, is_there = 0, False  # the first id of the document that has not ended yet; whether the border is anywhere
+    for begin in range(0, len(ids), _STEP):
+        stops = begin + behind + np.flatnonzero(ids[begin : begin + _STEP] == border)
+        is_there |= len(stops) > 0
+        lengths = np.diff(stops[stops > first], prepend=first)
+        yield lengths
+        first += int(lengths.sum())
+        if begin - first > _LONGEST:
+            told = f"of {begin - first:,} ids from number {first:,} on none is {border}: no document is that long"
+            raise ValueError(f"{told}. {_NAME}")
+    if len(ids) and not is_there:
+        raise ValueError(f"of its {len(ids):,} ids none is {border}. {_NAME}")
+    yield np.array([len(ids) - first])
+
+
+def _type_in(index: Path) -> str:
+    try:
+        with index.open("rb") as file:
+            header = file.read(_INDEX_HEADER_BYTES)
+    except OSError as error:
+        raise ValueError(f"{index.name} beside it cannot be read: {error.strerror}") from error
+    if not header.startswith(_INDEX_MAGIC) or len(header) < _INDEX_HEADER_BYTES:
+        raise ValueError(
+            f"{index.name} beside it is no index of Megatron's. Without it, name the type of ids and what ends documents"
+        )
+    version, code = int.from_bytes(header[9:17], "little"), header[17]
+    if version != 1 or code not in _INDEX_TYPES:
+        raise ValueError(f"{index.name} is of version {version}, with ids of type {code}; version 1 with whole numbers is read")
+    return _INDEX_TYPES[code]
+
+
+def _indexed(path: Path, ids: Array) -> Iterator[IntArray]:
+    """The documents of an index.
+
+    Behind its header it has of each sequence its length and its first byte, and of each document its first sequence.
+    """
+    header = np.fromfile(path, "u1", _INDEX_HEADER_BYTES)
+    num_sequences, num_borders = header[18:34].view("<u8").tolist()
+    size, wanted = path.stat().st_size, _INDEX_HEADER_BYTES + 12 * num_sequences + 8 * num_borders
+    if size not in (wanted, wanted + num_sequences):  # behind it may stand of which kind each sequence is
+        raise ValueError(f"{path.name} has {size:,} bytes, not the {wanted:,} that its header tells of")
+    if not (num_sequences and num_borders):
+        if len(ids):
+            raise ValueError(f"{path.name} tells of no document, but there are {len(ids):,} ids")
+        return
+    at = _INDEX_HEADER_BYTES
+    lengths = np.memmap(path, "<i4", "r", at, (num_sequences,))
+    begins = np.memmap(path, "<i8", "r", at + 4 * num_sequences, (num_sequences,))
+    borders = np.memmap(path, "<i8", "r", at + 12 * num_sequences, (num_borders,))
+    if borders[0] != 0 or borders[-1] != num_sequences:
+        raise ValueError(f"{path.name} tells of documents that are not those of its {num_sequences:,} sequences")
+    if (count := int(lengths.sum(dtype=np.int64))) != len(ids):
+        raise ValueError(f"{path.name} tells of {count:,} ids, but there are {len(ids):,}")
+    done = 0
+    for first in range(0, num_borders - 1, _MOST_DOCUMENTS):
+        own = np.array(borders[first : first + _MOST_DOCUMENTS + 1])
+        sizes = lengths[own[0] : own[-1]].astype(np.int64)
+        if (np.diff(own) < 0).any() or own[-1] > num_sequences or (sizes < 0).any():
+            raise ValueError(f"{path.name} is damaged: it tells of lengths below 0, or of more sequences than it has")
+        sequences = starts_of(sizes)
+        if (begins[own[0] : own[-1]] != (done + sequences[:-1]) * ids.itemsize).any():
+            raise ValueError(f"{path.name} tells of sequences that do not lie end to end")
+        yield np.diff(sequences[own - own[0]])
+        done += int(sequences[-1])
+
+
+def _of_datatrove(path: Path, index: Path) -> Found:
+    """Its index has the number of the id behind each document; ids are of two bytes or of four."""
+    ends = _beside(index, "<u8")
+    size, count = path.stat().st_size, int(ends[-1]) if len(ends) else 0
+    types = [type_ for type_ in ("<u2", "<u4") if np.dtype(type_).itemsize * count == size]
+    if not types:
+        raise ValueError(f"{index.name} tells of {count:,} ids, and {size:,} bytes are no such ids of two bytes or of four")
+    loss = path.with_name(f"{path.name}.loss")
+    learned = _beside(loss, "u1") if os.path.lexists(loss) else None
+    if learned is not None and len(learned) != count:
+        raise ValueError(f"{loss.name} tells of {len(learned):,} ids, but there are {count:,}")
+    return Found(_mapped(path, types[0]), _ended(index.name, ends), learned)
+
+
+def _ended(name: str, ends: Array) -> Iterator[IntArray]:
+    done = 0
+    for first in range(0, len(ends), _MOST_DOCUMENTS):
+        some = ends[first : first + _MOST_DOCUMENTS].astype(np.int64)
+        lengths: IntArray = some - np.concatenate([[done], some[:-1]])
+        if (lengths < 0).any():
+            raise ValueError(f"{name} is damaged: a document ends before it begins")
+        yield lengths
+        done += int(lengths.sum())
+
+
+def _beside(path: Path, type_: str) -> Array:
+    """All numbers of a file that lies beside one of ids."""
+    try:
+        return _mapped(path, type_)
+    except OSError as error:
+        raise ValueError(f"{path.name} beside it cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
