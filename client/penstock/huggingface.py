@@ -69,6 +69,7 @@ class RemoteTrainer(Trainer):
         self.callback_handler.callbacks.insert(0, self._place)
         if self.train_dataset is not None:
             self._check_train_dataset()
+            self._warn_of_another_task()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches of this rank. Trainer's own loader would join several into one, and shard each rank's share again."""
@@ -111,6 +112,12 @@ class RemoteTrainer(Trainer):
             raise SpecError(
                 "leave ignore_data_skip out: resuming fetches nothing again, and with it Trainer miscounts a resumed epoch"
             )
+        if data.spec.dataset_index and args.remove_unused_columns:
+            raise SpecError(
+                "with dataset_index set remove_unused_columns=False, or Trainer takes that tensor out before compute_loss sees "
+                "it; there take it out yourself, for no model takes it",
+                ("dataset_index",),
+            )
         if args.auto_find_batch_size:
             raise SpecError("leave auto_find_batch_size out: a dataset has one batch_size, and Trainer cannot make it smaller")
         if getattr(args, "train_sampling_strategy", "random") != "random" or getattr(args, "group_by_length", False):
@@ -137,6 +144,23 @@ class RemoteTrainer(Trainer):
                 ("batch_size", "world_size"),
             )
 
+    def _warn_of_another_task(self) -> None:
+        """Else an encoder would be given the answers that its decoder is to learn, and the loss would look fine."""
+        has_encoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        task = self.train_dataset.spec.task
+        if has_encoder and task != "seq2seq":
+            warnings.warn(
+                f"{type(self.model).__name__} has an encoder and a decoder, but with task={task!r} both are given one stream, "
+                "prompt and response. For prompts in and responses out pass task='seq2seq' to the dataset.",
+                stacklevel=3,  # of RemoteTrainer
+            )
+        elif not has_encoder and task == "seq2seq":
+            warnings.warn(
+                f"{type(self.model).__name__} has no encoder, but with task='seq2seq' its labels are not the ids that it is "
+                "given. Pass task='causal' to the dataset.",
+                stacklevel=3,
+            )
+
     def _check_that_rows_stay_apart(self) -> None:
         if self.args.use_cache:
             raise SpecError("leave use_cache=True out: with a cache, models do not tell rows apart by position_ids")
@@ -156,7 +180,13 @@ class RemoteTrainer(Trainer):
         if not self.args.remove_unused_columns:
             return batch
         self._set_signature_columns_if_needed()
-        return {name: value for name, value in batch.items() if name in self._signature_columns}
+        taken = {name: value for name, value in batch.items() if name in self._signature_columns}
+        if not taken:
+            raise SpecError(
+                f"{type(self.model).__name__} takes none of {', '.join(batch)}. Of preference pairs make the loss in a loop of "
+                "your own, or in compute_loss with remove_unused_columns=False."
+            )
+        return taken
 
 
 class _Place(TrainerCallback):

@@ -76,7 +76,9 @@ class Spec:
     task: str = _choice("causal", ("causal", "seq2seq"), "causal: one stream of tokens; seq2seq: prompt in, response out")
     target_len: int | None = _count(None, 1, LARGEST_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
     loss: str = _choice(
-        "response", ("response", "all"), "which tokens of prompt/response rows have a label: the response's, or all"
+        "response",
+        ("response", "all"),
+        "which tokens have a label, where a prompt or a mask leaves some out: the response's, or all",
     )
     tail: str = _choice("drop", ("drop", "wrap"), "the last, incomplete step: drop it, or fill it from the epoch's start")
     offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,22 @@ def test_the_librarys_own_trainer_is_told_that_it_joins_batches(url: str, tmp_pa
     plain = Trainer(model=remote.model, args=remote.args, train_dataset=RemoteDataset(url, "numbers", **SPEC))
     with pytest.warns(UserWarning, match="whole batch.*take RemoteTrainer"):
         plain.train()  # of a model that flattens what it is given: nothing else would tell
+
+
+def test_a_dataset_index_is_not_taken_out_unseen(url: str, tmp_path: Path) -> None:
+    data = RemoteDataset(url, "numbers", **SPEC, dataset_index=True)
+    with pytest.raises(SpecError, match="with dataset_index set remove_unused_columns=False"):
+        trainer(url, tmp_path, data=data)
+    trainer(url, tmp_path, data=data, remove_unused_columns=False)
+
+
+def test_a_task_that_is_not_the_models_is_told_of(url: str, tmp_path: Path) -> None:
+    run = trainer(url, tmp_path)
+    run.model.config.is_encoder_decoder = True
+    with pytest.warns(UserWarning, match="has an encoder and a decoder, but with task='causal' both are given one stream"):
+        run._warn_of_another_task()
+    run.train_dataset.spec = replace(run.train_dataset.spec, task="seq2seq")
+    run._warn_of_another_task()
+    run.model.config.is_encoder_decoder = False
+    with pytest.warns(UserWarning, match="has no encoder, but with task='seq2seq'"):
+        run._warn_of_another_task()

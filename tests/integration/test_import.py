@@ -60,6 +60,7 @@ def test_what_is_imported_can_be_served_and_trained_on(serve: Callable[..., Serv
         "  score: double",
     ]
     assert read_back(tmp_path / "data" / "stories").column("messages")[41].as_py()[0] == {"role": "user", "content": "41?"}
+    (tmp_path / "data" / "stories" / "penstock.toml").write_text('text = "text"')
     server = serve(tmp_path / "data", "--tokenizer", str(write_tokenizer(tmp_path / "tokenizer.json")))
     assert server.json("/v1/datasets/stories")["rows"] == 5_000
     query: dict[str, str | int] = {"format": "json", "batch_size": 1, "seq_len": 8, "shuffle": "none"}
@@ -72,7 +73,7 @@ def test_files_of_token_ids_can_be_served(serve: Callable[..., Server], tmp_path
     ids = np.arange(10_000) % 100
     ids.astype("<u2").tofile(tmp_path / "train.bin")
     asked = run(tmp_path / "train.bin", tmp_path / "data" / "ids")
-    assert (asked.returncode, "name it, as in --ids uint16. Nothing was written." in asked.stderr) == (2, True)
+    assert (asked.returncode, "Name it, as in --ids uint16. Nothing was written." in asked.stderr) == (2, True)
     done = run(tmp_path / "train.bin", tmp_path / "data" / "ids", "--ids", "uint16", "--document-end", "99")
     assert done.stdout.startswith(f"{tmp_path / 'data' / 'ids'}: 100 rows in 1 shard")
     data = RemoteDataset(serve(tmp_path / "data").url, "ids", packing="best_fit", seq_len=200, batch_size=1, tail="wrap")

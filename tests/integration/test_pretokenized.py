@@ -62,8 +62,14 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     )
     write("plain", {"input_ids": ids})
     write("shifted", {"input_ids": ids, "labels": [[*own[1:], 7] for own in ids]})
+    write("floats", {"input_ids": ids, "loss_mask": [[1.0] * len(own) for own in ids]})
     answers = [[7, row, 9] for row in rows]
-    write("answered", {"input_ids": ids, "labels": answers}, 'prompt = "input_ids"\nresponse = "labels"\neos = 9999')
+    write("unnamed", {"input_ids": ids, "labels": [[7, row, 9] if len(ids[row]) != 3 else [7] for row in rows]})
+    write(
+        "answered",
+        {"input_ids": ids, "labels": answers},
+        'prompt = "input_ids"\nresponse = "labels"\neos = 9999\nlabels = false',
+    )
     write("pairs", {"asked": ids, "good": answers, "bad": ids}, 'prompt = "asked"\nchosen = "good"\nrejected = "bad"')
     return serve(data)
 
@@ -105,8 +111,17 @@ def test_every_id_has_the_label_that_its_row_gives_it(server: Server, name: str,
 
 
 def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None:
-    with pytest.raises(DataError, match=r"labels has \d+ at id \d+; .* do without by labels = false\."):
+    with pytest.raises(DataError, match=r"labels has \d+ at id \d+; .* do without by labels = false\.") as told:
         next(iter(dataset(server, "shifted")))
+    assert "Mend the shard, or what " in str(told.value)
+    assert "neighbour" not in str(told.value)  # none could stand in
+    with pytest.raises(DataError, match='values for .* set prompt = "input_ids" and response = "labels"'):
+        next(iter(dataset(server, "unnamed")))
+
+
+def test_a_mask_that_is_not_used_is_told_to_who_trains(server: Server) -> None:
+    with pytest.warns(UserWarning, match="floats: loss_mask of its shards is not used: a mask is a list of whole numbers"):
+        dataset(server, "floats")
 
 
 def test_with_loss_all_every_id_is_learned(server: Server) -> None:

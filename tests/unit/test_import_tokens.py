@@ -180,7 +180,8 @@ def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
             rows_of(tmp_path / "out", tmp_path / file, documents=Documents(**told))  # type: ignore[arg-type]
         return str(refused.value)
 
-    assert "nothing tells the type of its ids; name it, as in --ids uint16" in refusal("train.bin", end=EOT)
+    unknown = "nothing tells the type of its ids: it has no header, and no train.idx is beside it. Name it, as in --ids uint16"
+    assert unknown in refusal("train.bin", end=EOT)
     assert "name the id: --document-end 50256, or --document-start 50256" in refusal("train.bin", type="uint16")
     assert "of its 25 ids none is 49. Name the id that ends a document" in refusal("train.bin", type="uint32", end=49)
     assert "of its 50 ids none is 70000." in refusal("train.bin", type="uint16", start=70_000)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.spec import Spec
 from penstock.wording import listed
+from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import advice_on_room
 from penstock_server.datasets.held import Served
@@ -43,8 +44,12 @@ def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[
 
 
 def advice_on_run(plan: Plan) -> Iterator[str]:
-    """What to know of a run: a cache too small for its windows, rows sorted by their length for nothing, prompts left open."""
-    yield from filter(None, (advice_on_room(plan), _of_needless_sorting(plan.spec), _of_open_prompts(plan)))
+    """What to know of a run.
+
+    A cache too small for its windows, rows sorted by their length for nothing, prompts left open, columns without use.
+    """
+    unused = map(_of_unused_columns, plan.members)
+    yield from filter(None, (advice_on_room(plan), _of_needless_sorting(plan.spec), _of_open_prompts(plan), *unused))
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
@@ -74,7 +79,7 @@ def _of_splits(served: Served) -> str | None:
     )
 
 
-def _of_unused_columns(served: Served) -> str | None:
+def _of_unused_columns(served: Served | Member) -> str | None:
     """What follows from columns that would tell what is learned, and that nothing is made of; None if there is none."""
     if not (unused := served.snapshot.recipe.unused):
         return None
@@ -95,7 +100,7 @@ def _of_unused_columns(served: Served) -> str | None:
     return _of_unused_masks(served, unused)
 
 
-def _of_unused_masks(served: Served, unused: tuple[str, ...]) -> str:
+def _of_unused_masks(served: Served | Member, unused: tuple[str, ...]) -> str:
     recipe, path = served.snapshot.recipe, served.snapshot.folder / FILE_NAME
     role_of = {name: role for name in unused for role in NAMES if name in NAMES[role] or name.endswith(f"_{role}")}
     used = next(((role, source.text) for role, source in recipe.masks if role in OF_LOSS), None)

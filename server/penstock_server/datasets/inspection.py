@@ -36,7 +36,7 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
 
 
 def _sizes(facts: Mapping[str, Any]) -> str:
-    tokens = "tokens not counted yet"
+    tokens = "tokens not counted yet: penstock prepare does"
     if splits := facts["splits"]:
         tokens = f"{counted(facts['tokens'], 'token')}; {counted(splits['validation']['rows'], 'row')} in split=validation"
     blocks = counted(facts["blocks"], "block")

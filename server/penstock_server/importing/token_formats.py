@@ -91,7 +91,9 @@ def _ids(path: Path, type_: str | None) -> Array:
             raise ValueError(f"its header tells of {count:,} ids, but there are {len(ids):,}")
         return ids
     if type_ is None:
-        raise ValueError("nothing tells the type of its ids; name it, as in --ids uint16")
+        index = {".bin": f"{path.stem}.idx", ".ds": f"{path.name}.index"}.get(path.suffix.lower())
+        beside = f": it has no header, and no {index} is beside it" if index else ""
+        raise ValueError(f"nothing tells the type of its ids{beside}. Name it, as in --ids uint16")
     return _mapped(path, np.dtype(type_).newbyteorder("<"))
 
 

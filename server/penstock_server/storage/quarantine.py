@@ -165,11 +165,18 @@ class Quarantine:
         otherwise = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
         if role := mask_called_by(reason, recipe.masks):
             otherwise = f" If no mask is meant, a run that has not begun yet may do without by {role} = false."
+            if role == "labels" and " values for " in reason:
+                prompt, response = recipe.fields[0][1].text, dict(recipe.masks)[role].text
+                otherwise += f' If they are answers of their own, set prompt = "{prompt}" and response = "{response}".'
+        mended = (
+            f'Mend the shard, or set on_bad_row = "substitute"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
+            f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
+        )
+        if not block.has_good:  # no neighbour could stand in
+            mended = f"Mend the shard, or what {self._snapshot.folder / 'penstock.toml'} says of it."
         return BadRow(
             f"{self._snapshot.name}: {place}: {reason}; {len(block.bad):,} of the {block.num_rows:,} rows there "
-            f'cannot be used. Mend the shard, or set on_bad_row = "substitute"{limit} in '
-            f"{self._snapshot.folder / 'penstock.toml'} to serve a neighbour in place of each: that changes no other batch, so "
-            f"a run can go on where it stopped.{otherwise}"
+            f"cannot be used. {mended}{otherwise}"
         )
 
     def check(self) -> None:
