@@ -107,3 +107,14 @@ def test_a_reader_that_has_seen_enough_is_no_error(data: Path, tmp_path: Path) -
         ["bash", "-c", f"{inspect} | (exec 0<&-; sleep 3); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_of_very_many_turns_the_first_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+    rows = {"input_ids": [[7, 8] * 9_000], "loss_mask": [[0, 1] * 9_000]}
+    (tmp_path / "data" / "long").mkdir(parents=True)
+    pq.write_table(pa.table(rows), tmp_path / "data" / "long" / "part-000.parquet")
+    shown = penstock("inspect", tmp_path / "data", "--cache-dir", tmp_path / "cache", "--lines", "0").stdout
+    assert "    18,000 tokens, 9,000 learned\n" in shown
+    text = "".join(line.strip() for line in shown.splitlines()[4:])
+    assert text.replace(" ", "").count("⟦7⟧8") == 5_000
+    assert text.endswith("...⟧")

@@ -24,7 +24,7 @@ class TurnAnswer(TypedDict):
 
 @described
 class RowAnswer(TypedDict):
-    """A row. In preference pairs tokens, text and turns stand there twice: `chosen_tokens`, `rejected_tokens` and so on."""
+    """A row. Of a preference pair what is of tokens stands there twice: `chosen_tokens`, `rejected_tokens` and so on."""
 
     row: int
     """its number, counted over all shards in their order"""
@@ -44,6 +44,8 @@ class RowAnswer(TypedDict):
     """all of it as text, if there is a tokenizer"""
     turns: NotRequired[list[TurnAnswer]]
     """its turns, if it has some; the first 10,000"""
+    num_learned: NotRequired[int]
+    """how many of its tokens have labels"""
     tokens: NotRequired[list[int]]
     """all of its token ids, not cut to seq_len"""
     columns: NotRequired[dict[str, Any]]

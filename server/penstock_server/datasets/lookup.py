@@ -56,6 +56,7 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
             facts[f"{prefix}turns"] = [
                 {"learned": learned, "num_tokens": len(turn)} | _text(snapshot, turn) for turn, learned in turns[:_MOST_TURNS]
             ]
+        facts[f"{prefix}num_learned"] = sum(len(turn) for turn, learned in turns if learned)
         facts[f"{prefix}tokens"] = ids
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
