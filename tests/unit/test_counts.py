@@ -371,6 +371,7 @@ def test_quantiles_are_those_of_the_rows_that_can_be_used(shards: list[list[int]
     made = [_ShardLengths(np.array([0, len(own)]), np.array([1]), own) for own in words]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengths_module, "_SHORT", short)
+        patch.setattr(lengths_module, "_STEP", 3)
         found = RowLengths(np.arange(len(shards) + 1), made).quantiles
     rows = sorted(length for shard in shards for length in shard if length)
     wanted = [next((n for n in rows if bisect_right(rows, n) * 1000 >= share * len(rows)), 0) for share in QUANTILES]

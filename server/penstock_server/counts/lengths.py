@@ -36,6 +36,7 @@ _FORMAT = 2  # of the files: a change here counts anew
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _VALIDATION = np.uint32(1 << 31)
 QUANTILES = (500, 900, 990, 1000)  # of a thousand
+_STEP = 1 << 20  # rows that are looked at at a time: a shard may have any number
 _SHORT = 1 << 16  # tokens; of longer rows there are few, for they have so many
 _GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest of each few
 # Linux gives a process 65,530 maps. Small files of counts are copied instead, but not more than so many bytes of them.
@@ -92,12 +93,12 @@ class RowLengths:
     def quantiles(self) -> list[int]:
         """The tokens that so many of the rows that can be used have at most, by `QUANTILES`; 0 if there is no such row."""
         counts, long = np.zeros(_SHORT, np.int64), []
-        for shard in self._shards:
-            lengths = shard.words & ~_VALIDATION
+        for words in (shard.words[at : at + _STEP] for shard in self._shards for at in range(0, len(shard.words), _STEP)):
+            lengths = words & ~_VALIDATION
             counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
             long.append(lengths[lengths >= _SHORT])
         counts[0] = 0  # bad rows
-        upto, longer = counts.cumsum(), np.sort(np.concatenate(long))
+        upto, longer = counts.cumsum(), np.sort(np.concatenate([np.zeros(0, np.uint32), *long]))
         num_short, num_rows = int(upto[-1]), int(upto[-1]) + len(longer)
         places = [max(0, -(-share * num_rows // 1000) - 1) for share in QUANTILES] if num_rows else []
         found = [int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short]) for at in places]
