@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.wording import counted, rows_kept
-from penstock_server.answers.datasets import (
-    DatasetAnswer,
-    MixtureAnswer,
-    SpecAnswer,
-    SplitAnswer,
-    TensorAnswer,
-)
+from penstock_server.answers.datasets import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
 from penstock_server.batches.plan import Plan
 from penstock_server.counts.lengths import RowLengths
 from penstock_server.datasets.advice import advice_on_run
@@ -81,7 +75,7 @@ def _splits(lengths: RowLengths) -> dict[str, SplitAnswer]:
 
 
 def row_tokens(lengths: RowLengths) -> dict[str, int]:
-    """How many tokens rows have."""
+    """How many tokens rows have, by the shares of `QUANTILES`."""
     return dict(zip(("median", "p90", "p99", "longest"), lengths.quantiles, strict=True))
 
 

@@ -50,7 +50,7 @@ def is_tokens(type_: pa.DataType) -> bool:
     return _is_list(type_) and bool(pa.types.is_integer(type_.value_type))
 
 
-def is_switches(type_: pa.DataType) -> bool:
+def is_booleans(type_: pa.DataType) -> bool:
     """Whether a column of this type holds lists of booleans."""
     return _is_list(type_) and bool(pa.types.is_boolean(type_.value_type))
 

@@ -20,13 +20,12 @@ def pretokenized(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reas
 
     Ids outside [0, bound), null ids and lists without an id make a bad row.
     """
-    ids = {
-        role: _stored(source, rows, "" if role == "tokens" else f"{source.text} ", reasons) for role, source in recipe.fields
-    }
+    named = {role: "" if role == "tokens" else f"{source.text} " for role, source in recipe.fields}  # before what is said of it
+    ids = {role: _stored(source, rows, named[role], reasons) for role, source in recipe.fields}
     if recipe.masks:
         ids["tokens"] = masked(ids["tokens"], recipe.masks, rows, reasons)
-    for role, source in recipe.fields:
-        _note_outside(ids[role], bound, "" if role == "tokens" else f"{source.text} ", reasons)
+    for role, lists in ids.items():
+        _note_outside(lists, bound, named[role], reasons)
     if "tokens" in ids:
         return {"tokens": _closed(_opened(ids["tokens"], recipe.bos_id), recipe.eos_id)}
     first = ["prompt"] if "prompt" in ids else [*ids]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock_server.recipes.column_types import is_switches, is_tokens
+from penstock_server.recipes.column_types import is_booleans, is_tokens
 from penstock_server.recipes.fields import Field, FieldError
 
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -76,9 +76,15 @@ def check_absent(roles: Sequence[str], schema: pa.Schema) -> None:
                 )
 
 
-def mask_called_by(reason: str, masks: Masks) -> str | None:
-    """What the mask is by which a row is bad; None if it is bad by itself."""
-    return next((role for role, source in masks if reason.startswith((f"{source.text} is ", f"{source.text} has "))), None)
+def way_without(reason: str, masks: Masks, ids: str) -> str:
+    """What is said of a row with such `ids` that a mask makes bad, to do without that mask; "" if it is bad by itself."""
+    for role, source in masks:
+        if reason.startswith((f"{source.text} is ", f"{source.text} has ")):
+            told = f" If no mask is meant, a run that has not begun yet may do without by {role} = false."
+            if role == "labels" and " values for " in reason:
+                told += f' If they are answers of their own, set prompt = "{ids}" and response = "{source.text}".'
+            return told
+    return ""
 
 
 def _is_wanted(role: str, found: Mapping[str, Field]) -> bool:
@@ -93,4 +99,4 @@ def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
 
 
 def _fits(role: str, type_: pa.DataType) -> bool:
-    return is_tokens(type_) or (role != "labels" and is_switches(type_))
+    return is_tokens(type_) or (role != "labels" and is_booleans(type_))

@@ -27,13 +27,13 @@ def masked(ids: Lists, masks: Masks, rows: pa.RecordBatch, reasons: Reasons) -> 
     values = {role: _of_ids(source.array(rows), ids.lengths, source.text, reasons) for role, source in masks}
     attended, learned = np.ones(len(ids.values), np.bool_), None
     if name := names.get("attention_mask"):
-        attended = _switches(values["attention_mask"], name, ids.lengths, reasons)
+        attended = _ones(values["attention_mask"], name, ids.lengths, reasons)
         _note_rows_without(attended, ids.lengths, reasons, f"{name} is 0 throughout: it is padding alone")
     if name := names.get("labels"):
         learned = _labelled(values["labels"], ids, attended, name, reasons)
         _note_rows_without(learned, ids.lengths, reasons, f"{name} is {IGNORED} throughout: nothing is learned")
     elif name := names.get("loss_mask"):
-        learned = _switches(values["loss_mask"], name, ids.lengths, reasons) & attended
+        learned = _ones(values["loss_mask"], name, ids.lengths, reasons) & attended
         _note_rows_without(learned, ids.lengths, reasons, f"{name} is 0 throughout: nothing is learned")
     if not attended.all():
         ids = Lists(ids.values[attended], _counts(attended, ids.lengths))
@@ -62,7 +62,7 @@ def _of_ids(array: pa.Array, lengths: IntArray, name: str, reasons: Reasons) -> 
     return found
 
 
-def _switches(values: npt.NDArray[Any], name: str, lengths: IntArray, reasons: Reasons) -> _Marks:
+def _ones(values: npt.NDArray[Any], name: str, lengths: IntArray, reasons: Reasons) -> _Marks:
     """Where a mask of 0 and 1 is 1; a row with anything else is bad."""
     marks: _Marks = values == 1
     for row, at in first_marked(~marks & (values != 0), lengths):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from penstock_server.problems import BadRow, DatasetRefused, ShardUnreadable
-from penstock_server.recipes.mask_columns import mask_called_by
+from penstock_server.recipes.mask_columns import way_without
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 
@@ -163,11 +163,7 @@ class Quarantine:
         place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
         leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
         otherwise = f" A run that has not begun yet may leave such rows out by {leave_out}." if leave_out else ""
-        if role := mask_called_by(reason, recipe.masks):
-            otherwise = f" If no mask is meant, a run that has not begun yet may do without by {role} = false."
-            if role == "labels" and " values for " in reason:
-                prompt, response = recipe.fields[0][1].text, dict(recipe.masks)[role].text
-                otherwise += f' If they are answers of their own, set prompt = "{prompt}" and response = "{response}".'
+        otherwise += way_without(reason, recipe.masks, recipe.fields[0][1].text)
         mended = (
             f'Mend the shard, or set on_bad_row = "substitute"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
             f"neighbour in place of each: that changes no other batch, so a run can go on where it stopped."
