@@ -56,7 +56,7 @@ def test_what_is_imported_can_be_served_and_trained_on(serve: Callable[..., Serv
     assert summary[0].startswith(f"{tmp_path / 'data' / 'stories'}: 5,000 rows in 3 shards, 3 row groups; 2.")
     assert summary[1:] == [
         "  text: string",
-        "  messages: list<item: struct<role: string, content: string>>",
+        "  messages: list<item: struct<role: string, content: string>>, 10,000 values, 2 in the longest row",
         "  score: double",
     ]
     assert read_back(tmp_path / "data" / "stories").column("messages")[41].as_py()[0] == {"role": "user", "content": "41?"}
@@ -76,6 +76,7 @@ def test_files_of_token_ids_can_be_served(serve: Callable[..., Server], tmp_path
     assert (asked.returncode, "Name it, as in --ids uint16. Nothing was written." in asked.stderr) == (2, True)
     done = run(tmp_path / "train.bin", tmp_path / "data" / "ids", "--ids", "uint16", "--document-end", "99")
     assert done.stdout.startswith(f"{tmp_path / 'data' / 'ids'}: 100 rows in 1 shard")
+    assert done.stdout.splitlines()[1].endswith(", 10,000 values, 100 in the longest row")
     data = RemoteDataset(serve(tmp_path / "data").url, "ids", packing="best_fit", seq_len=200, batch_size=1, tail="wrap")
     for batch in data:
         assert batch["input_ids"].tolist() == [[*range(100)] * 2]

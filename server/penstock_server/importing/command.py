@@ -117,13 +117,24 @@ def _summary(done: Imported, out_dir: Path) -> str:
         f"{out_dir}: {counted(written.num_rows, 'row')} in {counted(written.num_shards, 'shard')}, "
         f"{counted(written.num_groups, 'row group')}; {written.data_bytes / 1e6:,.1f} MB of data, "
         f"{written.file_bytes / 1e6:,.1f} MB on disk",
-        *(f"  {field.name}: {field.type}{_nulls(done.lacking[field.name])}" for field in done.schema),
+        *(
+            f"  {field.name}: {field.type}{_values(written.lists.get(field.name))}{_nulls(done.lacking[field.name])}"
+            for field in done.schema
+        ),
     ]
     if done.left_out:
         lines.append(
             f"  left out, since their objects never have a field, and Parquet cannot hold that: {', '.join(done.left_out)}"
         )
     return "\n".join(lines)
+
+
+def _values(lists: tuple[int, int] | None) -> str:
+    """How many values the lists of a column have: what a wrong type of ids, or a wrong end of documents, is seen by."""
+    if lists is None:
+        return ""
+    total, longest = lists
+    return f", {counted(total, 'value')}, {longest:,} in the longest row"
 
 
 def _nulls(lacking: Sequence[Path]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
@@ -13,6 +13,7 @@ from pathlib import Path
 from secrets import token_hex
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock_server.files import may_be_there
@@ -41,13 +42,19 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written; `data_bytes` are those of the rows, `file_bytes` those of the shards."""
+    """What was written.
+
+    data_bytes  of the rows, neither encoded nor compressed
+    file_bytes  of the shards
+    lists       of each column of lists: (how many values all its lists have, how many the longest one has)
+    """
 
     num_rows: int
     num_groups: int
     num_shards: int
     data_bytes: int
     file_bytes: int
+    lists: Mapping[str, tuple[int, int]]
 
 
 def row_groups(tables: Iterable[pa.Table], shape: Shape) -> Iterator[pa.Table]:
@@ -85,6 +92,7 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
     """
     num_rows = num_groups = data_bytes = shard_bytes = 0
     writer, paths = None, list[Path]()
+    lists = {field.name: (0, 0) for field in schema if pa.types.is_list(field.type) or pa.types.is_large_list(field.type)}
     try:
         for group in groups:
             if writer is None or shard_bytes + group.nbytes > shape.shard_bytes:
@@ -95,6 +103,9 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
             writer.write_table(group, row_group_size=group.num_rows)
             num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
             shard_bytes, data_bytes = shard_bytes + group.nbytes, data_bytes + group.nbytes
+            for name, (total, longest) in lists.items():
+                lengths = pc.list_value_length(group[name])
+                lists[name] = total + (pc.sum(lengths).as_py() or 0), max(longest, pc.max(lengths).as_py() or 0)
         if writer is not None:
             writer.close()
     except BaseException:
@@ -109,6 +120,7 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
         num_shards=len(paths),
         data_bytes=data_bytes,
         file_bytes=sum(path.stat().st_size for path in paths),
+        lists=lists,
     )
 
 
