@@ -18,6 +18,8 @@ from penstock.wording import counted
 _MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
 _CUT_SHARE = 0.1  # of their tokens; who cuts fewer means to
 _PADDING_SHARE = 0.9  # of what is trained on
+_RUN, _RUNS_SHARE = 8, 0.2  # what goes on beyond so many equal tokens is seldom text, and never such a share of it
+_SEQUENCES_CHECKED = 16  # of a batch, for such runs
 
 
 class Advice:
@@ -33,6 +35,7 @@ class Advice:
             self._had_labels = self._check_labels(batch, number)
         if self._source and number == 2:  # after the first, which nobody is to wait longer for
             self._check_rows(self._source, batch)
+            self._check_runs(batch)
         if self._had_place:
             self._had_place = self._check_place(number, has_place=has_place)
 
@@ -66,6 +69,24 @@ class Advice:
         data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
         for told in filter(None, (_of_padding(spec, rows, batch), _of_cuts(spec, rows, batch))):
             _warn(f"{data}: {told}")
+
+    def _check_runs(self, batch: Batch) -> None:
+        """Else a model would learn the padding of rows that were padded before they were stored."""
+        labels = next((value for name, value in batch.items() if name.endswith("labels")), None)
+        if not isinstance(labels, torch.Tensor) or labels.is_cuda:
+            return
+        labels = labels.reshape(-1, labels.shape[-1])[:_SEQUENCES_CHECKED]
+        repeats = (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] != IGNORED)
+        if repeats.shape[1] < _RUN:
+            return
+        in_runs = labels[:, _RUN:][repeats.unfold(1, _RUN, 1).all(-1)]
+        share = len(in_runs) / max(1, int((labels != IGNORED).sum()))
+        if share > _RUNS_SHARE:
+            _warn(
+                f"more than {share:.0%} of the tokens that are learned from a batch are one token again and again, such as "
+                f"{int(in_runs.mode().values)}. Were the rows padded before they were stored? Then store them without padding, "
+                f"or beside their ids an attention_mask that is 0 where they are padded."
+            )
 
 
 def _of_padding(spec: Spec, rows: Sequence[int], batch: Batch) -> str | None:

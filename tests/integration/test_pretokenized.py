@@ -61,6 +61,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
         },
     )
     write("plain", {"input_ids": ids})
+    write("unmasked", {"input_ids": [own + pad for own, pad in zip(ids, padding, strict=True)]})
     write("shifted", {"input_ids": ids, "labels": [[*own[1:], 7] for own in ids]})
     write("floats", {"input_ids": ids, "loss_mask": [[1.0] * len(own) for own in ids]})
     answers = [[7, row, 9] for row in rows]
@@ -122,6 +123,13 @@ def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None
 def test_a_mask_that_is_not_used_is_told_to_who_trains(server: Server) -> None:
     with pytest.warns(UserWarning, match="floats: loss_mask of its shards is not used: a mask is a list of whole numbers"):
         dataset(server, "floats")
+
+
+@pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])
+def test_padding_without_a_mask_is_told_of(server: Server, packing: str) -> None:
+    with pytest.warns(UserWarning, match=r"one token again and again, such as 0\. Were the rows padded"):
+        for _ in dataset(server, "unmasked", packing=packing, pad="seq_len", batch_size=8):
+            pass
 
 
 def test_with_loss_all_every_id_is_learned(server: Server) -> None:

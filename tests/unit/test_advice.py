@@ -80,6 +80,25 @@ def test_nothing_is_learned_where_no_side_has_a_label_in_one_of_the_first_batche
     assert said_of([*[{"labels": LEARNED}] * 64, {"labels": NOT_LEARNED}]) == []
 
 
+@pytest.mark.parametrize(
+    ("row", "share"),
+    [
+        ([*range(60), *[7] * 40], "32%"),  # what comes behind the first eight repetitions, and the one before them
+        ([*[7] * 40, *range(60)], "32%"),
+        ([*range(60), *[7] * 40, *[IGNORED] * 60], "32%"),
+        ([*range(10, 80), *[0] * 30], "22%"),
+        ([*range(10, 80), *[0] * 27], None),
+        ([*range(60), *[IGNORED] * 40], None),
+        ([7] * 8, None),
+        ([*[7] * 9, *range(20), *[8] * 9] * 9, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["labels", "rejected_labels"])
+def test_padding_that_is_learned_is_told_of(row: list[int], share: str | None, name: str) -> None:
+    said = said_of([{name: torch.tensor([row] * 3)}] * 3)
+    assert [text.partition(" of the tokens")[0] for text in said] == ([f"more than {share}"] if share else [])
+
+
 def test_an_evaluation_may_repeat_its_epoch() -> None:
     for spec, is_told in ((Spec(), True), (Spec(shuffle="none"), False), (Spec(split="validation"), False)):
         assert len(said_by(lambda spec=spec: warn_of_repetition(spec, 0))) == is_told  # type: ignore[misc]
