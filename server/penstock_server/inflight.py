@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 
+from penstock.wording import counted
 from penstock_server.problems import Busy
 
 
@@ -33,7 +34,7 @@ class InFlight:
         """Raises Busy: there is no room for so many bytes. Where nothing is in flight, there is room for any number."""
         if self.num_holds and self.held_bytes + nbytes > self.budget_bytes:
             raise Busy(
-                f"{self.num_holds:,} responses that are being read hold {self.held_bytes:,} bytes, this one would hold "
+                f"{self.held_bytes:,} bytes are held by {counted(self.num_holds, 'response')} not yet read, this one would hold "
                 f"{nbytes:,}, and the budget is {self.budget_bytes:,}. Ask again in a second. If this lasts, readers are "
                 f"slower than the server: raise --inflight-bytes, add a server, or ask for fewer steps at a time."
             )

@@ -202,6 +202,7 @@ def test_the_datasets_are_listed_with_those_that_are_refused(server: Server, dat
         ("numbers/epochs/0/ranks/0/batches/99999999999999999999", 422, "bad-parameter", "step='99999999999999999999'"),
         ("numbers/epochs/0/ranks/0/batches/0?format=xml", 422, "bad-parameter", "format='xml'"),
         ("numbers/epochs/0/ranks/0/batches?start=4&stop=4", 422, "bad-parameter", "start=4 must be below stop=4"),
+        ("numbers/epochs/0/ranks/0/batches?stop=0", 422, "bad-parameter", "start=0 must be below stop=0"),
         ("numbers/epochs/0/ranks/0/batches?stride=0", 422, "bad-parameter", "stride='0'"),
         ("numbers/epochs/0/ranks/0/batches?start=1&stop=4&start=3", 422, "bad-parameter", "start is given twice"),
         ("numbers/epochs/0/ranks/0/batches/0?format=json&format=msgpack", 422, "bad-parameter", "format is given twice"),

@@ -25,7 +25,8 @@ def test_what_is_beyond_the_budget_is_refused_until_something_is_given_back() ->
     first.take()
     second.take()
     with pytest.raises(
-        Busy, match="2 responses that are being read hold 100 bytes, this one would hold 1, .* --inflight-bytes"
+        Busy,
+        match="100 bytes are held by 2 responses not yet read, this one would hold 1, .* --inflight-bytes",
     ):
         in_flight.hold(1, 1)
     first.release()

@@ -91,10 +91,10 @@ class BatchAnswer(TypedDict):
     digest: str
     """of the tensors, as in the frame"""
     nbytes: int
-    """bytes of the tensors"""
+    """bytes of the payload: of the tensors and the filler between them"""
     substituted: int
-    """how many sequences, the first of them, stand in for rows that cannot be used"""
+    """how many of its sequences stand in for rows that cannot be used; a frame does not tell which"""
     tensors: list[list[str | list[int]]]
-    """name, dtype and shape of each, as it travels"""
+    """name, dtype and shape of each, as it travels; not of columns of text and bytes"""
     sequences: list[LineAnswer]
     """each of its lines"""

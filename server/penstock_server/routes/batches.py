@@ -26,8 +26,8 @@ Format = Annotated[
     BatchFormat, Query(description="msgpack for trainers; json, with text, for people", json_schema_extra={"example": "json"})
 ]
 Stop = Annotated[
-    int,
-    Query(ge=0, description="the step after the last one; 0: go on to the end of the epoch", json_schema_extra={"example": 1}),
+    int | None,
+    Query(ge=0, description="the step after the last one; default: the epoch's end", json_schema_extra={"example": 1}),
 ]
 
 _BATCHES = "/{dataset}/epochs/{epoch}/ranks/{rank}/batches"
@@ -81,7 +81,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         epoch: Epoch,
         rank: Rank,
         start: Annotated[int, Query(ge=0, description="the first step")] = 0,
-        stop: Stop = 0,
+        stop: Stop = None,
         stride: Annotated[int, Query(ge=1, description="the distance from one step to the next, as in range()")] = 1,
         format: Format = "msgpack",
     ) -> Response:
@@ -89,7 +89,7 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
 
         def find(spec: Spec) -> Run:
             plan = catalog.plan(dataset, spec)
-            behind = stop or plan.schedule.num_steps
+            behind = plan.schedule.num_steps if stop is None else stop
             if start >= behind:
                 raise BadParameter(f"start={start} must be below stop={behind}: a run has at least one step.")
             plan.check(epoch, behind - 1, rank)  # before the first byte is sent
