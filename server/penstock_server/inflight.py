@@ -34,9 +34,9 @@ class InFlight:
         """Raises Busy: there is no room for so many bytes. Where nothing is in flight, there is room for any number."""
         if self.num_holds and self.held_bytes + nbytes > self.budget_bytes:
             raise Busy(
-                f"{self.held_bytes:,} bytes are held by {counted(self.num_holds, 'response')} not yet read, this one would hold "
-                f"{nbytes:,}, and the budget is {self.budget_bytes:,}. Ask again in a second. If this lasts, readers are "
-                f"slower than the server: raise --inflight-bytes, add a server, or ask for fewer steps at a time."
+                f"{self.held_bytes:,} bytes are held by {counted(self.num_holds, 'response')} not yet read, this one would "
+                f"hold {nbytes:,}, and the budget is {self.budget_bytes:,}. Ask again in a second. If this lasts, readers "
+                f"are slower than the server: raise --inflight-bytes, add a server, or ask for fewer steps at a time."
             )
 
 
