@@ -12,10 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.importing.rows import Kind
 from penstock_server.importing.run import Import
-from penstock_server.importing.shards import Shape
-from penstock_server.importing.token_formats import Documents
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -30,30 +27,9 @@ def read_back(folder: Path) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def imported(
-    out_dir: Path,
-    *files: Path,
-    columns: Sequence[str] | None = None,
-    text: Sequence[str] = (),
-    delimiter: str | None = None,
-    quoting: Kind = "doubled",
-    documents: Documents | None = None,
-    shape: Shape | None = None,
-    overwrite: bool = False,
-) -> pa.Table:
+def imported(out_dir: Path, *files: Path, **options: Any) -> pa.Table:
     """What an import of the files wrote."""
-    shape = shape or Shape()
-    Import(
-        files=files,
-        out_dir=out_dir,
-        columns=columns,
-        text=text,
-        delimiter=delimiter,
-        quoting=quoting,
-        documents=documents or Documents(),
-        shape=shape,
-        overwrite=overwrite,
-    ).run()
+    Import(files=files, out_dir=out_dir, **options).run()
     return read_back(out_dir)
 
 

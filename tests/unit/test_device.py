@@ -35,7 +35,9 @@ ADDRESS = wire.Address(dataset="d", snapshot="s", spec="p", epoch=0, rank=0, ste
 def frame_of(tensors: Mapping[str, npt.NDArray[Any]], texts: dict[str, Any] | None = None) -> wire.Frame:
     arrays = {name: array[None] for name, array in tensors.items()}
     held: dict[str, Any] = {"url": ["a", "b"]} if texts is None else texts
-    return wire.Frame(wire.Alike(wire.Told(ADDRESS, [0], [""], 0), arrays, [held]), 0)
+    alike = wire.Alike(ADDRESS, [0], [""], 0, arrays)
+    alike.texts.append(held)
+    return wire.Frame(alike, 0)
 
 
 @st.composite
@@ -108,8 +110,8 @@ def received(steps: Sequence[int], allocate: Callable[[int], memoryview]) -> lis
     for number, step in enumerate(steps):
         for name, array in tensors_of(step).items():
             arrays[name][number] = array
-    told = wire.Told(ADDRESS, list(steps), [""] * len(steps), layout.nbytes)
-    return [wire.Frame(alike, number) for alike in [wire.Alike(told, arrays, [])] for number in range(len(steps))]
+    alike = wire.Alike(ADDRESS, list(steps), [""] * len(steps), layout.nbytes, arrays)
+    return [wire.Frame(alike, number) for number in range(len(steps))]
 
 
 def ahead(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ IDS = st.lists(st.integers(0, 98), max_size=5)
 files = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
-def rows_of(folder: Path, *files: Path, documents: Documents | None = None, shape: Shape | None = None) -> list[list[int]]:
-    table = imported(folder, *files, documents=documents, shape=shape, overwrite=True)
+def rows_of(folder: Path, *files: Path, **options: Any) -> list[list[int]]:
+    table = imported(folder, *files, overwrite=True, **options)
     assert table.schema.names == ["tokens"]
     found: list[list[int]] = table["tokens"].to_pylist()
     return found

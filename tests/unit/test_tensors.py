@@ -13,7 +13,9 @@ def frame(**tensors: object) -> wire.Frame:
     for name, values in tensors.items():
         of_list = np.uint16 if name in ("input_ids", "labels") else np.int32
         arrays[name] = (values if isinstance(values, np.ndarray) else np.array(values, of_list))[None]
-    return wire.Frame(wire.Alike(wire.Told(address, [0], [""], 0), arrays, [{}]), 0)
+    alike = wire.Alike(address, [0], [""], 0, arrays)
+    alike.texts.append({})
+    return wire.Frame(alike, 0)
 
 
 def test_padding_is_masked_and_has_no_label_even_where_it_is_the_eos() -> None:

@@ -26,7 +26,7 @@ digests  of payloads, headers and other bodies
 
 from penstock.wire.digests import content_digest, digest
 from penstock.wire.early import EarlyDigests
-from penstock.wire.frame import Alike, Frame, Told, decode, decode_alike
+from penstock.wire.frame import Alike, Frame, decode, decode_alike
 from penstock.wire.head import VERSION, Address, Heads
 from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
 
@@ -42,7 +42,6 @@ __all__ = [
     "Heads",
     "Layout",
     "TensorLayout",
-    "Told",
     "content_digest",
     "decode",
     "decode_alike",

@@ -24,32 +24,30 @@ _UNSEALED = {"header_digest", "pad"}
 _LARGEST_HEADER = 1 << 20
 
 
-class Told(NamedTuple):
-    """What the headers of frames that are alike tell: they have one layout, and addresses that differ in the step alone.
+class Alike:
+    """Frames one after the other in a body that have one layout, and addresses that differ only in the step.
 
-    address      of all of them, but for the step
+    address      of all of them; its step is the first one's
     steps        of each, and the digests of their payloads
     nbytes       bytes of a payload
     substituted  how many sequences of the first stand in for rows that cannot be used; in the others none does
+    arrays       each tensor in all of them, shape [num_frames, *shape]; views of the received bytes. `names` are theirs
+    texts        what columns of text hold in each; [] if there are none
+    num_tokens   tokens of each, without the padding; None until somebody has counted them
     """
 
-    address: Address
-    steps: list[int]
-    digests: list[str]
-    nbytes: int
-    substituted: int = 0
-
-
-class Alike:
-    """Frames that are alike, and stood one after the other in a body.
-
-    arrays      each tensor in all of them, shape [num_frames, *shape]; views of the received bytes. `names` are theirs
-    texts       what columns of text hold in each; [] if there are none
-    num_tokens  tokens of each, without the padding; None until somebody has counted them
-    """
-
-    def __init__(self, told: Told, arrays: Mapping[str, Array], texts: list[dict[str, Texts]]) -> None:
-        self.told, self.arrays, self.texts = told, arrays, texts
+    def __init__(
+        self,
+        address: Address,
+        steps: list[int],
+        digests: list[str],
+        nbytes: int,
+        arrays: Mapping[str, Array],
+        substituted: int = 0,
+    ) -> None:
+        self.address, self.steps, self.digests = address, steps, digests
+        self.nbytes, self.substituted = nbytes, substituted
+        self.arrays, self.texts = arrays, list[dict[str, Texts]]()
         self.names = tuple(arrays)
         self.num_tokens: list[int] | None = None
         self._totals: dict[str, list[int]] = {}
@@ -71,22 +69,22 @@ class Frame(NamedTuple):
     @property
     def address(self) -> Address:
         """Which batch it is."""
-        return self.alike.told.address._replace(step=self.step)
+        return self.alike.address._replace(step=self.step)
 
     @property
     def step(self) -> int:
         """That of its address."""
-        return self.alike.told.steps[self.number]
+        return self.alike.steps[self.number]
 
     @property
     def digest(self) -> str:
         """The digest of its payload, which was checked."""
-        return self.alike.told.digests[self.number]
+        return self.alike.digests[self.number]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its payload."""
-        return self.alike.told.nbytes
+        return self.alike.nbytes
 
     @property
     def tensors(self) -> dict[str, Array]:
@@ -102,7 +100,7 @@ class Frame(NamedTuple):
     @property
     def substituted(self) -> int:
         """How many sequences stand in for rows that cannot be used."""
-        return 0 if self.number else self.alike.told.substituted
+        return 0 if self.number else self.alike.substituted
 
     def total(self, name: str) -> int:
         """The sum of a tensor's numbers."""
@@ -132,16 +130,15 @@ def decode_alike(
         header, at = read_header(view, start)
         nbytes, stride = header.layout.nbytes, at - start + header.layout.nbytes
         alike, columns = _alike(view, start, at, header, steps[number:])
-        told = alike.told
-        start += len(told.steps) * stride
-        number += len(told.steps)
+        start += len(alike.steps) * stride
+        number += len(alike.steps)
         frames: list[Frame] = []
         try:
-            for own, expected in enumerate(told.digests):
+            for own, expected in enumerate(alike.digests):
                 begin = at + own * stride
                 actual = early.get(begin) or digest(view[begin : begin + nbytes])
                 if actual != expected:
-                    step = told.steps[own]
+                    step = alike.steps[own]
                     raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
                 if columns:
                     alike.texts.append({t.name: unpack_texts(t, array[own]) for t, array in columns})
@@ -176,7 +173,7 @@ def _alike(
         steps += following[: len(digests) - 1]
     arrays = layout.arrays(view, at, stride, len(steps))
     columns = [(tensor, arrays.pop(tensor.name)) for tensor in layout.tensors if tensor.dtype in TEXTS]
-    return Alike(Told(header.address, steps, digests, layout.nbytes, header.substituted), arrays, []), columns
+    return Alike(header.address, steps, digests, layout.nbytes, arrays, header.substituted), columns
 
 
 def read_header(view: memoryview, start: int) -> tuple[Header, int]:
