@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -78,14 +78,12 @@ class Source:
         path = batches_path(self.dataset, epoch, self._rank)
         if len(steps) > 1 or then:
             ahead = path + _query(spec, then) if then else None
-            early = wire.EarlyDigests()
-            decode = self._decoder(spec, epoch, steps, early.found)
-            alike = transport.get_some(path + _query(spec, steps), decode, then=ahead, look=early.look)
+            alike = transport.get_some(path + _query(spec, steps), self._decoder(spec, epoch, steps), then=ahead)
             if alike:
                 return list(chain.from_iterable(alike))
         # What fails may be one of the last steps only, and a response whose first bytes are sent cannot tell a reason any
         # more. Step by step, those before it are delivered, and the one that fails tells why.
-        decode = self._decoder(spec, epoch, steps[:1], {})
+        decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(chain.from_iterable(decode(body))))
 
     def some_lengths(self, spec: Spec, epoch: int) -> list[int]:
@@ -109,15 +107,13 @@ class Source:
         path = batches_path(self.dataset, epoch, self._rank)
         return transport.get(f"{path}/{step}/provenance?{_query_of(spec)}", _decode_object)
 
-    def _decoder(
-        self, spec: Spec, epoch: int, steps: range, early: Mapping[int, str]
-    ) -> Callable[[memoryview], Iterator[list[wire.Frame]]]:
+    def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[list[wire.Frame]]]:
         own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)
 
         def decode(body: memoryview) -> Iterator[list[wire.Frame]]:
             """Raises WireError after the last frames that are sound and were asked for."""
             missing = steps
-            for frames in wire.decode_alike(body, steps, early):
+            for frames in wire.decode_alike(body, steps):
                 if not missing:
                     raise WireError(f"steps {steps[0]} to {steps[-1]} were asked for, and more came")
                 if frames[0].address != (*own, missing[0]):

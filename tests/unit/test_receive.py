@@ -113,7 +113,7 @@ def body_in(memory: bytearray, signs: list[int] | None = None) -> Body:
         memory[:] = bytes(nbytes)
         return memoryview(memory)
 
-    return Body(allocate, lambda _: signs.append(1) if signs is not None else None)
+    return Body(allocate, lambda: signs.append(1) if signs is not None else None)
 
 
 def url_of(server: Listener, kind: str) -> str:
@@ -177,7 +177,7 @@ def test_what_is_left_of_an_answer_that_nobody_read_is_no_part_of_the_next(serve
     body = body_in(bytearray())
     with receiver() as client:
         with pytest.raises(MemoryError):
-            ask(client, url_of(server, "sized"), Body(allocate, lambda _: None))
+            ask(client, url_of(server, "sized"), Body(allocate, lambda: None))
         ask(client, url_of(server, "missing"), body)
     assert body.received == CONTENT
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -57,22 +56,10 @@ def test_a_run_is_one_request() -> None:
     assert frames(response(run(STEPS))) == ([4, 6, 8, 10], 0, 0)
 
 
-def test_the_digests_of_a_run_are_made_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Counter[int]()
-
-    def digest(content: memoryview) -> str:
-        made[len(content)] += 1
-        return wire.digest(content)
-
-    monkeypatch.setattr(penstock.wire.frame, "digest", digest)
-    assert frames(response(run(STEPS))) == ([4, 6, 8, 10], 0, 0)
-    assert made[wire.Layout.of([("input_ids", "uint16", (2, 3))]).nbytes] == 0
-
-
 def test_what_comes_next_is_told_also_with_a_run_of_one_step_and_ends_within_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def get_some(transport: Transport, target: str, decode: object, *, then: str | None, look: object) -> list[list[str]]:
+    def get_some(transport: Transport, target: str, decode: object, *, then: str | None) -> list[list[str]]:
         asked.append((target, then))
         return [["a frame"]]
 

@@ -1,6 +1,5 @@
-from collections.abc import Sequence
 from io import BytesIO
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -82,27 +81,13 @@ STEPS = st.integers(0, 300)
 FRAMES = st.lists(st.tuples(STEPS, st.integers(1, 40), st.sampled_from([0, 0, 1, 200])), min_size=1, max_size=6)
 
 
-def early_digests(body: bytes | bytearray, *borders: int) -> dict[int, str]:
-    """Those made of a body that comes in pieces which end at these bytes."""
-    early = wire.EarlyDigests()
-    for border in (*sorted(borders), len(body)):
-        early.look(memoryview(body)[:border])
-    return early.found
-
-
-def decode_early(body: bytes | bytearray, steps: Sequence[int], *borders: int) -> list[Frame]:
-    return list(chain.from_iterable(wire.decode_alike(body, steps, early_digests(body, *borders))))
-
-
-@given(FRAMES, st.lists(STEPS, max_size=7), st.lists(st.integers(0, 2000), max_size=5))
-def test_frames_are_the_same_whatever_steps_are_expected(
-    sent: list[tuple[int, int, int]], others: list[int], borders: list[int]
-) -> None:
+@given(FRAMES, st.lists(STEPS, max_size=7))
+def test_frames_are_the_same_whatever_steps_are_expected(sent: list[tuple[int, int, int]], others: list[int]) -> None:
     body = b"".join(frame_bytes({"ids": np.arange(width, dtype=np.uint16)}, step, bad) for step, width, bad in sent)
     frames = list(wire.decode(body))
     assert [(frame.step, frame.tensors["ids"].size, frame.substituted) for frame in frames] == sent
     for steps in ([step for step, _, _ in sent], others):
-        again = decode_early(body, steps, *borders)
+        again = list(wire.decode(body, steps))
         assert all(_same(*pair) and pair[0].digest == pair[1].digest for pair in zip(again, frames, strict=True))
         assert [frame.substituted for frame in again] == [frame.substituted for frame in frames]
 
@@ -152,31 +137,6 @@ def test_frames_that_are_not_as_expected_are_not_compared_over_and_over(
     assert sum(compared) <= 9 * len(steps)
 
 
-def test_digests_that_were_made_early_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Mock(wraps=wire.digest)
-    monkeypatch.setattr(penstock.wire.frame, "digest", made)
-    steps = range(120, 127)
-    body = b"".join(frame_bytes(step=step) for step in steps)
-    early = early_digests(body, 10, 300, 301, 1000, 2000)
-    assert len(early) == len(steps)
-    before = made.call_count
-    assert [frame.step for frames in wire.decode_alike(body, steps, early) for frame in frames] == list(steps)
-    assert made.call_count == before + 1  # of the first header
-
-
-def test_digests_are_made_as_soon_as_a_payload_has_come_and_hold_nothing_of_it() -> None:
-    size = len(frame_bytes())
-    early = wire.EarlyDigests()
-    body = bytearray(frame_bytes(step=1) + frame_bytes(step=2) + frame_bytes({"other": np.zeros(90, np.uint16)}, 3))
-    for come, expected in ((100, 0), (size - 1, 0), (size, 1), (2 * size - 1, 1), (2 * size, 2), (len(body), 2)):
-        early.look(memoryview(body)[:come])
-        assert len(early.found) == expected
-    body.clear()  # which fails while somebody looks at it
-    early = wire.EarlyDigests()
-    early.look(memoryview(b"no frame" * 100))
-    assert not early.found
-
-
 @pytest.mark.parametrize("steps", [(), (1, 2, 3)])
 def test_no_flipped_bit_goes_unnoticed(steps: tuple[int, ...]) -> None:
     sound = frame_bytes(step=1) + frame_bytes(step=2) + frame_bytes(step=3)
@@ -185,7 +145,7 @@ def test_no_flipped_bit_goes_unnoticed(steps: tuple[int, ...]) -> None:
         flipped = bytearray(sound)
         flipped[bit // 8] ^= 1 << bit % 8
         try:
-            frames = decode_early(flipped, steps)
+            frames = list(wire.decode(flipped, steps))
         except WireError:
             continue
         # Filler may change, the batch may not.

@@ -57,19 +57,10 @@ class Connection:
         self._client: httpx.Client | None = None  # for servers behind a proxy: it is httpx's to find and to speak to
         self._proxy_of = lru_cache(maxsize=8)(proxy_of)  # which reads the whole environment
 
-    def fetch(
-        self,
-        server: str,
-        target: str,
-        *,
-        silence_seconds: float,
-        then: str | None = None,
-        look: Callable[[memoryview], None] | None = None,
-    ) -> memoryview:
+    def fetch(self, server: str, target: str, *, silence_seconds: float, then: str | None = None) -> memoryview:
         """The body of a 200; the server may take as long as it likes, if only something comes every `silence_seconds`.
 
         `target` is path and query; `then` that which is likely to be fetched next of the same server: it is sent ahead.
-        `look(received)` may be called with what has come of the body, again and again; it may not keep that.
 
         Raises Fault: there is none, or only a part of it.  Raises WireError: it is not the body that was sent.
         Raises the PenstockError that fits the refusal.
@@ -77,10 +68,8 @@ class Connection:
         self._hung_up = None
         named = server + target.partition("?")[0]
 
-        def hear(received: memoryview) -> None:
+        def hear() -> None:
             self.heard_at = time.monotonic()
-            if look:
-                look(received)
 
         receiving = Body(self._allocate or self._buffers.allocate, hear)
         try:

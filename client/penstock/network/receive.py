@@ -53,11 +53,10 @@ class Request(NamedTuple):
 class Body:
     """The body of one response: `allocate(nbytes)` gives memory for it, where the response tells its length.
 
-    What has come so far is `received`. Whenever something came, `on_bytes(received)` is called; it may not keep that. Of a body
-    that comes in pieces it sees nothing.
+    What has come so far is `received`. Whenever something came, `on_bytes()` is called.
     """
 
-    def __init__(self, allocate: Callable[[int], memoryview], on_bytes: Callable[[memoryview], None]) -> None:
+    def __init__(self, allocate: Callable[[int], memoryview], on_bytes: Callable[[], None]) -> None:
         self._allocate, self._on_bytes = allocate, on_bytes
         self._memory, self._num_bytes = memoryview(b""), 0
         self.status = 0  # that it came with, or is still coming
@@ -79,7 +78,7 @@ class Body:
             if not came:
                 raise HttpError(f"the connection ended {head.length - self._num_bytes} bytes before the end of the answer")
             self._num_bytes += came
-            self._on_bytes(self.received)
+            self._on_bytes()
 
     def collect(self, status: int, pieces: Iterable[bytes]) -> None:
         """Takes it in pieces. Raises HttpError: it is larger than any.  Raises what `pieces` raises."""
@@ -91,7 +90,7 @@ class Body:
                 parts.append(part)
                 num_bytes += len(part)
                 _check_size(status, num_bytes)
-                self._on_bytes(self.received)
+                self._on_bytes()
         finally:
             self._memory = memoryview(b"".join(parts))
             self._num_bytes = len(self._memory)

@@ -35,12 +35,11 @@ class _Interrupted(ServerUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[T]):
-    """What is asked for, and what is to be made of the answer. See Connection.fetch for `then` and `look`."""
+    """What is asked for, and what is to be made of the answer. See Connection.fetch for `then`."""
 
     target: str
     decode: Callable[[memoryview], T]
     then: str | None = None
-    look: Callable[[memoryview], None] | None = None
 
 
 class Transport:
@@ -124,18 +123,10 @@ class Transport:
                 raise _Interrupted(f"interrupted while waiting for {self._servers.current}")
             delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
 
-    def get_some(
-        self,
-        target: str,
-        decode: Callable[[memoryview], Iterable[T]],
-        *,
-        then: str | None = None,
-        look: Callable[[memoryview], None] | None = None,
-    ) -> list[T]:
+    def get_some(self, target: str, decode: Callable[[memoryview], Iterable[T]], *, then: str | None = None) -> list[T]:
         """What one attempt brings: the items that `decode` makes of the body, up to the first that is missing or damaged.
 
-        `then` is the target that will be asked for next, if all goes well: the server is told at once. `look(received)` may be
-        called with what has come of the body, again and again; it may not keep that.
+        `then` is the target that will be asked for next, if all goes well: the server is told at once.
         Nothing, where it fails altogether, is refused, or no server is to be asked now: `get` then tells more.
         Raises ServerUnavailable: the transport was interrupted.
         """
@@ -150,7 +141,7 @@ class Transport:
         if not turn:
             return []
         try:
-            self._attempt(turn[0], _Question(target, collect, then, look), hurry=len(turn) > 1)
+            self._attempt(turn[0], _Question(target, collect, then), hurry=len(turn) > 1)
         except _Interrupted:
             raise
         except Fault as fault:
@@ -196,10 +187,10 @@ class Transport:
         return result
 
     def _ask(self, server: str, question: _Question[T], silence_seconds: float) -> T:
-        target, then, look = question.target, question.then, question.look
+        target = question.target
         try:
             with self._watch.over(server, target):
-                body = self._connection.fetch(server, target, silence_seconds=silence_seconds, then=then, look=look)
+                body = self._connection.fetch(server, target, silence_seconds=silence_seconds, then=question.then)
             self.num_bytes += len(body)
             return question.decode(body)
         except WireError as damage:

@@ -20,12 +20,10 @@ its byte i // 8, the lowest bit first. A sequence's first token begins a documen
 layout   where the tensors lie in a payload
 head     the header and the payload's length, written or compared
 frame    what a body holds, read and checked
-early    digests of what has come of a body so far
 digests  of payloads, headers and other bodies
 """
 
 from penstock.wire.digests import content_digest, digest
-from penstock.wire.early import EarlyDigests
 from penstock.wire.frame import Alike, Frame, decode, decode_alike
 from penstock.wire.head import VERSION, Address, Heads
 from penstock.wire.layout import Layout, TensorLayout, pack_texts, strided
@@ -37,7 +35,6 @@ __all__ = [
     "VERSION",
     "Address",
     "Alike",
-    "EarlyDigests",
     "Frame",
     "Heads",
     "Layout",

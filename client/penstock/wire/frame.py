@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgpack
@@ -116,13 +115,10 @@ def decode(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> I
     return chain.from_iterable(decode_alike(body, steps))
 
 
-def decode_alike(
-    body: bytes | bytearray | memoryview, steps: Sequence[int] = (), early: Mapping[int, str] = MappingProxyType({})
-) -> Iterator[list[Frame]]:
+def decode_alike(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> Iterator[list[Frame]]:
     """The frames of a body as `decode` gives them, those that are alike as one list; before it raises, those that are sound.
 
-    Where the first of a list is of the step that it should be, so are the others. `early` has digests of payloads that are
-    known already, see EarlyDigests.
+    Where the first of a list is of the step that it should be, so are the others.
     """
     view = memoryview(body).cast("B")
     start = number = 0
@@ -136,7 +132,7 @@ def decode_alike(
         try:
             for own, expected in enumerate(alike.digests):
                 begin = at + own * stride
-                actual = early.get(begin) or digest(view[begin : begin + nbytes])
+                actual = digest(view[begin : begin + nbytes])
                 if actual != expected:
                     step = alike.steps[own]
                     raise WireError(f"the batch of step {step} was damaged on the way: digest {actual}, not {expected}")
