@@ -165,9 +165,9 @@ def warn_of_discard(old: int, num_left: int, new: int) -> None:
 def warn_of_lag(epoch: int) -> None:
     """The loop has gone on with an epoch from a state, and names it as if it began there."""
     warnings.warn(
-        f"the loop went on with epoch {epoch} from a state that was loaded, and set_epoch({epoch}) gives all of it once more. "
-        f"If a loader loads the state, data.epoch tells the epoch only after a loop has begun: save the number of the epoch "
-        f"beside the state, and begin the loop over epochs there.",
+        f"the loop went on with epoch {epoch} from a state that was loaded, and now set_epoch({epoch}) starts it again from "
+        f"its first batch. If a loader loads the state, it does so when its loop begins, and data.epoch is not right before: "
+        f"save the number of the epoch beside the state, and begin the loop over epochs there.",
         stacklevel=3,  # of set_epoch
     )
 

@@ -67,8 +67,8 @@ class Agreement:
         if noted != answer:
             raise PenstockError(
                 f"this rank would train on snapshot {answer}, and others do on {noted}: data arrived while they started, and "
-                f"torch.distributed was not initialized yet, or one rank has made a dataset more than the others. Make the "
-                f"dataset later, or pass snapshot={noted!r} to all ranks."
+                f"torch.distributed was not initialized yet, or one rank has made one dataset more than the others. Make the "
+                f"dataset after init_process_group, or pass snapshot={noted!r} to all ranks."
             )
 
 

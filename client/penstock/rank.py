@@ -47,8 +47,8 @@ def check_rank(rank: int, world_size: int) -> None:
     if now != (rank, world_size):
         raise PenstockError(
             f"this dataset was made for rank {rank} of {world_size}, before torch.distributed was initialized as it is now. "
-            f"This is rank {now[0]} of {now[1]}: ranks would train on the same samples. Make it later, or pass rank and "
-            f"world_size."
+            f"This is rank {now[0]} of {now[1]}: ranks would train on the same samples. Make it after "
+            f"init_process_group, or pass rank and world_size."
         )
 
 

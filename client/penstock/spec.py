@@ -99,7 +99,7 @@ class Spec:
         "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
     )
     dataset_index: int = _count(
-        0, 0, 1, "1: a tensor of this name has of each sequence the number of its dataset, by the alphabet"
+        0, 0, 1, "1: add a tensor of this name, the number of each sequence's dataset: from 0, by the alphabet"
     )
     snapshot: str | None = field(default=None, metadata={"doc": "fingerprint of the data; default: the latest"})
 

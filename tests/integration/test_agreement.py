@@ -181,7 +181,7 @@ def test_a_later_dataset_is_on_the_snapshot_of_the_rank_that_made_it_first(monke
     ahead.settle("c4")
     be(1)
     for _ in range(2):
-        with pytest.raises(PenstockError, match="would train on snapshot 5d, and others do on c4: .* a dataset more"):
+        with pytest.raises(PenstockError, match="would train on snapshot 5d, and others do on c4: .* one dataset more"):
             behind.settle("5d")
     for _ in range(2):
         ask(1, "e7")

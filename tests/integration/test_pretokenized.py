@@ -112,7 +112,9 @@ def test_every_id_has_the_label_that_its_row_gives_it(server: Server, name: str,
 
 
 def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None:
-    with pytest.raises(DataError, match=r"labels has \d+ at id \d+; .* do without by labels = false\.") as told:
+    with pytest.raises(
+        DataError, match=r"labels has \d+ at id \d+; .* labels = false does without, before a run begins"
+    ) as told:
         next(iter(dataset(server, "shifted")))
     assert "Mend the shard, or what " in str(told.value)
     assert "neighbour" not in str(told.value)  # none could stand in

@@ -155,7 +155,7 @@ def test_bad_rows_and_data_that_is_kept_out_are_told(monkeypatch: pytest.MonkeyP
     text = "wiki: 1 row in 2 shards, tokens counted in 3 of 4 blocks, snapshot 3f9c"
     assert dataset(monkeypatch) == Check("ok", "dataset", text)
     masked = dataset(monkeypatch, unused_columns=["attention_mask", "labels"])
-    assert (masked.level, "; attention_mask, labels of its shards not used" in masked.text) == ("warn", True)
+    assert (masked.level, "; not used: attention_mask, labels" in masked.text) == ("warn", True)
     assert "wiki: 1 row before its filter in 2 shards" in dataset(monkeypatch, rows_served=None).text
     assert "wiki: 7 of 9 rows in 2 shards" in dataset(monkeypatch, rows=9, rows_served=7).text
     assert "1,000 tokens, snapshot" in dataset(monkeypatch, tokens=1000).text

@@ -302,4 +302,6 @@ def test_padding_of_labels_is_told_from_a_wrong_id(tmp_path: Path) -> None:
 def test_a_mask_is_blamed_for_what_it_does_alone(reason: str, role: str | None) -> None:
     masks = (("loss_mask", named("mask")), ("attention_mask", named("attention_mask")))
     told = way_without(reason, masks, "ids")
-    assert told.endswith(f"do without by {role} = false.") if role else told == ""
+    assert (
+        told.endswith(f" {role} = false does without, before a run begins: it makes another snapshot.") if role else told == ""
+    )

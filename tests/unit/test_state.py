@@ -211,7 +211,8 @@ def test_of_a_range_that_is_added_it_is_told_where_the_run_counted_its_first_ste
     then = Spec(batch_size=4, world_size=2, skip="2-4")
     state = write_state("a", then, Position(step=15))
     with pytest.warns(
-        UserWarning, match=r"which left out 2-4, counted as step 20 of an epoch is 23 there, and 20 is another\.$"
+        UserWarning,
+        match=r"left out 2-4, so what it called step 20 is step 23 in skip, and step 20 is another: check the range\.$",
     ):
         read(state, "a", replace(then, skip="2-4,20-21"))
     for spec in (replace(then, skip="0-1,2-4"), replace(then, skip="3"), replace(then, skip=None), replace(then, skip="2-4")):

@@ -56,8 +56,8 @@ def _match(own: Sequence[tuple[StartKey, int]], theirs: Sequence[tuple[StartKey,
     numbers: dict[StartKey, list[int]] = {}
     for number, (key, _) in enumerate(theirs):
         numbers.setdefault(key, []).append(number)
-    # Ways to pair those so far: how many of theirs they are past, what they cost, and their pairs. One that is past more costs
-    # less. All steps of theirs count as alone at first.
+    # Ways to pair those so far, as (how many of theirs are used up, cost, pairs), sorted: one that uses up more of theirs is
+    # kept only if it costs less. At first all steps of theirs count as alone.
     best: list[tuple[int, int, _Pairs]] = [(0, sum(steps for _, steps in theirs), ())]
     for one, (key, steps) in enumerate(own):
         ways = [(behind, cost + _UNKNOWN, pairs) for behind, cost, pairs in best]

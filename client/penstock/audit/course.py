@@ -45,7 +45,7 @@ class Kept:
         return min((other.place for other in self.resumed), default=None)
 
     def has_behind(self, place: Place) -> bool:
-        """Whether something behind a place is left of it, of a worker that was ahead of another where one took over."""
+        """Whether a step after this place still counts: of a worker that was ahead of others when another iteration resumed."""
         return any(
             cut.slicing.position(step + 1) > place[1]
             for cut in self.resumed

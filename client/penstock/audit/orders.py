@@ -1,4 +1,4 @@
-"""Orders of samples: which iterations are of one run, also where its mix became another behind what was trained on."""
+"""Orders of samples: which iterations belong to one run, also if its mix was changed after what was trained on."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Iteration:
         return join([clip(runs, 0, other.begin.step), *behind])
 
     def steps_of_others(self) -> list[int]:
-        """The steps behind its first that a worker has behind itself, because another came less far."""
+        """The steps after its first that a worker which was ahead of another had done already when it began."""
         first, stride = self.begin.step, max(1, self.begin.num_workers)
         own = {worker: self.first_steps.get(worker, first) for worker in range(stride)}
         return sorted(step + worker for worker in own for step in range(first, own[worker], stride))

@@ -87,7 +87,7 @@ def _dataset(about: Mapping[str, Any]) -> Check:
         return Check(
             "warn",
             "dataset",
-            f"{text}; {', '.join(unused)} of its shards not used, which would tell what is learned, or is padding",
+            f"{text}; not used: {', '.join(unused)}, which by name would tell what is learned, or is padding",
             "the log of the server says how to name them in penstock.toml",
         )
     return Check("ok", "dataset", f"{text}; {bad['known']:,} bad rows are replaced by neighbours" if bad["known"] else text)

@@ -28,8 +28,8 @@ _NOWHERE = -1
 class _Lines:
     """Lines of one iteration that wait, each with its newline. Its begin line may be among them, as the first.
 
-    `placed` is where in the file the text begins, or NOWHERE if none of it is written yet, and the text. They change together:
-    an exception may come between any two lines, from a signal's handler.
+    `placed` is (where the text begins in the file, the text); NOWHERE while none of it is written. It is one tuple, so that
+    both change in one assignment: a signal's handler may raise between any two lines.
     """
 
     begin: str
@@ -258,7 +258,10 @@ class LedgerFile:
             log.error("penstock: %s", cannot_be_written(self.path, error))
 
     def _leave_lines(self, lines: _Lines) -> None:
-        """Those that wait first go to whatever is opened next. The newline that a part of a line gets there may complete it."""
+        """Takes the lines for not written where they are: those left go first into the file that is opened next.
+
+        If a line was cut in two, the newline that is written behind its first part may just complete it.
+        """
         start, text = lines.placed
         if start == _NOWHERE:
             return

@@ -8,9 +8,9 @@ import threading
 
 
 class Lock:
-    """A lock. Who has one, or waits for one, must not wait for a thread that may need one, too: see is_at_a_ledger.
+    """A lock. A thread that holds one, or waits for one, must not wait for a thread that may need one: see is_at_a_ledger.
 
-    Python may collect an iterator that was dropped at any line, also between these, and that closes its ledger.
+    The garbage collector may close the ledger of an iterator that was dropped, at any line of any thread, these among them.
     """
 
     _depth = threading.local()

@@ -1,6 +1,6 @@
 """The trial: a server is asked aside, in a thread, for what another gives meanwhile.
 
-That a process lives tells nothing of its disks, and whoever goes back to a server whose disks hang waits a minute for it.
+A process that answers may still have disks that hang, and a client that returned to it at once would wait for a minute.
 """
 
 from __future__ import annotations

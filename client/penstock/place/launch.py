@@ -5,17 +5,18 @@ from __future__ import annotations
 from penstock.place.shared import SharedCells
 from penstock.rank import MOST_WORKERS, Worker
 
-# FIRST is the round of the very first batch, 0 for none yet. Behind it is a cell for the loop and one for each worker:
-# the last round that it put on record, also of processes that are over; the number of rounds up to it, above its short name.
+# FIRST          the name of the round that gave the launch's first batch; 0: none yet
+# LOOP, WORKERS  one cell for the loop and one a worker: the last round that it wrote to a ledger, as the number of rounds so
+#                far above the low bits of the round's name; they stay when the process ends
 _FIRST, _LOOP, _WORKERS = range(3)
 _NAME_BITS = 31
 
 
 def round_name(number: int, worker: Worker | None) -> int:
-    """The name of a process's round `number`: of workers' positive, and the same for all of them; of the loop's own negative.
+    """The name of a process's round `number`: positive and the same for all workers of a loader, negative for the loop itself.
 
-    Workers share the seed that their loader drew when it began, and rounds that they have gone through since: what tells one
-    round from the next, also from one in which not all of them began.
+    Workers of one round share the seed that their loader drew when it began, and the number of rounds since. So they find the
+    same name without asking each other.
     """
     return (worker.loader_seed + number) % (1 << 62) + 1 if worker else -number
 

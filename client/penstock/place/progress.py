@@ -14,10 +14,11 @@ from penstock.rank import Worker
 class Round:
     """One iteration of this process: the steps of a stretch that it gives. `number` and `num_sets` tell it from others.
 
-    is_repetition  the iteration before it gave more of the same epoch than a first batch to look at, and nothing was set since
+    is_repetition  the iteration before it gave more than one batch of the same epoch, and neither set_epoch nor load_state_dict
+                   was called since: the loop repeats data, probably by mistake
     is_first       no round before it gave a batch, in whatever process
     num_loads      how many states were loaded before it
-    state_epoch    the epoch of which something was consumed in the last that the loop loaded; None if there is none
+    state_epoch    the epoch of which the last state that the loop loaded had consumed something; None if there is none
     launch         names the process whose loop it is, or whose loader's worker this is
     """
 

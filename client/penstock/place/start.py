@@ -24,12 +24,17 @@ from penstock.place.shared import SharedCells
 from penstock.place.state import Position
 from penstock.rank import MOST_WORKERS, Worker
 
-# SETS counts how often a start was set; CLAIM is the round of iteration that took it, 0 for none yet; BY_WORKERS is 1 where
-# loader workers iterated last, BY_STATE where a state that was loaded put it where it is. PUT_OFF is the epoch that the loop
-# chose and that a worker's state of an earlier one goes before, 0 for none; CHOSEN is 1 where the loop chose the epoch that it
-# was in once more. LOADS counts the states that were loaded up to the loop's last, and WITHIN is the number behind the epoch of
-# which this one had consumed something, 0 for none. Behind them are two cells for each worker: the round that it was last in
-# since the start was set, 0 for none; and how many states it loaded itself since the loop did, also in processes that are over.
+# EPOCH, OFFSET, STEP, NUM_STEPS  the stretch that the next iteration runs over
+# SETS        how often a start was set
+# CLAIM       the round of iteration that took this start; 0: none yet
+# BY_WORKERS  1: loader workers iterated last
+# BY_STATE    1: a state that was loaded set this start
+# PUT_OFF     the epoch that set_epoch chose, and that waits until a worker's state of an earlier one is done; 0: none
+# CHOSEN      1: the loop chose once more the epoch that it was in
+# LOADS       the number of states loaded, up to the loop's last
+# WITHIN      1 + the epoch of which that state had consumed something; 0: none
+# ROUNDS      one a worker: the last round that it was in since the start was set; 0: none
+# OWN_LOADS   one a worker: how many states it loaded itself since the loop last did, also in processes that are over
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _CHOSEN, _LOADS, _WITHIN = range(12)
 _ROUNDS, _OWN_LOADS, _NUM_CELLS = (12 + n * MOST_WORKERS for n in range(3))
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over

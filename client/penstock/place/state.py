@@ -94,8 +94,8 @@ def read_state(
         )
     if added := _added_step(state, spec):
         warnings.warn(
-            f"skip counts steps as if none were left out: what the run of this state, which left out {state['skip']}, counted "
-            f"as step {added[0]:,} of an epoch is {added[1]:,} there, and {added[0]:,} is another.",
+            f"skip counts all steps of an epoch, those left out, too. The run of this state left out {state['skip']}, so what "
+            f"it called step {added[0]:,} is step {added[1]:,} in skip, and step {added[0]:,} is another: check the range.",
             stacklevel=4,  # of load_state_dict
         )
     if differing or not counts_like(state, spec):

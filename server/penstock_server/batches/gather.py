@@ -103,7 +103,7 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
 
 def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block]) -> Spans:
     """The spans with good rows in place of bad ones; the blocks that these are in are added."""
-    # Again, now that these blocks were met: a run may ask for a whole small dataset before any of it was.
+    # Again: to load these blocks may have shown more bad rows than max_bad_share allows.
     need.member.blocks.quarantine.check()
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):

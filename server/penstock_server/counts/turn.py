@@ -24,10 +24,10 @@ _PATIENCE_SECONDS = 120.0  # for who gets no further: it may have been stopped, 
 
 @contextmanager
 def turn(*paths: Path) -> Iterator[Callable[[], None]]:
-    """Around what makes these files of one folder: waits until no other process makes them, and then has the others wait.
+    """Waits while another process makes any of these files, which are of one folder; then the others wait until the block ends.
 
-    Who makes them calls what is given whenever it got further. If another has not for two minutes, or the disk has no locks,
-    nobody waits, and the same is counted twice. Threads of one process do not wait for each other.
+    The block calls the function that it is given after each piece of progress. After two minutes without any, or on a disk
+    without locks, nobody waits, and the work is done twice. Threads of one process do not wait for each other.
     """
     folder, places = paths[0].parent, [_place(path) for path in paths]
     marks, marked_at = count(1), 0.0  # a byte that nobody has written is 0

@@ -80,7 +80,7 @@ def way_without(reason: str, masks: Masks, ids: str) -> str:
     """What is said of a row with such `ids` that a mask makes bad, to do without that mask; "" if it is bad by itself."""
     for role, source in masks:
         if reason.startswith((f"{source.text} is ", f"{source.text} has ")):
-            told = f" If no mask is meant, a run that has not begun yet may do without by {role} = false."
+            told = f" If no mask is meant, {role} = false does without, before a run begins: it makes another snapshot."
             if role == "labels" and " values for " in reason:
                 told += f' If they are answers of their own, set prompt = "{ids}" and response = "{source.text}".'
             return told

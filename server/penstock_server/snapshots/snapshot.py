@@ -111,7 +111,7 @@ class Snapshot:
         """Ids in a shard that are not below this make a bad row. What other shards hold changes nothing of its blocks."""
         if self.recipe.vocab_size or shard.token_range is None:
             return self.token_bound
-        return shard.token_range[1] + 1
+        return min(self.token_bound, shard.token_range[1] + 1)
 
     @property
     def _rows_per_group(self) -> IntArray:

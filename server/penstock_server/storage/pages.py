@@ -20,7 +20,7 @@ _ADVISED_COPIES = 64
 def expect_few(content: pa.Buffer) -> None:
     """Has the kernel read no more of a map than is asked for.
 
-    Else each row would bring in all that lies around it, up to megabytes, in the place of what others need.
+    Otherwise it reads up to megabytes around each row, and drops pages that others need.
     """
     if content.size:
         _advise(content.address, content.size, mmap.MADV_RANDOM)
