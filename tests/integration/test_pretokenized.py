@@ -64,6 +64,8 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     write("unmasked", {"input_ids": [own + pad for own, pad in zip(ids, padding, strict=True)]})
     write("shifted", {"input_ids": ids, "labels": [[*own[1:], 7] for own in ids]})
     write("floats", {"input_ids": ids, "loss_mask": [[1.0] * len(own) for own in ids]})
+    beyond = [[2**32 + 5 if row % 20 == 4 else 5, row] for row in rows]
+    write("beyond", {"input_ids": beyond}, 'on_bad_row = "substitute"\nmax_bad_share = 0.1')
     answers = [[7, row, 9] for row in rows]
     write("unnamed", {"input_ids": ids, "labels": [[7, row, 9] if len(ids[row]) != 3 else [7] for row in rows]})
     write(
@@ -125,6 +127,14 @@ def test_labels_that_are_none_are_refused_with_a_way_out(server: Server) -> None
 def test_a_mask_that_is_not_used_is_told_to_who_trains(server: Server) -> None:
     with pytest.warns(UserWarning, match="floats: loss_mask of its shards is not used: a mask is a list of whole numbers"):
         dataset(server, "floats")
+
+
+def test_ids_beyond_32_bits_are_bad_also_where_the_footers_tell_of_them(server: Server) -> None:
+    firsts = [batch["input_ids"][0].tolist() for batch in dataset(server, "beyond")]
+    assert firsts == [[5, row + (row % 20 == 4)] for row in range(NUM_ROWS)]
+    assert server.json("/v1/datasets/beyond/quarantine")["rows"][0]["reason"].endswith(
+        "has token id 4294967301, outside 0 to 4294967295"
+    )
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat", "best_fit"])

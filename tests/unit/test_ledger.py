@@ -454,6 +454,11 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
     [
         ("notes.txt", "notes.txt is no ledger, and will not be written to: name another file"),
         ("words.txt", "words.txt is no ledger, and will not be written to: name another file"),
+        (
+            "older.ledger",
+            "older.ledger was begun by a penstock whose ledgers are of version 1, and this one writes version 2: no",
+        ),
+        ("torn.ledger", "torn.ledger was begun by a penstock whose ledgers are of version 3, and"),
         ("none/run.ledger", "cannot be written: No such file or directory"),
         (".", "cannot be written: Is a directory"),
     ],
@@ -461,6 +466,8 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
 def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "notes.txt").write_text("begin at the beginning")
     (tmp_path / "words.txt").write_text("begin\nend\n")
+    (tmp_path / "older.ledger").write_text('begin {"ledger": 1, "launch": "a"} 01234567\n')
+    (tmp_path / "torn.ledger").write_text('beg\nbegin {"ledger": 3, "launch": "a"} 01234567\n')
     before = open_files(tmp_path)
     with pytest.raises(LedgerError, match=message):
         book(tmp_path / name)
@@ -715,7 +722,7 @@ def test_a_ledger_of_another_version_says_so(tmp_path: Path) -> None:
     ]:
         assert old in text
         path.write_text(line(text.replace(old, new)))
-        with pytest.raises(LedgerError, match="Install the penstock that wrote it, or a newer one"):
+        with pytest.raises(LedgerError, match="Audit it with the penstock that wrote it"):
             read_ledger(path)
 
 

@@ -205,9 +205,7 @@ def _begin_of(path: Path, line: bytes) -> Begin | None:
     try:
         return Begin.from_text(text.decode("ascii", "replace"))
     except LedgerError as error:
-        raise LedgerError(
-            f"the ledger {path} cannot be read: {error}. Install the penstock that wrote it, or a newer one"
-        ) from error
+        raise LedgerError(f"the ledger {path} cannot be read: {error}. Audit it with the penstock that wrote it") from error
 
 
 def _table() -> npt.NDArray[np.uint32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import LedgerError
-from penstock.ledger.begin import MAGIC
+from penstock.ledger.begin import MAGIC, VERSION
 
 if sys.platform != "win32":
     import fcntl
@@ -20,6 +21,7 @@ if sys.platform != "win32":
 log = logging.getLogger("penstock")
 
 _POLL_SECONDS = 0.02
+_VERSION = re.compile(re.escape(MAGIC) + rb"(\d{1,9}),")
 
 
 def open_ledger(path: Path, wait_seconds: float) -> int:
@@ -94,11 +96,21 @@ def is_deleted(fd: int, path: Path) -> bool:
 
 
 def close_last_line(fd: int, path: Path) -> None:
-    """Ends a line that was cut off with a newline. Raises LedgerError: the file holds other things."""
+    """Ends a line that was cut off with a newline.
+
+    Raises LedgerError: the file holds other things, or was begun by a penstock that writes other lines.
+    """
     size = os.lseek(fd, 0, os.SEEK_END)
     # A first line may have been cut off, and a begin line come behind it.
     if not all(line.startswith(MAGIC) or MAGIC.startswith(line) for line in _read(fd, 0, len(MAGIC)).strip(b"\0").split(b"\n")):
         raise LedgerError(f"{path} is no ledger, and will not be written to: name another file")
+    begun = _VERSION.search(_read(fd, 0, 4 * len(MAGIC)))
+    if begun and int(begun[1]) != VERSION:
+        raise LedgerError(
+            f"{path} was begun by a penstock whose ledgers are of version {int(begun[1])}, and this one writes version "
+            f"{VERSION}: no penstock could audit both in one file. Name another file, and audit this one with the penstock "
+            f"that wrote it"
+        )
     if size and _read(fd, size - 1, 1) != b"\n":
         os.write(fd, b"\n")
 
