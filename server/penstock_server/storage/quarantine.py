@@ -162,7 +162,7 @@ class Quarantine:
         number = address.first_row + int(block.stored_rows[row])
         place = f"row {number} of row group {address.row_group} in {address.shard.path.name}"
         leave_out = recipe.filter_of_missing if recipe.calls_missing(reason) else ""
-        otherwise = f" Before a run begins, {leave_out} leaves such rows out." if leave_out else ""
+        otherwise = f" Before a run begins, such rows can be left out by {leave_out}." if leave_out else ""
         otherwise += way_without(reason, recipe.masks, recipe.fields[0][1].text)
         mended = (
             f'Mend the shard, or set on_bad_row = "substitute"{limit} in {self._snapshot.folder / "penstock.toml"} to serve a '
