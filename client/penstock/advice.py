@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 from torch.utils.data import get_worker_info
 
-from penstock.batch import IGNORED
+from penstock.batch import IGNORED, SIDES
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.tensors import Batch
@@ -71,11 +71,11 @@ class Advice:
             _warn(f"{data}: {told}")
 
     def _check_runs(self, batch: Batch) -> None:
-        """Else a model would learn the padding of rows that were padded before they were stored."""
-        labels = next((value for name, value in batch.items() if name.endswith("labels")), None)
-        if not isinstance(labels, torch.Tensor) or labels.is_cuda:
+        """Otherwise a model would learn the padding of rows that were padded before they were stored."""
+        labels = next((value for side in SIDES if (value := batch.get(f"{side}labels")) is not None), None)
+        if not isinstance(labels, torch.Tensor) or labels.is_cuda:  # to look at one on a GPU is to wait for it
             return
-        labels = labels.reshape(-1, labels.shape[-1])[:_SEQUENCES_CHECKED]
+        labels = labels[:_SEQUENCES_CHECKED]
         repeats = (labels[:, 1:] == labels[:, :-1]) & (labels[:, 1:] != IGNORED)
         if repeats.shape[1] < _RUN:
             return
