@@ -390,7 +390,7 @@ def test_a_changed_recipe_is_another_snapshot_and_a_job_keeps_its_own(
     assert contents(RemoteDataset(server.url, "text", batch_size=4, seq_len=16)) != expected
     server.kill()
     server.start()
-    with pytest.raises(SnapshotGone, match="the recipe, or the version of the server, was changed"):
+    with pytest.raises(SnapshotGone, match="the recipe, or the server's version, was changed"):
         contents(data)
 
 

@@ -113,20 +113,6 @@ def test_maps_are_objects_and_decimals_are_numbers(folder: Folder) -> None:
     assert "a date has no place in JSON" in written(pa.date32(), date(2020, 1, 1))
 
 
-def test_what_other_builds_made_of_maps_is_not_taken_for_what_is_made_now(folder: Folder) -> None:
-    def is_told(column: pa.DataType, name: str) -> bool:
-        message = {"role": pa.string(), "content": pa.string()}
-        kinds = {"messages": pa.list_(pa.struct(message)), name: column}
-        folder.write({key: pa.nulls(1, kind) for key, kind in kinds.items()}, "", {"chat_template": AS_JSON})
-        return "has_maps" in folder.served.snapshot.recipe.identity
-
-    maps = pa.list_(pa.struct({"role": pa.string(), "content": pa.list_(pa.map_(pa.string(), pa.string()))}))
-    assert is_told(maps, "messages")
-    assert is_told(maps, "tools")
-    assert is_told(pa.list_(pa.struct({"content": pa.string(), "role": pa.decimal128(3, 1)})), "messages")
-    assert not is_told(maps, "other")
-
-
 @pytest.mark.parametrize("recipe", ["", 'messages = "messages"'])
 def test_chats_as_json_are_the_same_rows_and_what_is_none_is_a_bad_one(folder: Folder, recipe: str) -> None:
     config = {"chat_template": LLAMA_2, "bos_token": EOS, "eos_token": EOS}

@@ -29,7 +29,6 @@ from penstock_server.recipes.chat import says_something
 from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.recipes.values import python_values
-from penstock_server.snapshots import shard as shard_module
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.storage import quarantine as quarantine_module
 from penstock_server.storage.block import Block
@@ -313,21 +312,6 @@ def test_times_are_cut_to_the_microsecond_wherever_they_stand(type_: pa.DataType
     assert python_values(pa.array([{"a": [7_999], "b": "fox"}], pa.struct({"a": pa.list_(type_), "b": pa.string()}))) == [
         {"a": [value], "b": "fox"}
     ]
-
-
-def test_a_dataset_with_times_of_96_bits_is_another_where_they_are_read_otherwise(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = pa.table({"tokens": pa.array([[1]], IDS), "at": pa.array([datetime(2020, 1, 1)], pa.timestamp("us"))})
-    found = set()
-    for is_96_bits in (True, False):
-        pq.write_table(table, data / "part.parquet", use_deprecated_int96_timestamps=is_96_bits)
-        for toml in ("", "split_by = 'at'"):
-            (data / "penstock.toml").write_text(toml)
-            for unit in ("us", "ns"):
-                monkeypatch.setattr(shard_module, "INT96_UNIT", unit)
-                found.add(open_snapshot(data, None).fingerprint)
-    assert len(found) == 5  # of the four kinds only where they are of 96 bits and are read it matters
 
 
 def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:

@@ -10,9 +10,11 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
+from penstock_server.recipes import recipe as recipe_module
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Column, Recipe
 from penstock_server.recipes.tokenizer import TokenizerFile
+from penstock_server.snapshots.snapshot import recipe_key
 
 NUMBER = Field("n", (("", ("n",)),))
 IDS = Field("ids", (("", ("ids",)),))
@@ -21,7 +23,6 @@ RECIPE = Recipe(kind="tokens", fields=(("tokens", IDS),), columns=(COLUMN,))
 WORDS = TokenizerFile(Path("words.json"), "digest", Tokenizer(models.WordLevel({"fox": 0}, unk_token="fox")), 1)
 
 CHANGES: dict[str, Any] = {
-    "has_maps": True,
     "fields": (("tokens", NUMBER),),
     "masks": (("labels", NUMBER),),
     "tokenizer": WORDS,
@@ -84,3 +85,14 @@ def test_what_decides_of_bad_rows_and_splits_is_another_recipe_with_the_same_tok
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_is_only_told_is_the_same_recipe(name: str) -> None:
     assert replace(RECIPE, **{name: ALIKE[name]}).is_like(RECIPE)
+
+
+def test_a_build_that_reads_rows_otherwise_names_all_that_it_makes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {recipe_key(RECIPE)}
+    monkeypatch.setattr(recipe_module, "_READING", recipe_module._READING + 1)
+    assert recipe_key(RECIPE) not in names
+
+
+def test_what_is_not_set_is_not_in_the_identity_or_a_setting_that_comes_later_would_end_all_runs() -> None:
+    assert None not in RECIPE.identity.values()
+    assert "tools" not in RECIPE.identity

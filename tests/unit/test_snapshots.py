@@ -374,7 +374,7 @@ def test_what_was_found_without_a_note_keeps_its_recipe(grown: Spec, folder: Pat
     catalog.refresh("d")
     assert catalog.plan("d", grown).members[0].snapshot.recipe.eos_id is None
     with pytest.raises(
-        SnapshotGone, match="the recipe, or the version of the server, was changed"
+        SnapshotGone, match="the recipe, or the server's version, was changed"
     ):  # a server that never knew that recipe
         open_all().plan("d", grown)
 

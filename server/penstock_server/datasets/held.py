@@ -22,7 +22,7 @@ from penstock_server.snapshots.shard import Shard
 from penstock_server.snapshots.snapshot import Snapshot, recipe_key
 from penstock_server.storage.blocks import Blocks
 
-_OTHER_RECIPE = "the recipe, or the version of the server, was changed"
+_OTHER_RECIPE = "the recipe, or the server's version, was changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class Held:
                 return self._again[fingerprint]
         raise SnapshotGone(
             f"snapshot {fingerprint} of {self.name} is not on this server, which has {self.opened().snapshot.fingerprint}: the "
-            f"shards or the recipe changed since this run began. Resume on the old shards and recipe, or start a new run."
+            f"shards, the recipe or the server's version changed since this run began. Resume on the old ones, or start a new "
+            f"run."
         )
 
     def opened(self) -> Served:

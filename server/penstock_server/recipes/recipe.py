@@ -32,6 +32,9 @@ Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
 
 Fields = tuple[tuple[str, Field], ...]  # by their roles
 
+# To be raised where equal recipes come to make other tokens of equal rows: all runs end then, and all rows are tokenized anew.
+_READING = 1
+
 DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
 
 # Which types the fields of a row may have, and how that is said.
@@ -69,7 +72,6 @@ class Recipe:
     eos_id        closes a text or a response, likewise
     chat          renders messages
     tools         the definitions of tools that it is given, if rows have any
-    has_maps      whether maps or decimals are in the chats or the tools of the first shard
     columns       what travels beside the tokens
     absent_masks  which masks the first shard has not, and nothing is said of: another shard may not have them, either
     unused        columns that are masks of pre-tokenized rows by their names, and not used; or the prompts of pairs that are of
@@ -92,7 +94,6 @@ class Recipe:
     pad_id: int = 0
     chat: ChatTemplate | None = None
     tools: Field | None = None
-    has_maps: bool = False
     columns: tuple[Column, ...] = ()
     absent_masks: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -174,12 +175,12 @@ class Recipe:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that changes a row's tokens or what travels with them.
+        """All that changes a row's tokens or what travels with them; snapshots and cached blocks have their names of it.
 
-        Of it snapshots and cached blocks have their names: a key that is new goes to `where_set`, or no run could
-        be resumed and every row would be tokenized anew.
+        What is not set is left out, so that a setting that comes later renames only what uses it.
         """
-        always = {
+        settings = {
+            "reading": _READING,
             "kind": self.kind,
             "fields": [[role, source.text] for role, source in self.fields],
             "tokenizer": self.tokenizer.digest if self.tokenizer else None,
@@ -192,13 +193,10 @@ class Recipe:
             "filter": self.filter.text if self.filter else None,
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,
-        }
-        where_set = {
             "masks": [[role, source.text] for role, source in self.masks] or None,
             "tools": self.tools.text if self.tools else None,
-            "has_maps": self.has_maps or None,  # builds before 2026-11-26 rendered them otherwise
         }
-        return always | {key: value for key, value in where_set.items() if value is not None}
+        return {key: value for key, value in settings.items() if value is not None}
 
     def is_like(self, other: Recipe) -> bool:
         """Whether another recipe does the same, also with bad rows."""

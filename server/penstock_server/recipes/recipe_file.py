@@ -29,7 +29,6 @@ from penstock_server.recipes.roles import read_fields
 from penstock_server.recipes.special_tokens import SpecialTokens
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import OF_NO_ROWS, Transform, TransformError, load_transform
-from penstock_server.recipes.values import holds_maps_or_decimals
 
 
 def read_recipe(folder: Path, schema: pa.Schema, default_tokenizer: Path | None) -> Recipe:
@@ -76,7 +75,6 @@ class _Reader:
         vocab_size = tokenizer.vocab_size if tokenizer else given.get("vocab_size")
         special = SpecialTokens(self._folder, given, self._tokenizer_path(kind), tokenizer, vocab_size)
         chat = self._chat(kind, fields, special)
-        tools = self._tools(chat)
         # Pre-tokenized rows are taken as they are, and a chat template closes its turns, unless the recipe says otherwise.
         is_closed = kind == "tokens" or chat is not None
         eos_id = special.eos_id(is_closed=is_closed)
@@ -92,8 +90,7 @@ class _Reader:
             eos_id=eos_id,
             pad_id=special.pad_id(eos_id),
             chat=chat,
-            tools=tools,
-            has_maps=chat is not None and self._has_maps([source for _, source in fields] + ([tools] if tools else [])),
+            tools=self._tools(chat),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
@@ -107,9 +104,6 @@ class _Reader:
             on_bad_row=given.get("on_bad_row", "fail"),
             max_bad_share=float(given.get("max_bad_share", DEFAULT_BAD_SHARE)),
         )
-
-    def _has_maps(self, sources: list[Field]) -> bool:
-        return any(holds_maps_or_decimals(source.type(self._schema)) for source in sources)
 
     def _masks(self, fields: Fields) -> Masks:
         roles = [role for role, _ in fields]

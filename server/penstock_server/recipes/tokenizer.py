@@ -189,12 +189,11 @@ def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFil
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = split_special_tokens
-    if drops := bool(getattr(tokenizer.model, "dropout", None)):
+    if getattr(tokenizer.model, "dropout", None):  # one text would be other tokens each time
         tokenizer.model.dropout = None
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     person = b"special split" if split_special_tokens else b""
-    salt = b"no dropout" if drops else b""  # builds before 2026-11-26 left it on: what they cached is not to be met
-    digest = blake2b(content, digest_size=16, person=person, salt=salt)
+    digest = blake2b(content, digest_size=16, person=person)
     return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size)
 
 

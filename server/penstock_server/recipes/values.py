@@ -32,13 +32,6 @@ def json_values(array: pa.Array) -> list[Any]:
     return [_as_json(value, array.type) for value in python_values(array)]
 
 
-def holds_maps_or_decimals(kind: pa.DataType) -> bool:
-    """Whether a map or a decimal is in values of this type."""
-    if pa.types.is_map(kind) or pa.types.is_decimal(kind):
-        return True
-    return any(holds_maps_or_decimals(kind.field(n).type) for n in range(kind.num_fields))
-
-
 def _as_json(value: Any, kind: pa.DataType) -> Any:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type

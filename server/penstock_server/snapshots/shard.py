@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock_server.files import check_is_file
-from penstock_server.parquet import INT96_UNIT
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.column_types import num_leaves
 from penstock_server.recipes.fields import FieldError
@@ -55,7 +54,7 @@ class Shard:
     """One Parquet file as its footer describes it, and the date that it had then.
 
     `digest` is of the footer and of a few samples of the file: two files of token lists can have one footer, byte for byte, and
-    yet other tokens. Behind it stands how times of 96 bits are read, if they are. Of the columns that the recipe reads,
+    yet other tokens. Of the columns that the recipe reads,
     `bytes_per_group[g]` is the size in row group g, uncompressed, `null_rows[g]` the number of rows known to be null, and
     `token_range` the least and the largest token id of the file, None where the footer does not tell. A dataset may have ten
     million row groups: each is a few bytes of an array.
@@ -84,8 +83,6 @@ def read_shard(path: Path, recipe: Recipe) -> Shard:
             raise being_written(path)
     groups = [footer.metadata.row_group(g) for g in range(footer.metadata.num_row_groups)]
     read = _chunks_read(footer, recipe)
-    if any(group.column(c).physical_type == "INT96" for group in groups[:1] for c in read):
-        digest += f"-{INT96_UNIT}"  # builds before 2026-11-26 read them as other times
     return Shard(
         path=path,
         date=date,
@@ -135,7 +132,7 @@ def is_of(file: pa.OSFile, shard: Shard) -> bool:
     date = date_of(file)
     if date == shard.date:
         return True
-    return date.size_bytes == shard.date.size_bytes and _file_digest(file, date.size_bytes) == shard.digest.partition("-")[0]
+    return date.size_bytes == shard.date.size_bytes and _file_digest(file, date.size_bytes) == shard.digest
 
 
 @contextmanager

@@ -167,7 +167,6 @@ class Snapshot:
 def fingerprint_of(shards: Sequence[Shard], recipe: Recipe) -> str:
     """The fingerprint of the snapshot of these shards and this recipe."""
     content = {
-        "version": 1,
         "shards": [[s.path.name, s.date.size_bytes, s.digest] for s in shards],
         **_part_of_recipe(recipe),
     }
