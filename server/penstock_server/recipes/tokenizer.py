@@ -16,8 +16,8 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from penstock_server.files import read_file
+from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
-from penstock_server.panics import panics_are_errors
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.rows import Reasons
 from penstock_server.side_by_side import side_by_side
@@ -100,16 +100,16 @@ class TokenizerFile:
     def _example(self) -> tuple[list[str], list[str]]:
         """The tokens of a text, with the special ones that the tokenizer adds if asked to, and without."""
         try:
-            with panics_are_errors():
+            with library_errors():
                 encoded = [self.tokenizer.encode("a", add_special_tokens=special).tokens for special in (True, False)]
-        except Exception:  # of the library: it has no token for that text
+        except LibraryError:  # it has no token for that text
             return [], []
         with_special, plain = encoded
         return with_special, plain
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
-        with panics_are_errors():
+        with library_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _by_portion(
@@ -123,18 +123,14 @@ class TokenizerFile:
         def made(at: slice) -> _Made:
             own = texts[at]
             try:
-                with panics_are_errors():
+                with library_errors():
                     return make(own, at)
-            except MemoryError:
-                raise
-            except Exception:  # the library raises it bare, and does not say which text it was
+            except LibraryError:  # it does not say which text it was
                 own = [self._encodable(text, at.start + n, name, reasons) for n, text in enumerate(own)]
             try:
-                with panics_are_errors():
+                with library_errors():
                     return make(own, at)
-            except MemoryError:
-                raise
-            except Exception as error:
+            except LibraryError as error:
                 raise ValueError(f"the tokenizer {self.path.name} fails on column {name!r}: {error}") from error
 
         return list(side_by_side(_threads(), num_cores(), made, _portions(texts)))
@@ -142,11 +138,9 @@ class TokenizerFile:
     def _encodable(self, text: str, row: int, name: str, reasons: Reasons) -> str:
         """The text, or "" where the tokenizer fails on it, as where it has no token for a character, nor an unknown one."""
         try:
-            with panics_are_errors():
+            with library_errors():
                 self.tokenizer.encode(text, add_special_tokens=False)
-        except MemoryError:
-            raise
-        except Exception as error:
+        except LibraryError as error:
             reasons.add(row, f"{name} is a text that the tokenizer fails on: {error}")
             return ""
         return text
@@ -177,9 +171,9 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
 def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another
     content = read_file(path)
     try:
-        with panics_are_errors():
+        with library_errors():
             tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exception
+    except LibraryError as error:
         raise DatasetRefused(
             f"{path} is not a tokenizer: {error}. A tokenizer.json is what Tokenizer.save of the `tokenizers` library writes; "
             f"of other files transformers' AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) makes one."

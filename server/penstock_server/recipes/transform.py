@@ -21,7 +21,7 @@ from types import ModuleType
 import pyarrow as pa
 
 from penstock_server.files import may_be_there, read_file
-from penstock_server.panics import panics_are_errors
+from penstock_server.library_errors import LibraryError, library_errors
 
 OF_NO_ROWS = (
     " The transform was called with no rows, to learn its columns: give them types, as in "
@@ -47,12 +47,10 @@ class Transform:
         Raises TransformError: the function raises, or returns something else than a RecordBatch with as many rows.
         """
         try:
-            with panics_are_errors():
+            with library_errors():
                 made = self.function(rows)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise TransformError(f"the transform {self.name} raises {_named(error)}") from error
+        except LibraryError as error:
+            raise TransformError(f"the transform {self.name} raises {_named(error.cause)}") from error
         if not isinstance(made, pa.RecordBatch):
             raise TransformError(f"the transform {self.name} returns a {type(made).__name__}, not a pyarrow.RecordBatch")
         if made.num_rows != rows.num_rows:
@@ -90,9 +88,9 @@ def load_transform(name: str, folder: Path) -> Transform:
     return Transform(name, digest, function)
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     """An error of the function, with the line of its module that it was raised in, or in what that line calls."""
-    frames = extract_tb(error.__traceback__)[1:]  # the first is the caller's
+    frames = extract_tb(error.__traceback__)[2:]  # the first two are ours
     lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
     where = f" in line {lines[-1]} of {Path(frames[0].filename).name}" if lines else ""
     return f"{type(error).__name__}{where}: {error}"
