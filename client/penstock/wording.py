@@ -34,9 +34,14 @@ def rows_kept(num_rows: int, num_kept: int | None) -> str:
     return rows if num_kept == num_rows else f"{num_kept:,} of {rows}"
 
 
-def cut(text: str) -> str:
-    """A text to quote in a sentence: of one that is long its beginning."""
-    return text if len(text) <= 40 else text[:40] + "..."
+def cut(text: str, most: int = 40) -> str:
+    """A text to quote in a sentence: of one that is longer than `most` its beginning."""
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, to stand inside a sentence: in one line, without a full stop."""
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def without_passwords(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from penstock.wording import one_line
 from penstock_server.importing.columns import may_be_wide, normal_schema, wide_columns
 from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
 from penstock_server.importing.stream import unreadable
@@ -140,5 +141,4 @@ def refusing(path: Path, advice: str = "Write the file again, or choose columns 
     except MemoryError:
         raise
     except (pa.ArrowException, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ImportRefused(f"{path} cannot be imported: {reason}. Nothing was written. {advice}.") from error
+        raise ImportRefused(f"{path} cannot be imported: {one_line(error)}. Nothing was written. {advice}.") from error

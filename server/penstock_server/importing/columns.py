@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from penstock.wording import did_you_mean, listed
+from penstock.wording import cut, did_you_mean, listed
 from penstock_server.importing.source import ImportRefused, Survey
 from penstock_server.recipes.column_types import is_tokens, num_leaves
 
@@ -243,5 +243,4 @@ def _fits(integer: pa.DataType) -> bool:
 
 
 def _short(type_: pa.DataType) -> str:
-    text = str(type_)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return cut(str(type_), 60)

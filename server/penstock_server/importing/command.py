@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.wording import counted
+from penstock.wording import counted, cut
 from penstock_server.settings import byte_count
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _nulls(lacking: Sequence[Path]) -> str:
 
 
 def _loss(name: str, number: Decimal) -> str:
-    before, after = (text if len(text) <= 40 else f"{text[:37]}..." for text in (f"{number:f}", f"{float(number):.0f}"))
+    before, after = map(cut, (f"{number:f}", f"{float(number):.0f}"))
     return (
         f"column {name!r} has whole numbers beyond 64 bits, or beside decimal ones. They are stored as float64, which rounds "
         f"large ones: {before} is now {after}. To keep every digit, import its column as text, with --text."

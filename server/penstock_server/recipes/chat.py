@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
+from penstock.wording import cut, one_line
 from penstock_server.recipes import chat_sandbox
 from penstock_server.recipes.chat_sandbox import BEGIN, END, Refused, Sandbox
 
@@ -235,5 +236,4 @@ def _is_blank(part: Any) -> bool:
 
 def _reason(error: Exception) -> str:
     kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-    reason = kind + " ".join(str(error).split())
-    return reason if len(reason) <= 200 else f"{reason[:200].rstrip()} ..."
+    return cut(kind + one_line(error), 200)

@@ -11,7 +11,7 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.errors import ParseError, SqlglotError
 
-from penstock.wording import did_you_mean, listed
+from penstock.wording import cut, did_you_mean, listed
 from penstock_server.recipes import filter_functions as functions
 from penstock_server.recipes import filter_terms as terms
 from penstock_server.recipes.filter_terms import Mismatch, Term
@@ -181,8 +181,7 @@ def _path(node: exp.Expr) -> list[str]:
 
 
 def _quoted(node: exp.Expr) -> str:
-    text = node.sql(comments=False)
-    return repr(text if len(text) <= 120 else f"{text[:100]} ...")
+    return repr(cut(node.sql(comments=False), 100))
 
 
 def _too_deep() -> FilterError:

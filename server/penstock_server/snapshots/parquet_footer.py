@@ -10,6 +10,7 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.wording import one_line
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import DatasetRefused
 
@@ -39,10 +40,10 @@ def read_footer(path: Path, file: BinaryIO) -> Footer:
         raise
     except pa.ArrowNotImplementedError as error:
         raise DatasetRefused(
-            f"{path} has a column of a type that is not supported: {_reason(error)}. Write it as another type, or without it."
+            f"{path} has a column of a type that is not supported: {one_line(error)}. Write it as another type, or without it."
         ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
-        what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {_reason(error)}"
+        what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {one_line(error)}"
         raise refused(path, what) from error
 
 
@@ -67,10 +68,6 @@ def _check_footer(path: Path, file: BinaryIO) -> None:
         raise refused(path, "is truncated: its end is missing" if begins else "is not a Parquet file")
     if length > size - 12:
         raise refused(path, f"is truncated: its footer claims {length:,} bytes of a file of {size:,}")
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")  # some span lines
 
 
 def _check_chunks(footer: pq.FileMetaData, columns: pq.ParquetSchema, size: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.wording import one_line
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import select, split_hashes
@@ -154,7 +155,7 @@ def _check_unwritten(file: pa.OSFile, opened: Date) -> None:
 
 
 def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:
-    reason = " ".join(str(error).split()).rstrip(".")
+    reason = one_line(error)
     name, row_group = snapshot.name, _place(address)
     if isinstance(error, TransformError):
         return ShardUnreadable(
