@@ -45,12 +45,12 @@ def spell_skip(ranges: Ranges) -> str | None:
     return _SAMPLES + ",".join(f"{start}-{stop - 1}" for start, stop in ranges) if ranges else None
 
 
-def before(ranges: Ranges, position: int) -> int:
+def num_kept_before(ranges: Ranges, position: int) -> int:
     """How many positions below this one are not skipped."""
     return position - sum(min(stop, position) - start for start, stop in ranges if start < position)
 
 
-def first_beyond(ranges: Ranges, known: Ranges) -> int | None:
+def first_new(ranges: Ranges, known: Ranges) -> int | None:
     """The first position that ranges leave out and the known ones do not; None if there is none."""
     for start, stop in ranges:
         first = start
@@ -62,7 +62,7 @@ def first_beyond(ranges: Ranges, known: Ranges) -> int | None:
     return None
 
 
-def kept(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
+def kept_runs(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
     """The runs of the first `num_positions` positions between what is skipped, half-open, none of them empty."""
     inside = [(start, stop) for start, stop in ranges if start < num_positions]
     starts = [0, *(stop for _, stop in inside)]
@@ -70,7 +70,7 @@ def kept(ranges: Ranges, num_positions: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
-def behind(ranges: Ranges, offset: int, num_samples: int) -> int:
+def position_after(ranges: Ranges, offset: int, num_samples: int) -> int:
     """The position after the last of `num_samples` samples that are not skipped, counted from position `offset` on."""
     position, left = offset, num_samples
     for start, stop in ranges:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from penstock.skip import Ranges, before, behind
+from penstock.skip import Ranges, num_kept_before, position_after
 from penstock.spec import Spec
 
 
@@ -47,12 +47,12 @@ class Slicing:
     @cached_property
     def num_samples(self) -> int:
         """Samples of the whole epoch."""
-        return before(self.skipped, self.num_positions)
+        return num_kept_before(self.skipped, self.num_positions)
 
     @cached_property
     def num_left_out(self) -> int:
         """Samples before `offset`."""
-        return before(self.skipped, min(self.offset, self.num_positions))
+        return num_kept_before(self.skipped, min(self.offset, self.num_positions))
 
     @cached_property
     def num_steps(self) -> int:
@@ -71,7 +71,7 @@ class Slicing:
 
     def position(self, step: int) -> int:
         """Where a step begins, or the epoch's end."""
-        return min(behind(self.skipped, self.offset, step * self.samples_per_step), self.num_positions)
+        return min(position_after(self.skipped, self.offset, step * self.samples_per_step), self.num_positions)
 
     def num_steps_before(self, position: int) -> int:
         """How many steps begin before a position."""
@@ -88,4 +88,4 @@ class Slicing:
 
     def _number(self, position: int) -> int:
         """That of the sample at a position; those before `offset` have negative ones."""
-        return before(self.skipped, position) - self.num_left_out
+        return num_kept_before(self.skipped, position) - self.num_left_out

@@ -24,7 +24,7 @@ from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
 from penstock_server.storage.store import Asked
-from penstock_server.threads import InThread, has_left, in_one_of_many, in_two_for_people, in_two_threads
+from penstock_server.threads import InThread, has_left, in_batch_threads, in_json_threads, in_waiting_threads
 from penstock_server.waiting import when_all_are_there
 
 BatchFormat = Literal["msgpack", "json"]
@@ -245,9 +245,9 @@ async def _load(making: _Making, in_thread: InThread, request: Request | None = 
                 raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
         blocks = [found if isinstance(found, Block) else found.result() for found in asked]
         if making.run.format == "json":
-            await in_two_for_people(partial(making.make, blocks))
+            await in_json_threads(partial(making.make, blocks))
         else:
-            await (in_one_of_many if _may_wait(blocks) else in_two_threads)(partial(making.make, blocks))
+            await (in_waiting_threads if _may_wait(blocks) else in_batch_threads)(partial(making.make, blocks))
     finally:
         if watching:
             watching.cancel()

@@ -22,26 +22,19 @@ _T = TypeVar("_T")
 InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]  # calls a function in a thread, and gives what it returns
 
 _REMEMBERED_EPOCHS = 1000
-_two = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # digests release the lock
-_two_for_people = ThreadPoolExecutor(2, thread_name_prefix="penstock-json")
-_two_for_facts = ThreadPoolExecutor(2, thread_name_prefix="penstock-facts")
+_batch_threads = ThreadPoolExecutor(2, thread_name_prefix="penstock-batches")  # digests release the lock
+_json_threads = ThreadPoolExecutor(2, thread_name_prefix="penstock-json")
+_fact_threads = ThreadPoolExecutor(2, thread_name_prefix="penstock-facts")
 
 
-async def in_two_threads(make: Callable[[], _T], threads: ThreadPoolExecutor = _two) -> _T:
+async def in_batch_threads(make: Callable[[], _T]) -> _T:
     """What `make` gives, which waits for nothing. A call that is cancelled lasts until a `make` that has begun is done."""
-    made = threads.submit(make)
-    try:
-        return await asyncio.wrap_future(made)
-    except asyncio.CancelledError:
-        if not made.cancelled():
-            with CancelScope(shield=True), suppress(Exception):  # nobody asks any more what it raises
-                await asyncio.wrap_future(made)
-        raise
+    return await _in(_batch_threads, make)
 
 
-async def in_two_for_people(make: Callable[[], _T]) -> _T:
+async def in_json_threads(make: Callable[[], _T]) -> _T:
     """What `make` gives, which takes long, and on its way much more memory than what it gives: text of many tokens."""
-    return await in_two_threads(make, _two_for_people)
+    return await _in(_json_threads, make)
 
 
 async def while_asked(request: Request, make: Callable[[], _T]) -> _T:
@@ -49,7 +42,7 @@ async def while_asked(request: Request, make: Callable[[], _T]) -> _T:
 
     Else whoever asks a hundred times, and leaves, keeps others waiting. Raises ClientDisconnect: it has left.
     """
-    making = asyncio.create_task(in_two_threads(make, _two_for_facts))
+    making = asyncio.create_task(_in(_fact_threads, make))
     leaving = asyncio.create_task(has_left(request.receive))
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -67,9 +60,20 @@ async def has_left(receive: Receive) -> None:
         pass
 
 
-async def in_one_of_many(make: Callable[[], _T]) -> _T:
+async def in_waiting_threads(make: Callable[[], _T]) -> _T:
     """What `make` gives, which may wait."""
     return await run_in_threadpool(make)
+
+
+async def _in(threads: ThreadPoolExecutor, make: Callable[[], _T]) -> _T:
+    made = threads.submit(make)
+    try:
+        return await asyncio.wrap_future(made)
+    except asyncio.CancelledError:
+        if not made.cancelled():
+            with CancelScope(shield=True), suppress(Exception):  # nobody asks any more what it raises
+                await asyncio.wrap_future(made)
+        raise
 
 
 class Epochs:
@@ -90,10 +94,10 @@ class Epochs:
         while is_planned := self._under_way.get(epoch):
             await is_planned.wait()
         if epoch in self._planned:
-            return await in_two_threads(make)
+            return await in_batch_threads(make)
         is_planned = self._under_way[epoch] = asyncio.Event()
         try:
-            made = await in_one_of_many(make)
+            made = await in_waiting_threads(make)
             if len(self._planned) >= _REMEMBERED_EPOCHS:
                 self._planned.clear()
             self._planned.add(epoch)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import SpecError
-from penstock.skip import Ranges, behind, first_beyond, kept, parse_skip, spell_skip
+from penstock.skip import Ranges, first_new, kept_runs, parse_skip, position_after, spell_skip
 from penstock_server.geometry.schedule import Schedule
 
 ranges = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 30)), min_size=1, max_size=4).map(
@@ -39,9 +39,9 @@ def test_ranges_hold_what_their_text_names_and_are_as_few_as_can_be(pairs: list[
 
 
 @given(ranges, ranges)
-def test_the_first_beyond_what_is_known_is_the_least_of_the_others(some: Ranges, known: Ranges) -> None:
+def test_the_first_new_one_is_the_least_of_those_that_were_not_known(some: Ranges, known: Ranges) -> None:
     positions, others = ({at for start, stop in each for at in range(start, stop)} for each in (some, known))
-    assert first_beyond(some, known) == min(positions - others, default=None)
+    assert first_new(some, known) == min(positions - others, default=None)
 
 
 @given(schedules)
@@ -71,7 +71,7 @@ def test_a_run_is_the_epoch_less_what_is_skipped(schedule: Schedule) -> None:
 
 @given(ranges, st.integers(0, 100), st.integers(0, 100))
 def test_behind_counts_the_samples_that_are_not_skipped(skipped: tuple[tuple[int, int], ...], offset: int, number: int) -> None:
-    position = behind(skipped, offset, number)
+    position = position_after(skipped, offset, number)
     inside = [p for p in range(offset, position) if not any(start <= p < stop for start, stop in skipped)]
     assert len(inside) == number
     assert position == (inside[-1] + 1 if inside else offset)  # what is skipped next is of whoever goes on
@@ -79,7 +79,7 @@ def test_behind_counts_the_samples_that_are_not_skipped(skipped: tuple[tuple[int
 
 @given(ranges, st.integers(0, 150))
 def test_what_is_kept_are_the_runs_between_what_is_skipped(skipped: tuple[tuple[int, int], ...], number: int) -> None:
-    runs = kept(skipped, number)
+    runs = kept_runs(skipped, number)
     inside = [p for p in range(number) if not any(start <= p < stop for start, stop in skipped)]
     assert [p for start, stop in runs for p in range(start, stop)] == inside
     assert all(start < stop for start, stop in runs)

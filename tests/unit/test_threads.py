@@ -13,7 +13,7 @@ from anyio import CancelScope
 from starlette.requests import ClientDisconnect
 
 from penstock_server import threads
-from penstock_server.threads import Epochs, in_two_for_people, in_two_threads, while_asked
+from penstock_server.threads import Epochs, in_batch_threads, in_json_threads, while_asked
 
 
 def test_who_is_cancelled_stays_until_what_has_begun_is_done_and_what_has_not_is_never_made() -> None:
@@ -25,7 +25,7 @@ def test_who_is_cancelled_stays_until_what_has_begun_is_done_and_what_has_not_is
         made.append(number)
 
     async def run() -> None:
-        tasks = [asyncio.create_task(in_two_threads(partial(make, number))) for number in range(3)]
+        tasks = [asyncio.create_task(in_batch_threads(partial(make, number))) for number in range(3)]
         for _ in range(2):
             assert await asyncio.to_thread(begun.acquire, timeout=30)
         for task in tasks:
@@ -93,7 +93,7 @@ def test_who_is_cancelled_again_and_again_as_anyio_does_it_stays_too() -> None:
 
     async def ask(scope: CancelScope) -> None:
         with scope:
-            await in_two_threads(make)
+            await in_batch_threads(make)
 
     async def run() -> None:
         scope = CancelScope()
@@ -118,7 +118,7 @@ def test_what_fails_when_nobody_asks_for_it_any_more_is_no_news(caplog: pytest.L
         raise ValueError("given up")
 
     async def run() -> None:
-        asked = asyncio.create_task(in_two_threads(fail))
+        asked = asyncio.create_task(in_batch_threads(fail))
         assert await asyncio.to_thread(begun.wait, 30)
         asked.cancel()
         await asyncio.sleep(0)
@@ -136,7 +136,7 @@ def test_what_fails_in_a_thread_fails_for_who_asked() -> None:
         raise ValueError("no such batch")
 
     with pytest.raises(ValueError, match="no such batch"):
-        asyncio.run(in_two_threads(fail))
+        asyncio.run(in_batch_threads(fail))
 
 
 class Requests:
@@ -213,10 +213,10 @@ def test_text_for_people_is_made_for_two_at_a_time_and_holds_back_no_batch() -> 
         assert may_end.wait(30)
 
     async def run() -> None:
-        crowd = [asyncio.create_task(in_two_for_people(make)) for _ in range(6)]
+        crowd = [asyncio.create_task(in_json_threads(make)) for _ in range(6)]
         for _ in range(2):
             assert await asyncio.to_thread(begun.acquire, timeout=30)
-        await in_two_threads(lambda: None)
+        await in_batch_threads(lambda: None)
         assert not begun.acquire(blocking=False)
         may_end.set()
         await asyncio.gather(*crowd)

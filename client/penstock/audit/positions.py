@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.audit.intervals import join, not_empty
 from penstock.audit.reading import IntArray
-from penstock.skip import kept
+from penstock.skip import kept_runs
 from penstock.slicing import Slicing
 
 _RUNS_AT_ONCE = 1 << 15
@@ -56,7 +56,7 @@ def _unskipped(slicing: Slicing, samples: IntArray) -> IntArray:
     """Positions of samples: an interval that goes over skipped ones is several."""
     if not slicing.skipped:
         return samples
-    starts, stops = np.array(kept(slicing.skipped, slicing.num_positions), np.int64).reshape(-1, 2).T
+    starts, stops = np.array(kept_runs(slicing.skipped, slicing.num_positions), np.int64).reshape(-1, 2).T
     firsts = np.cumsum(stops - starts) - (stops - starts)
     low, high = (np.searchsorted(firsts, ends, side="right") - 1 for ends in (samples[:, 0], samples[:, 1] - 1))
     counts = high - low + 1

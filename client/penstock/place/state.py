@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import SpecError, StateMismatch
 from penstock.mix import first_other, parse_mix
-from penstock.skip import behind, first_beyond, parse_skip
+from penstock.skip import first_new, parse_skip, position_after
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.whole import plain
 
@@ -118,11 +118,11 @@ def _added_step(state: Mapping[str, Any], spec: Spec) -> tuple[int, int] | None:
     if not state.get("skip") or state["batch_size"] * state["world_size"] != size:
         return None
     skipped = parse_skip(state["skip"], size)
-    added = first_beyond(spec.skipped(), skipped)
+    added = first_new(spec.skipped(), skipped)
     if added is None:
         return None
     step, is_inside = divmod(added, size)  # inside of a step: it was not counted in steps
-    there = behind(skipped, 0, step * size) // size
+    there = position_after(skipped, 0, step * size) // size
     return (step, there) if there != step and not is_inside else None
 
 
@@ -200,7 +200,7 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
         skipped = parse_skip(skip, samples_per_step) if skip is not None else ()
     except SpecError as error:
         raise StateMismatch(f"this state is damaged: {error}.") from error
-    consumed = behind(skipped, offset, min(step * samples_per_step, LARGEST_COUNT))
+    consumed = position_after(skipped, offset, min(step * samples_per_step, LARGEST_COUNT))
     return Position(epoch=epoch, offset=offset, step=step), consumed
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.skip import before, kept
+from penstock.skip import kept_runs, num_kept_before
 from penstock.slicing import Slicing
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray, find, starts_of
@@ -71,12 +71,12 @@ class Schedule(Slicing):
         """The samples that show a position."""
         if any(start <= position < stop for start, stop in self.skipped):
             return range(0)
-        begin, number = self.num_left_out, before(self.skipped, position)
+        begin, number = self.num_left_out, num_kept_before(self.skipped, position)
         first = number - begin + (self.num_samples if number < begin else 0)
         return range(first, self.num_steps * self.samples_per_step, self.num_samples)
 
     @cached_property
     def _runs(self) -> tuple[IntArray, IntArray]:
         """Between what is skipped: where each run of positions starts, and the samples before it, and at last all of them."""
-        starts, stops = np.array(kept(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
+        starts, stops = np.array(kept_runs(self.skipped, self.num_positions), np.int64).reshape(-1, 2).T
         return starts, starts_of(stops - starts)

@@ -19,7 +19,7 @@ from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
 from penstock_server.routes.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
 from penstock_server.routes.plain import PlainRoute
-from penstock_server.threads import Epochs, InThread, in_one_of_many, while_asked
+from penstock_server.threads import Epochs, InThread, in_waiting_threads, while_asked
 
 # An example is what the documentation page fills in: with the defaults a try would fetch a whole epoch, and the page hang.
 Format = Annotated[
@@ -51,11 +51,11 @@ def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
         request: Request, dataset: str, epoch: int, format: BatchFormat, find: Callable[[Spec], Run], *own: str
     ) -> Response:
         if format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
-            return await respond(request, in_flight, lambda: find(spec_of(request, *own)), in_one_of_many, at_once=False)
+            return await respond(request, in_flight, lambda: find(spec_of(request, *own)), in_waiting_threads, at_once=False)
         spec = spec_of(request, *own)
         # Who may have a copy may be told so without anything being planned.
         may_wait = spec.group_by_length or "If-None-Match" in request.headers or catalog.may_wait(dataset, spec)
-        in_thread: InThread = in_one_of_many if may_wait else epochs.thread_of((dataset, spec, epoch))
+        in_thread: InThread = in_waiting_threads if may_wait else epochs.thread_of((dataset, spec, epoch))
         return await respond(request, in_flight, lambda: find(spec), in_thread, at_once=not may_wait)
 
     batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": SPEC_PARAMETERS}
