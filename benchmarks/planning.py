@@ -10,9 +10,7 @@ time while they plan, over what they held before.
 from __future__ import annotations
 
 import argparse
-import time
 import tracemalloc
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
+from ratios import seconds
 
 GROUPS, ROWS = 100, 1000
 NUM_BATCHES = 300
@@ -52,12 +51,6 @@ def synthetic(num_blocks: int) -> Snapshot:
     ]
     recipe = Recipe(kind="tokens", fields=(("tokens", Field("tokens", (("", ("tokens",)),))),))
     return Snapshot(Path("synthetic"), shards, recipe, name="synthetic")
-
-
-def seconds(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def main() -> None:

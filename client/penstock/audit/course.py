@@ -36,7 +36,7 @@ class Kept:
         """The steps that these are."""
         runs = self.iteration.own_runs
         for other in self.resumed:
-            runs = self.iteration.before(runs, other)
+            runs = self.iteration.runs_kept(runs, other)
         return runs
 
     @property
@@ -53,7 +53,7 @@ class Kept:
             for step in cut.steps_of_others()
         )
 
-    def before(self, other: Iteration) -> Kept:
+    def cut_by(self, other: Iteration) -> Kept:
         """What is left of it where `other` resumes."""
         return replace(self, resumed=(*self.resumed, other))
 
@@ -145,10 +145,10 @@ def _resumed(courses: Sequence[Course], reach: Reach, resumed: Iteration) -> Cou
         for at in reversed(range(len(course))):
             iteration = course[at].iteration
             if iteration.start.number == course[-1].iteration.start.number and iteration.may_have_saved(resumed):
-                earlier = (kept.before(resumed) if kept.has_behind(place) else kept for kept in course[:at])
-                return [*earlier, course[at].before(resumed)]
+                earlier = (kept.cut_by(resumed) if kept.has_behind(place) else kept for kept in course[:at])
+                return [*earlier, course[at].cut_by(resumed)]
         is_at_start = place[1] == 0 and not resumed.steps_of_others()
         if is_at_start and course[-1].iteration.begin.epoch < place[0]:
             return course
     # None came so far: what it went on from is not in the ledger, or the end of it was lost with the machine.
-    return [kept.before(resumed) for kept in courses[-1] if kept.iteration.place < place]
+    return [kept.cut_by(resumed) for kept in courses[-1] if kept.iteration.place < place]

@@ -86,7 +86,7 @@ class Iteration:
         counts = not any(resumed.first_steps.values()) or self.slicing.counts_like(resumed.slicing)
         return came_by and between == place[1] and counts
 
-    def before(self, runs: IntArray, other: Iteration) -> IntArray:
+    def runs_kept(self, runs: IntArray, other: Iteration) -> IntArray:
         """What of its runs is not thrown away where `other` resumes."""
         if self.begin.epoch != other.begin.epoch:
             return runs if self.begin.epoch < other.begin.epoch else NONE
