@@ -10,14 +10,13 @@ import torch
 from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED, SIDES
+from penstock.row_lengths import advice_on_lengths, advice_on_prompts
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.tensors import Batch
 from penstock.wording import counted
 
 _MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
-_CUT_SHARE = 0.1  # of their tokens; who cuts fewer means to
-_PADDING_SHARE = 0.9  # of what is trained on
 _RUN, _RUNS_SHARE = 8, 0.2  # what goes on beyond so many equal tokens is seldom text, and never such a share of it
 _SEQUENCES_CHECKED = 16  # of a batch, for such runs
 
@@ -61,13 +60,13 @@ class Advice:
         return is_fine
 
     def _check_rows(self, source: Source, batch: Batch) -> None:
-        """Else most of long documents would be left out without a word, or most of a GPU's time would go into padding."""
         spec = self._spec
-        if not spec.cuts_rows or spec.task != "causal":
+        if not spec.cuts_rows:
             return
-        rows = source.some_lengths(spec, self._epoch)
         data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
-        for told in filter(None, (_of_padding(spec, rows, batch), _of_cuts(spec, rows, batch))):
+        rows = source.some_lengths(spec, self._epoch)
+        on_prompts = advice_on_prompts(spec, rows) if self._had_labels else ()  # else they were asked about already
+        for told in (*advice_on_lengths(spec, rows, batch.keys()), *on_prompts):
             _warn(f"{data}: {told}")
 
     def _check_runs(self, batch: Batch) -> None:
@@ -87,35 +86,6 @@ class Advice:
                 f"{int(in_runs.mode().values)}. Were the rows padded before they were stored? Then store them without padding, "
                 f"or beside their ids an attention_mask that is 0 where they are padded."
             )
-
-
-def _of_padding(spec: Spec, rows: Sequence[int], batch: Batch) -> str | None:
-    """What follows from rows of these lengths that are far shorter than seq_len; None if they are not, or not padded to it."""
-    padding = 1 - sum(min(row, spec.seq_len) for row in rows) / max(len(rows) * spec.seq_len, 1)
-    if spec.pad != "seq_len" or not rows or padding <= _PADDING_SHARE:
-        return None
-    may_pack = batch.keys() <= {"input_ids", "attention_mask", "labels", "dataset_index"}  # columns go with rows alone
-    or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
-    return (
-        f"{int(100 * padding)}% of the tokens of a batch are padding: the epoch's first {counted(len(rows), 'row')} have "
-        f"{sum(rows) / len(rows):.0f} tokens on average, and each is padded to seq_len={spec.seq_len:,}. Pad only to the "
-        f"longest of a batch with pad='longest'{or_packed}."
-    )
-
-
-def _of_cuts(spec: Spec, rows: Sequence[int], batch: Batch) -> str | None:
-    """What follows from rows of these lengths that are cut; None if few of their tokens are."""
-    num_long, num_cut = sum(row > spec.seq_len for row in rows), sum(max(0, row - spec.seq_len) for row in rows)
-    if num_cut <= _CUT_SHARE * sum(rows):
-        return None
-    way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
-    if any(name.startswith("chosen_") for name in batch):
-        way_out = "Preference pairs can be neither split nor packed: raise seq_len."
-    return (
-        f"{num_long:,} of the epoch's first {counted(len(rows), 'row')} {'is' if num_long == 1 else 'are'} longer than "
-        f"seq_len={spec.seq_len:,}, and {num_cut / sum(rows):.0%} of the tokens of those first rows are in no batch of any "
-        f"epoch. {way_out}"
-    )
 
 
 def warn_as_advised(advice: Sequence[str]) -> None:

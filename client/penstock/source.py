@@ -17,6 +17,7 @@ from penstock import wire
 from penstock.errors import SpecError, VersionMismatch, WireError
 from penstock.network.aside import ask_aside
 from penstock.network.transport import Transport
+from penstock.row_lengths import RowLength
 from penstock.spec import Spec
 from penstock.urls import batches_path, dataset_path
 
@@ -86,15 +87,20 @@ class Source:
         decode = self._decoder(spec, epoch, steps[:1])
         return transport.get(path + _query(spec, steps[:1]), lambda body: list(chain.from_iterable(decode(body))))
 
-    def some_lengths(self, spec: Spec, epoch: int) -> list[int]:
-        """The tokens of each of an epoch's first rows, before they are cut; none if the server does not tell at once."""
+    def some_lengths(self, spec: Spec, epoch: int) -> list[RowLength]:
+        """How long each of an epoch's first rows is, before it is cut; none if the server does not tell at once."""
         # Whatever a batch is, and not the shortest or the longest of a window.
         few = replace(spec, batch_size=_FEW, world_size=1, tail="wrap", offset=0, skip=None, group_by_length=0)
         target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(few.to_query())}"
         try:
             answer = ask_aside(self._servers[0] + target, _AT_ONCE_SECONDS).raise_for_status().json()
             rows = [row for sequence in answer["sequences"] for row in sequence["sources"]]
-            places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): int(row["row_tokens"]) for row in rows}
+            places = {
+                (row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength(
+                    int(row["row_tokens"]), int(row["prompt_tokens"])
+                )
+                for row in rows
+            }
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
         return list(places.values())

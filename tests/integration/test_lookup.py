@@ -59,6 +59,21 @@ def test_a_row_shows_its_place_tokens_and_text(server: Server) -> None:
     assert pair["num_learned"] == pair["turns"][1]["num_tokens"]
 
 
+def test_provenance_tells_how_long_prompts_are(server: Server) -> None:
+    def told(dataset: str, **spec: str | int) -> list[list[int]]:
+        server.json_when_ready(f"/v1/datasets/{dataset}/spec", **spec)
+        batch = server.json(f"/v1/datasets/{dataset}/epochs/0/ranks/0/batches/0/provenance", **spec)
+        sources = [source for sequence in batch["sequences"] for source in sequence["sources"]]
+        return sorted([source[name] for name in ("dataset_row", "row_tokens", "prompt_tokens")] for source in sources)
+
+    turns = [[turn["num_tokens"] for turn in server.json(f"/v1/datasets/pairs/rows/{row}")["turns"]] for row in (0, 1)]
+    expected = [[row, prompt + response, prompt] for row, (prompt, response) in enumerate(turns)]
+    whole: list[dict[str, str | int]] = [{}, {"task": "seq2seq", "seq_len": 1}, {"packing": "best_fit", "batch_size": 1}]
+    for spec in whole:
+        assert told("pairs", **{"batch_size": 2, **spec}) == expected
+    assert {prompt for _, _, prompt in told("numbers", batch_size=9)} == {0}
+
+
 def test_a_bad_row_says_so_and_its_neighbour_stands_in_its_place(server: Server) -> None:
     assert server.json("/v1/datasets/holes/rows/3")["bad"] == "is empty"
     places = [

@@ -112,6 +112,7 @@ SPECS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.filterwarnings("ignore:nothing is learned from the first batch")  # of 16 tokens a pair has only its prompt
+@pytest.mark.filterwarnings("ignore:.* tokens of a batch's (prompts|responses) are padding")
 @pytest.mark.parametrize(("dataset", "spec"), SPECS, ids=str)
 def test_tokens_padding_and_loss_are_those_that_the_trainer_gets(server: Server, dataset: str, spec: dict[str, Any]) -> None:
     batch_size = 2
@@ -199,6 +200,21 @@ def test_what_is_cut_off_rows_is_told(server: Server) -> None:
     assert told in said()
     for options in (("--long-rows", "split"), ("--packing", "best_fit"), ("--packing", "concat")):
         assert "no batch holds" not in said(*options)
+
+
+def test_what_is_cut_off_prompts_and_responses_is_told(server: Server) -> None:
+    url = f"{server.url}/pairs?task=seq2seq&batch_size=8"
+    rows = server.json("/v1/datasets/pairs/epochs/0/ranks/0/batches/0/provenance?batch_size=8")["sequences"]
+    prompts = [row["sources"][0]["prompt_tokens"] for row in rows]
+    responses = [row["sources"][0]["row_tokens"] - prompt for row, prompt in zip(rows, prompts, strict=True)]
+    seq_len, target_len = max(prompts) - 1, max(responses) - 2
+    lost = [max(0, p - seq_len) + max(0, r - target_len) for p, r in zip(prompts, responses, strict=True)]
+    said = " ".join(penstock("peek", url, "--seq-len", str(seq_len), "--target-len", str(target_len)).stdout.split())
+    num_cut = sum(map(bool, lost))
+    assert f"seq_len and target_len cut {sum(lost):,} tokens off {num_cut} of 8 rows, and no batch holds them" in said
+    assert "best_fit" not in said
+    whole = penstock("peek", url, "--seq-len", str(max(prompts)), "--target-len", str(max(responses))).stdout
+    assert "no batch holds" not in whole
 
 
 def test_a_batchs_url_shows_that_batch_and_an_option_goes_before_it(server: Server) -> None:

@@ -10,6 +10,7 @@ import torch
 from penstock import Spec
 from penstock.advice import Advice, warn_of_repetition
 from penstock.batch import IGNORED
+from penstock.row_lengths import RowLength
 from penstock.source import Source
 from penstock.tensors import Batch
 
@@ -19,11 +20,11 @@ LEARNED, NOT_LEARNED = torch.tensor([[3, IGNORED]]), torch.tensor([[IGNORED, IGN
 class Rows(Source):
     """Knows how long the first rows of an epoch are, without a server."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[RowLength]) -> None:
         super().__init__("http://nowhere", "docs", rank=0, retry_seconds=0.0)
         self._lengths = list(lengths)
 
-    def some_lengths(self, *_: Any) -> list[int]:
+    def some_lengths(self, *_: Any) -> list[RowLength]:
         return self._lengths
 
 
@@ -34,8 +35,12 @@ def said_by(call: Callable[[], None]) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
-def said_of(batches: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[int] = (), **spec: Any) -> list[str]:
-    advice = Advice(Rows(lengths), Spec(**spec), 0)
+def said_of(
+    batches: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[int | tuple[int, int]] = (), **spec: Any
+) -> list[str]:
+    """What a loop is told of rows of so many tokens, or of so many in a prompt and in a response."""
+    rows = [RowLength(row, 0) if isinstance(row, int) else RowLength(sum(row), row[0]) for row in lengths]
+    advice = Advice(Rows(rows), Spec(**spec), 0)
 
     def loop() -> None:
         for number, batch in enumerate(batches, 1):
@@ -56,10 +61,32 @@ def said_of(batches: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[int
         ({"seq_len": 100}, [9] * 9, ["docs: 91% of the tokens of a batch are padding"]),
         ({"seq_len": 100}, [1] * 99 + [1000], ["docs: 98% of the tokens of a batch are padding", "docs: 1 of the epoch's"]),
         ({"seq_len": 10, "mix": "code:3,wiki:7"}, [20], ["code:3,wiki:7: 1 of the epoch's"]),
-        ({"seq_len": 10, "task": "seq2seq"}, [20], []),
+        ({"seq_len": 10}, [(10, 1), (10, 1), (3, 3)], ["docs: nothing is learned from 2 of the epoch's first 3 rows, since"]),
+        ({"seq_len": 10}, [(9, 1), (10, 1), *[(3, 3)] * 8], []),
+        ({"seq_len": 10, "loss": "all"}, [(10, 1)], []),
+        ({"seq_len": 10, "packing": "best_fit"}, [(10, 1)], []),
+        ({"seq_len": 10, "task": "seq2seq"}, [(10, 10)], []),
+        (
+            {"seq_len": 10, "task": "seq2seq"},
+            [(10, 12)] * 2,
+            ["docs: 2 of the epoch's first 2 responses are longer than t"],
+        ),
+        (
+            {"seq_len": 9, "target_len": 2, "task": "seq2seq"},
+            [(12, 2)],
+            ["docs: 1 of the epoch's first 1 prompt is longer than"],
+        ),
+        (
+            {"seq_len": 99, "task": "seq2seq"},
+            [(9, 50)],
+            ["docs: 90% of the tokens of a batch's prompts are padding:"],
+        ),
+        ({"seq_len": 99, "task": "seq2seq", "pad": "longest"}, [(9, 50)], []),
     ],
 )
-def test_rows_that_are_mostly_cut_or_padded_are_told_of(spec: dict[str, Any], lengths: list[int], told: list[str]) -> None:
+def test_rows_that_are_mostly_cut_or_padded_are_told_of(
+    spec: dict[str, Any], lengths: list[int | tuple[int, int]], told: list[str]
+) -> None:
     said = said_of([{"labels": LEARNED}] * 3, lengths, **spec)
     assert [text[: len(expected)] for text, expected in zip(said, told, strict=True)] == told
 

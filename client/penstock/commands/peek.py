@@ -68,8 +68,9 @@ def _foot(
     if cut := [s for s in sequences if s.num_behind and spec.cuts_rows]:
         lost = counted(sum(s.num_behind for s in cut), "token")
         packings = ": --long-rows split, --packing best_fit or concat keeps them" if _can_be_packed(batch) else ""
+        what = "seq_len cuts" if spec.task == "causal" else "seq_len and target_len cut"
         yield from terminal.paragraph(
-            f"seq_len cuts {lost} off {len(cut)} of {counted(len(sequences), 'row')}, and no batch holds them{packings}", YELLOW
+            f"{what} {lost} off {len(cut)} of {counted(len(sequences), 'row')}, and no batch holds them{packings}", YELLOW
         )
     if batch["substituted"]:
         named = f"GET /v1/datasets/{batch['dataset']}/quarantine lists them"

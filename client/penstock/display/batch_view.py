@@ -41,7 +41,7 @@ class SequenceView:
     """One line of a batch.
 
     num_positions  its tokens and its padding
-    num_behind     tokens of its last row that come after those that it holds
+    num_behind     tokens of its last row that are cut off
     columns        what travels with it
     """
 
@@ -85,7 +85,8 @@ def _sequence(
         num_tokens=facts["num_tokens"],
         num_positions=sum(shapes[name][1] for name in facts if name in shapes and name.endswith(("input_ids", "labels"))),
         num_learned=num_learned,
-        num_behind=sources[-1]["row_tokens"] - sources[-1]["stop"],
+        # What an encoder and a decoder take of a row is cut for each.
+        num_behind=sources[-1]["row_tokens"] - (facts["num_tokens"] if "label_lengths" in facts else sources[-1]["stop"]),
         passages=tuple(passages),
         columns=facts.get("columns", {}),
     )

@@ -49,6 +49,8 @@ class Origin:
     """the token after the last that is"""
     row_tokens: int
     """how many tokens it has"""
+    prompt_tokens: int
+    """how many of them come before the first response; of a text none"""
     dataset_row: int
     """its number, counted over all shards in their order"""
 
@@ -256,9 +258,18 @@ class Sequences:
     def _source(self, number: int, row: int, first: int, last: int, row_tokens: int) -> Origin:
         own = self.loaded[number]
         snapshot, stored = own.member.snapshot, int(own.block.stored_rows[row])
-        at, dataset_row = snapshot.block(own.index), snapshot.first_row_of(own.index) + stored
-        row_in_group = at.first_row + stored
-        return Origin(own.member.name, at.shard.path.name, at.row_group, row_in_group, first, last, row_tokens, dataset_row)
+        at = snapshot.block(own.index)
+        return Origin(
+            dataset=own.member.name,
+            shard=at.shard.path.name,
+            row_group=at.row_group,
+            row=at.first_row + stored,
+            start=first,
+            stop=last,
+            row_tokens=row_tokens,
+            prompt_tokens=own.block.first_feature.num_prompt_tokens(row),
+            dataset_row=snapshot.first_row_of(own.index) + stored,
+        )
 
 
 def _offsets(lines: IntArray, lengths: IntArray) -> IntArray:

@@ -59,6 +59,11 @@ class Block:
         )
 
     @property
+    def first_feature(self) -> Feature:
+        """The tokens, or those of the chosen side."""
+        return next(iter(self.features.values()))
+
+    @property
     def num_rows(self) -> int:
         """Rows, the bad ones included."""
         return len(self.splits)

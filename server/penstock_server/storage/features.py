@@ -42,6 +42,13 @@ class Feature(NamedTuple):
     tokens: ListColumn
     turns: ListColumn | None
 
+    def num_prompt_tokens(self, row: int) -> int:
+        """The tokens of a row before its first response."""
+        if self.turns is None:
+            return 0
+        start, stop = int(self.turns.starts[row]), int(self.turns.stops[row])
+        return int(self.turns.values[start]) if start < stop else 0
+
     def row(self, row: int) -> list[Turn]:
         """The tokens of a row, turn by turn."""
         of_row = RowSpans(*np.array([[0], [row], [0], [len(self.tokens.values)]]))
