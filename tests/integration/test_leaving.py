@@ -42,9 +42,13 @@ def change(request: pytest.FixtureRequest, server: Server) -> Iterator[Callable[
 
 @pytest.fixture(autouse=True)
 def _alone() -> None:
-    """What another test asked a server that hangs is over. The pools of a server in this process stay, and are no daemons."""
+    """What another test asked a server that hangs is over. The threads of a server in this process stay."""
+
+    def is_of_client(thread: threading.Thread) -> bool:
+        return thread.daemon and thread.name.startswith("penstock-") and thread.name != "penstock-read-ahead"
+
     deadline = time.monotonic() + 30
-    while any(thread.daemon and thread.name.startswith("penstock-") for thread in threading.enumerate()):
+    while any(map(is_of_client, threading.enumerate())):
         assert time.monotonic() < deadline, held()
         time.sleep(0.05)
 
