@@ -31,7 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         use_cpu=not torch.cuda.is_available(),  # unless it is said, Trainer makes no process group of CPUs
     )
     data = RemoteDataset(args.server, args.dataset, batch_size=training.train_batch_size, seq_len=128, seed=7)
-    model = LlamaForCausalLM(
+    # A plain Trainer would shard the batches a second time and, resuming, fetch all those that it has seen.
+    trainer = RemoteTrainer(model=small_llama(data), args=training, train_dataset=data)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)
+
+
+def small_llama(data: RemoteDataset) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab_size_of(data),
             hidden_size=128,
@@ -43,9 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             eos_token_id=None,
         )
     )
-    # A plain Trainer would shard the batches a second time and, resuming, fetch all those that it has seen.
-    trainer = RemoteTrainer(model=model, args=training, train_dataset=data)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

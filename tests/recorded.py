@@ -49,7 +49,8 @@ def recording(keep: Callable[[Given], object]) -> Callable[[RemoteDataset], Iter
     def recorded(data: RemoteDataset) -> Iterator[Batch]:
         with closing(_iterate(data)) as batches:  # type: ignore[type-var]
             for batch in batches:
-                keep(Given(data.rank, data.world_size, data.epoch, batch["input_ids"][:, 0].tolist()))
+                tokens = batch["chosen_input_ids" if "chosen_input_ids" in batch else "input_ids"]
+                keep(Given(data.rank, data.world_size, data.epoch, tokens[:, 0].tolist()))
                 yield batch
 
     return recorded

@@ -184,7 +184,7 @@ class RemoteTrainer(Trainer):
         if not taken:
             raise SpecError(
                 f"{type(self.model).__name__} takes none of {', '.join(batch)}. Of preference pairs make the loss in a loop of "
-                "your own, or in compute_loss with remove_unused_columns=False."
+                "your own, or in compute_loss with remove_unused_columns=False, as examples/train_dpo.py does for DPO."
             )
         return taken
 
