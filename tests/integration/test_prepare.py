@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from commands import penstock
@@ -70,6 +71,23 @@ def test_a_prepared_dataset_is_served_at_once(serve: Callable[..., Server], data
     assert inodes(tmp_path / "cache") == made
     num_sequences = server.json("/v1/datasets/long/spec", packing="best_fit", split="train", seq_len=256)["num_sequences"]
     assert f"{num_sequences:,}" == packed[1][0]
+
+
+def test_how_long_prompts_and_responses_are_is_told(serve: Callable[..., Server], tmp_path: Path) -> None:
+    columns = {"prompt": [[7] * n for n in range(1, 101)], "response": [[8] * (1 + n % 3) for n in range(100)]}
+    (tmp_path / "data" / "pairs").mkdir(parents=True)
+    pq.write_table(pa.table(columns), tmp_path / "data" / "pairs" / "part-000.parquet", row_group_size=30)
+    told = prepare(tmp_path / "data", tmp_path / "cache").stdout
+    for line in (
+        "half of the rows have at most 52 tokens, 90% at most 92, 99% at most 101, all at most 102",
+        "half of the prompts have at most 50 tokens, 90% at most 90, 99% at most 99, all at most 100",
+        "half of the responses have at most 2 tokens, 90% at most 3, 99% at most 3, all at most 3",
+    ):
+        assert f"pairs: {line}\n" in told
+        assert f"  {line}\n" in penstock("inspect", tmp_path / "data", "--cache-dir", tmp_path / "cache").stdout
+    facts = serve(tmp_path / "data", cache_dir=tmp_path / "cache").json("/v1/datasets/pairs")
+    assert facts["prompt_tokens"] == {"median": 50, "p90": 90, "p99": 99, "longest": 100}
+    assert facts["response_tokens"] == {"median": 2, "p90": 3, "p99": 3, "longest": 3}
 
 
 def test_without_a_validation_split_there_is_one_packing(data: Path, tmp_path: Path) -> None:

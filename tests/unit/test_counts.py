@@ -346,7 +346,7 @@ def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same
     cache, ways = tmp_path / "cache", WAYS[::-1]
     expected = [served(open_all(), way) for way in ways]
     whole = {name: (cache / name).read_bytes() for name in counts(cache)}
-    assert {name.partition("-")[2] for name in whole} == {"2.lengths", "bins-train-5-3.index", "rows-3.index"}
+    assert {name.partition("-")[2] for name in whole} == {"3.lengths", "bins-train-5-3.index", "rows-3.index"}
     running = open_all()
     for way in ways[: data.draw(st.integers(0, len(ways)), label="what the running server has read")]:
         served(running, way)
@@ -362,17 +362,29 @@ def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same
     assert {name: (cache / name).read_bytes() for name in counts(cache)} == whole
 
 
-LENGTHS = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 1 << 31 - 1)), max_size=40)
+LENGTHS = st.integers(0, 5) | st.integers(0, (1 << 31) - 1)
+ROWS = st.lists(LENGTHS.flatmap(lambda row: st.tuples(st.just(row), st.integers(0, row))), max_size=40)
 
 
-@given(st.lists(LENGTHS, min_size=1, max_size=3), st.integers(1, 9))
-def test_quantiles_are_those_of_the_rows_that_can_be_used(shards: list[list[int]], short: int) -> None:
-    words = [np.array([n | (at % 2 << 31) for at, n in enumerate(shard)], np.uint32) for shard in shards]
-    made = [_ShardLengths(np.array([0, len(own)]), np.array([1]), own) for own in words]
+@given(st.lists(ROWS, min_size=1, max_size=3), st.integers(1, 9), st.booleans())
+def test_quantiles_are_those_of_the_rows_that_can_be_used(
+    shards: list[list[tuple[int, int]]], short: int, has_prompts: bool
+) -> None:
+    made = []
+    for shard in shards:
+        words = np.array([row | (at % 2 << 31) for at, (row, _) in enumerate(shard)], np.uint32)
+        prompts = np.array([prompt for _, prompt in shard if has_prompts], np.uint32)
+        made.append(_ShardLengths(np.array([0, len(shard)]), np.array([1]), words, prompts))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengths_module, "_SHORT", short)
         patch.setattr(lengths_module, "_STEP", 3)
         found = RowLengths(np.arange(len(shards) + 1), made).quantiles
-    rows = sorted(length for shard in shards for length in shard if length)
-    wanted = [next((n for n in rows if bisect_right(rows, n) * 1000 >= share * len(rows)), 0) for share in QUANTILES]
-    assert found == wanted
+    rows = [row for shard in shards for row in shard if row[0]]
+    sides = {"row": [row for row, _ in rows]}
+    if has_prompts and any(shards):
+        sides |= {"prompt": [prompt for _, prompt in rows], "response": [row - prompt for row, prompt in rows]}
+
+    def quantile(lengths: list[int], share: int) -> int:
+        return next((n for n in lengths if bisect_right(lengths, n) * 1000 >= share * len(lengths)), 0)
+
+    assert found == {name: [quantile(sorted(own), share) for share in QUANTILES] for name, own in sides.items()}

@@ -86,6 +86,10 @@ class DatasetAnswer(TypedDict):
     row_tokens: dict[str, int] | None
     """how many tokens a row has that can be used, whole, of a preference pair on its longer side: median, p90, p99 and longest;
     null until they are counted"""
+    prompt_tokens: dict[str, int] | None
+    """how many of them are its prompt's, likewise; null where rows have no prompts"""
+    response_tokens: dict[str, int] | None
+    """how many come after the prompt, likewise"""
     splits: dict[str, SplitAnswer] | None
     """what is in the splits train and validation; null until it is counted"""
     shards: int

@@ -267,7 +267,7 @@ class Sequences:
             start=first,
             stop=last,
             row_tokens=row_tokens,
-            prompt_tokens=own.block.first_feature.num_prompt_tokens(row),
+            prompt_tokens=int(own.block.prompt_lengths(np.array([row]))[0]),
             dataset_row=snapshot.first_row_of(own.index) + stored,
         )
 

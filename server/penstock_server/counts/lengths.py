@@ -1,8 +1,8 @@
 """Row lengths: how many tokens each row of a snapshot has, in a sealed file a shard beside the cached blocks.
 
 A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; what each block takes in the cache, int64
-[num_blocks]; a word a row, uint32 [num_rows]. A word is the row's tokens, 0 for a bad row; its highest bit is set for rows of
-the validation split.
+[num_blocks]; a word a row, uint32 [num_rows]; where rows have prompts, the tokens of each prompt, uint32 [num_rows]. A word is
+the row's tokens, 0 for a bad row; its highest bit is set for rows of the validation split.
 Files of shards that stay are used again when others come, and what was counted before an interruption is not counted again.
 """
 
@@ -32,7 +32,7 @@ from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 
 SUFFIX = ".lengths"
-_FORMAT = 2  # of the files: a change here counts anew
+_FORMAT = 3  # of the files: a change here counts anew
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _VALIDATION = np.uint32(1 << 31)
 QUANTILES = (500, 900, 990, 1000)  # of a thousand
@@ -45,11 +45,20 @@ _SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ShardLengths:
-    """The words of one shard's rows, where those of each of its blocks start, and what each block takes in the cache."""
+    """The words of one shard's rows and the tokens of their prompts, if they have any, else as many as there are prompts: none.
+
+    `starts` is where the rows of each of its blocks start, `block_bytes` what each block takes in the cache.
+    """
 
     starts: IntArray
     block_bytes: IntArray
     words: npt.NDArray[np.uint32]
+    prompts: npt.NDArray[np.uint32]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what there is of each row."""
+        return self.words.nbytes + self.prompts.nbytes
 
 
 # What is read already, by cache folder and file, while anybody uses it: snapshots of a dataset that grows share most shards.
@@ -90,19 +99,24 @@ class RowLengths:
         return np.concatenate([shard.block_bytes for shard in self._shards])
 
     @cached_property
-    def quantiles(self) -> list[int]:
-        """The tokens that so many of the rows that can be used have at most, by `QUANTILES`; 0 if there is no such row."""
-        counts, long = np.zeros(_SHORT, np.int64), []
-        for words in (shard.words[at : at + _STEP] for shard in self._shards for at in range(0, len(shard.words), _STEP)):
-            lengths = words & ~_VALIDATION
-            counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
-            long.append(lengths[lengths >= _SHORT])
-        counts[0] = 0  # bad rows
-        upto, longer = counts.cumsum(), np.sort(np.concatenate([np.zeros(0, np.uint32), *long]))
-        num_short, num_rows = int(upto[-1]), int(upto[-1]) + len(longer)
-        places = [max(0, -(-share * num_rows // 1000) - 1) for share in QUANTILES] if num_rows else []
-        found = [int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short]) for at in places]
-        return found or [0] * len(QUANTILES)
+    def quantiles(self) -> dict[str, list[int]]:
+        """The tokens that so many of the rows that can be used have at most, by `QUANTILES`; 0 if there is no such row.
+
+        Of rows, and of their prompts and their responses where they have both.
+        """
+        found = {"row": _Quantiles()}
+        if any(len(shard.prompts) for shard in self._shards):
+            found |= {"prompt": _Quantiles(), "response": _Quantiles()}
+        for shard in self._shards:
+            for at in range(0, len(shard.words), _STEP):
+                lengths = shard.words[at : at + _STEP] & ~_VALIDATION
+                is_good = lengths > 0
+                found["row"].add(lengths[is_good])
+                if len(shard.prompts):
+                    prompts = shard.prompts[at : at + _STEP]
+                    found["prompt"].add(prompts[is_good])
+                    found["response"].add((lengths - prompts)[is_good])
+        return {name: quantiles.found() for name, quantiles in found.items()}
 
     def _per_block(self, split: str) -> Counts:
         """What there is of a split in each block; the last few splits asked for are remembered."""
@@ -122,6 +136,27 @@ class RowLengths:
         return np.concatenate(sums)
 
 
+class _Quantiles:
+    """How long the most of so many lengths are, which come some at a time."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(_SHORT, np.int64)
+        self._long: list[npt.NDArray[np.uint32]] = []
+
+    def add(self, lengths: npt.NDArray[np.uint32]) -> None:
+        """Some more."""
+        self._counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
+        self._long.append(lengths[lengths >= _SHORT])
+
+    def found(self) -> list[int]:
+        """What so many of them are at most, by `QUANTILES`; 0 if there are none."""
+        upto, longer = self._counts.cumsum(), np.sort(np.concatenate([np.zeros(0, np.uint32), *self._long]))
+        num_short, number = int(upto[-1]), int(upto[-1]) + len(longer)
+        places = [max(0, -(-share * number // 1000) - 1) for share in QUANTILES] if number else []
+        found = [int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short]) for at in places]
+        return found or [0] * len(QUANTILES)
+
+
 def _split(words: npt.NDArray[np.uint32], split: str) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """The lengths that words tell, and which of them are of rows in the split."""
     marked = (words & _VALIDATION) > 0
@@ -136,7 +171,7 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
     """
     paths = list(lengths_files(snapshot, blocks))
     shards = []
-    small = [own.words.nbytes for ref in _read.valuerefs() if (own := ref()) and own.words.nbytes <= _SMALL_BYTES]
+    small = [own.nbytes for ref in _read.valuerefs() if (own := ref()) and own.nbytes <= _SMALL_BYTES]
     spare_bytes = _COPIED_BYTES - sum(small)
     for some in _counted_together(snapshot):
         with turn(*(paths[number] for number in some)) as get_further, ExitStack() as opened:
@@ -149,9 +184,9 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
                     snapshot, number, path, islice(loaded, len(indices)), get_further, advance
                 )
                 if (blocks.cache, path) not in _read:
-                    if shard.words.nbytes <= min(_SMALL_BYTES, spare_bytes):
-                        shard = replace(shard, words=shard.words.copy())
-                        spare_bytes -= shard.words.nbytes
+                    if shard.nbytes <= min(_SMALL_BYTES, spare_bytes):
+                        shard = replace(shard, words=shard.words.copy(), prompts=shard.prompts.copy())
+                        spare_bytes -= shard.nbytes
                     _read[blocks.cache, path] = shard
                 shards.append(shard)
                 advance(indices.stop)
@@ -176,7 +211,7 @@ def _counted_together(snapshot: Snapshot) -> Iterator[range]:
 
 
 def _stored(snapshot: Snapshot, shard: int, path: Path) -> _ShardLengths | None:
-    return read_sealed(path, partial(_parse, len(snapshot.blocks_of_shard(shard))))
+    return read_sealed(path, partial(_parse, len(snapshot.blocks_of_shard(shard)), snapshot.recipe.has_prompts))
 
 
 def _count_shard(
@@ -188,15 +223,20 @@ def _count_shard(
     advance: Callable[[int], None],
 ) -> _ShardLengths:
     """The lengths of a shard's rows, which its blocks tell, stored, and mapped if they could be."""
-    num_rows, block_bytes, words = [], [], [np.zeros(0, np.uint32)]
+    num_rows, block_bytes, words, prompts = [], [], [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
     for done, block in enumerate(blocks, start=snapshot.blocks_of_shard(shard).start + 1):
         num_rows.append(block.num_rows)
         block_bytes.append(block.nbytes)
         words.append(_words(block, snapshot.recipe.validation))
+        if snapshot.recipe.has_prompts:
+            prompts.append(block.prompt_lengths(np.arange(block.num_rows)).astype(np.uint32))
         get_further()
         advance(done)
-    counted = _ShardLengths(starts_of(np.array(num_rows, np.int64)), np.array(block_bytes, np.int64), np.concatenate(words))
-    pieces = np.array([num_rows, block_bytes], "<i8").tobytes(), counted.words.astype("<u4").tobytes()
+    counted = _ShardLengths(
+        starts_of(np.array(num_rows, np.int64)), np.array(block_bytes, np.int64), np.concatenate(words), np.concatenate(prompts)
+    )
+    of_rows = (column.astype("<u4").tobytes() for column in (counted.words, counted.prompts))
+    pieces = [np.array([num_rows, block_bytes], "<i8").tobytes(), *of_rows]
     write_sealed(path, pieces, "it is counted again after a restart")
     return _stored(snapshot, shard, path) or counted
 
@@ -207,11 +247,14 @@ def _words(block: Block, validation: float) -> npt.NDArray[np.uint32]:
     return words
 
 
-def _parse(num_blocks: int, body: memoryview) -> _ShardLengths | None:
+def _parse(num_blocks: int, has_prompts: bool, body: memoryview) -> _ShardLengths | None:
     head = 16 * num_blocks
     if len(body) < head:
         return None
     num_rows, block_bytes = np.frombuffer(body[:head], "<i8").astype(np.int64).reshape(2, -1)
     starts = starts_of(num_rows)
-    fits = len(body) == head + 4 * int(starts[-1])
-    return _ShardLengths(starts, block_bytes, np.frombuffer(body[head:], "<u4")) if fits else None
+    column_bytes = 4 * int(starts[-1])
+    if len(body) != head + column_bytes * (1 + has_prompts):
+        return None
+    words, prompts = body[head : head + column_bytes], body[head + column_bytes :]
+    return _ShardLengths(starts, block_bytes, np.frombuffer(words, "<u4"), np.frombuffer(prompts, "<u4"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from penstock.wording import counted, rows_kept
 from penstock_server.answers.datasets import DatasetAnswer, MixtureAnswer, SpecAnswer, SplitAnswer, TensorAnswer
@@ -33,14 +33,16 @@ def describe_dataset(served: Served) -> DatasetAnswer:
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     lengths = index.lengths.get() if index.lengths.is_ready else None
-    splits = _splits(lengths) if lengths else None
+    splits, told = (_splits(lengths), quantiles(lengths)) if lengths else (None, {})
     tokens = sum(split["tokens"] for split in splits.values()) if splits else None
     return {
         "name": served.name,
         "rows": snapshot.num_rows,
         "rows_served": index.num_rows,
         "tokens": tokens,
-        "row_tokens": row_tokens(lengths) if lengths else None,
+        "row_tokens": told.get("row"),
+        "prompt_tokens": told.get("prompt"),
+        "response_tokens": told.get("response"),
         "splits": splits,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
@@ -74,17 +76,20 @@ def _splits(lengths: RowLengths) -> dict[str, SplitAnswer]:
     return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
 
 
-def row_tokens(lengths: RowLengths) -> dict[str, int]:
-    """How many tokens rows have, by the shares of `QUANTILES`."""
-    return dict(zip(("median", "p90", "p99", "longest"), lengths.quantiles, strict=True))
+def quantiles(lengths: RowLengths) -> dict[str, dict[str, int]]:
+    """How many tokens rows have, and their prompts and responses, if they have both, by the shares of `QUANTILES`."""
+    return {
+        name: dict(zip(("median", "p90", "p99", "longest"), found, strict=True)) for name, found in lengths.quantiles.items()
+    }
 
 
-def row_tokens_told(found: Mapping[str, int]) -> str:
-    """How many tokens rows have, in a sentence: what a seq_len is chosen by."""
-    return (
-        f"half of the rows have at most {counted(found['median'], 'token')}, 90% at most {found['p90']:,}, 99% at most "
-        f"{found['p99']:,}, all at most {found['longest']:,}"
-    )
+def lengths_told(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """These numbers in sentences: what a seq_len is chosen by, and a target_len."""
+    for name, tokens in found.items():
+        yield (
+            f"half of the {name}s have at most {counted(tokens['median'], 'token')}, 90% at most {tokens['p90']:,}, 99% at "
+            f"most {tokens['p99']:,}, all at most {tokens['longest']:,}"
+        )
 
 
 def describe_held(held: Held) -> DatasetAnswer:

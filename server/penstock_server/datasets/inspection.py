@@ -11,7 +11,7 @@ from penstock.display.table import piece_lines
 from penstock.display.terminal import BOLD, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.wording import counted, size
-from penstock_server.datasets.describe import describe_dataset, row_tokens_told, summary
+from penstock_server.datasets.describe import describe_dataset, lengths_told, summary
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_row
 
@@ -28,8 +28,9 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
     yield f"  {recipe}"
     facts = describe_dataset(served)
     yield f"  {_sizes(facts)}"
-    if facts["row_tokens"] and facts["tokens"]:
-        yield f"  {row_tokens_told(facts['row_tokens'])}"
+    if facts["tokens"]:
+        told = {"row": facts["row_tokens"], "prompt": facts["prompt_tokens"], "response": facts["response_tokens"]}
+        yield from (f"  {line}" for line in lengths_told({name: tokens for name, tokens in told.items() if tokens}))
     for row in rows[: max(1, served.snapshot.num_rows - rows.start)]:
         yield from _row(show_row(served, row), terminal, num_lines)
     yield ""

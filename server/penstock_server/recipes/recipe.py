@@ -118,6 +118,11 @@ class Recipe:
         return not dict(self.fields).keys() <= {"tokens", "text"} or self.has_loss_mask
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a row is a prompt and a response to it, or two."""
+        return "prompt" in dict(self.fields) and self.chat is None
+
+    @property
     def has_many_turns(self) -> bool:
         """Whether a row may have more than a prompt and the response behind it."""
         return self.chat is not None or self.has_loss_mask

@@ -59,11 +59,6 @@ class Block:
         )
 
     @property
-    def first_feature(self) -> Feature:
-        """The tokens, or those of the chosen side."""
-        return next(iter(self.features.values()))
-
-    @property
     def num_rows(self) -> int:
         """Rows, the bad ones included."""
         return len(self.splits)
@@ -104,6 +99,10 @@ class Block:
     def row_lengths(self) -> IntArray:
         """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""
         return reduce(np.maximum, (feature.tokens.lengths for feature in self.features.values()))
+
+    def prompt_lengths(self, rows: IntArray) -> IntArray:
+        """Tokens of these rows before their first response, which the sides of a pair have in common; shape of `rows`."""
+        return next(iter(self.features.values())).prompt_lengths(rows)
 
     @cached_property
     def stream(self) -> IntArray:

@@ -42,12 +42,13 @@ class Feature(NamedTuple):
     tokens: ListColumn
     turns: ListColumn | None
 
-    def num_prompt_tokens(self, row: int) -> int:
-        """The tokens of a row before its first response."""
-        if self.turns is None:
-            return 0
-        start, stop = int(self.turns.starts[row]), int(self.turns.stops[row])
-        return int(self.turns.values[start]) if start < stop else 0
+    def prompt_lengths(self, rows: IntArray) -> IntArray:
+        """How many tokens each of these rows has before its first response, shape of `rows`."""
+        lengths = np.zeros(len(rows), np.int64)
+        if self.turns is not None:
+            starts, has_turns = self.turns.starts[rows], self.turns.stops[rows] > self.turns.starts[rows]
+            lengths[has_turns] = self.turns.values[starts[has_turns]]
+        return lengths
 
     def row(self, row: int) -> list[Turn]:
         """The tokens of a row, turn by turn."""
