@@ -16,6 +16,7 @@ from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.measure import Figures, measure
 from penstock.commands.remote import connected, dataset_of, describe_dataset
 from penstock.commands.supply import Supply, frames, tensors
+from penstock.display.status_line import StatusLine
 from penstock.display.terminal import BOLD, DIM, YELLOW, Terminal
 from penstock.network.transport import Transport
 from penstock.printable import printable
@@ -52,13 +53,19 @@ def run(arguments: argparse.Namespace) -> int:
         dataset = dataset_of(address, transport)
         cached_before = _cached_bytes(transport, dataset)
         supply = (frames if arguments.no_tensors else tensors)(address.server, dataset, query, rank, epoch)
-        with closing(supply.batches), _Ticker() as ticker:
+        status = StatusLine()
+
+        def tick(seconds: float, num_tokens: int, num_bytes: int) -> None:
+            rates = f"{_short(num_tokens / seconds)} tokens/s  {num_bytes / seconds / 1e6:,.1f} MB/s"
+            status.draw(f"{seconds:5.1f} s  {rates}")
+
+        with closing(supply.batches), status:
             began = time.perf_counter()
             next(supply.batches)
             first_batch_seconds = time.perf_counter() - began
-            free = measure(supply, arguments.seconds, ticker.tick)
+            free = measure(supply, arguments.seconds, tick)
             rate = arguments.training_rate
-            paced = measure(supply, arguments.seconds, ticker.tick, tokens_per_second=rate) if rate else None
+            paced = measure(supply, arguments.seconds, tick, tokens_per_second=rate) if rate else None
         cached = _cached_bytes(transport, dataset)
     result = Result(
         server=without_passwords(address.server),
@@ -74,28 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     for line in lines:
         print(line)
     return 0
-
-
-class _Ticker:
-    """A line on a terminal that tells how far the measurement is; nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-
-    def tick(self, seconds: float, num_tokens: int, num_bytes: int) -> None:
-        """Draws the line anew."""
-        if self._is_terminal:
-            rates = f"{_short(num_tokens / seconds)} tokens/s  {num_bytes / seconds / 1e6:,.1f} MB/s"
-            sys.stderr.write(f"\r{seconds:5.1f} s  {rates}\x1b[K")
-            sys.stderr.flush()
-
-    def __enter__(self) -> _Ticker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
 
 
 def _cached_bytes(transport: Transport, dataset: str) -> int | None:

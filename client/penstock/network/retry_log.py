@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
-import sys
 import time
 from collections.abc import Mapping
 
+from penstock.display.status_line import StatusLine
 from penstock.network.answers import Busy, NotYet
 from penstock.wording import counted, without_passwords
 
@@ -27,7 +26,7 @@ class RetryLog:
         self._num_failures = 0
         self._said: set[str] = set()  # of this outage
         self._said_at: dict[str, float] = {}
-        self._has_bar = False
+        self._bar = StatusLine()
 
     def failed(self, server: str, failure: Exception, next_server: str) -> None:
         """An attempt failed; another server is asked next, or the same once more."""
@@ -66,21 +65,15 @@ class RetryLog:
 
     def progress(self, progress: NotYet) -> None:
         """A bar that grows in its line of a terminal; elsewhere a line now and then."""
-        if sys.stderr.isatty() and _is_first_rank():
+        if self._bar.is_seen and _is_first_rank():
             done = round(_BAR_WIDTH * progress.share)
-            bar = f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}"
-            sys.stderr.write(f"\r{bar[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-            sys.stderr.flush()
-            self._has_bar = True
+            self._bar.draw(f"penstock [{'#' * done}{'.' * (_BAR_WIDTH - done)}] {progress.share:4.0%} {progress}")
         else:
             self._say("progress", str(progress))
 
     def end_bar(self) -> None:
         """Clears the bar's line, if there is one."""
-        if self._has_bar:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-            self._has_bar = False
+        self._bar.clear()
 
     def _say_once(self, stage: str, text: str) -> None:
         if stage not in self._said and self._say(stage, text):
