@@ -18,7 +18,8 @@ from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
 from penstock_server.recipes.encode import Place
 from penstock_server.recipes.fields import Field
-from penstock_server.recipes.recipe import Kind, Recipe
+from penstock_server.recipes.fitting import Kind
+from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models
 
 from penstock_server.recipes import recipe as recipe_module
 from penstock_server.recipes.fields import Field
-from penstock_server.recipes.recipe import Column, Recipe
+from penstock_server.recipes.fitting import Column
+from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.snapshots.snapshot import recipe_key
 

@@ -15,16 +15,9 @@ from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
+from penstock_server.recipes.fitting import Fields, Kind, check_tools, travelling_column
 from penstock_server.recipes.mask_columns import NAMES, Masks, absent_masks, find_masks, masks_of_turns, unused_masks
-from penstock_server.recipes.recipe import (
-    DEFAULT_BAD_SHARE,
-    DEFAULT_VALIDATION,
-    Fields,
-    Kind,
-    Recipe,
-    check_tools,
-    travelling_column,
-)
+from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, DEFAULT_VALIDATION, Recipe
 from penstock_server.recipes.roles import read_fields
 from penstock_server.recipes.special_tokens import SpecialTokens
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer

@@ -13,7 +13,7 @@ from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.column_types import is_list_of, is_messages, is_text, is_tokens
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES
 from penstock_server.recipes.fields import Field, FieldError
-from penstock_server.recipes.recipe import Fields, Kind, check_field
+from penstock_server.recipes.fitting import Fields, Kind, check_field
 from penstock_server.recipes.transform import OF_NO_ROWS
 
 _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
