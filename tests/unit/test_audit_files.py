@@ -1,0 +1,121 @@
+"""What the audit makes of files: torn, damaged, joined, very large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from audited import change, report_on, words, write_run
+from ledgers import append, begin_of, lines_of
+from penstock.audit import audit, reading
+from penstock.audit import report as report_module
+from penstock.audit.facts import facts_of
+from penstock.audit.reading import read_begins
+from penstock.errors import LedgerError
+from penstock.ledger.begin import Begin
+from penstock.ledger.names import find_ledgers
+
+
+def test_a_line_that_cannot_be_read_is_no_proof_even_of_a_step_that_was_trained_again(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    change(ledger, f"   6 {6 * 64:016x}", f"   6 {6 * 64 + 1:016x}")
+    report = report_on(ledger)
+    assert not report.is_proven
+    assert not len(report.orders[0].epochs[0].missing)
+    assert words(ledger).startswith("NOT PROVEN: 1 line cannot be read, and may say anything\n")
+    assert f"{ledger}, line 8 cannot be read: the file was damaged or edited" in words(ledger)
+
+
+def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(ledger: Path) -> None:
+    append(ledger, begin_of(), range(8))
+    ledger.write_text(ledger.read_text()[:-11] + "\n")
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    assert report_on(ledger).is_proven
+    assert f"{ledger}, line 9 was cut off, as by a full disk, or a process or machine that went down" in words(ledger)
+
+
+def test_whatever_is_left_of_the_lines_of_starts_that_were_killed_does_no_harm(ledger: Path) -> None:
+    whole = lines_of(begin_of(), range(8))
+    begin = lines_of(begin_of(start=1, step=5), [])
+    for cut in range(1, len(begin)):
+        for last in (whole, whole[:-11] + "\n"):  # of the start before, too, its last line may be cut
+            ledger.write_text(f"{last}{begin[:-cut]}\n" + lines_of(begin_of(start=2, step=5), range(5, 20), ends=True))
+            report = report_on(ledger)
+            assert report.is_proven
+            assert all(damage.is_torn for damage in report.damages)
+        ledger.write_text(begin[:-cut])
+        assert not report_on(ledger).orders or cut == 1
+
+
+def test_an_audit_takes_the_files_as_they_are_when_it_begins(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append(ledger, begin_of(), range(20), ends=True)
+
+    def read_and_go_on(path: Path, nbytes: int) -> Iterator[Begin]:
+        yield from read_begins(path, nbytes)
+        append(ledger, begin_of(start=1, seed=1), range(3))
+
+    monkeypatch.setattr(report_module, "read_begins", read_and_go_on)
+    assert audit([ledger]).num_batches == 20
+    with pytest.raises(LedgerError, match="none cannot be read: No such file"):
+        audit([ledger.with_name("none")])
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 4 << 20])
+def test_damaged_lines_are_numbered_in_whatever_portions_a_file_is_read(
+    ledger: Path, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", chunk_bytes)
+    append(ledger, begin_of(), range(8))
+    append(ledger, begin_of(start=1, step=5), range(5, 20), ends=True)
+    lines = ledger.read_text().splitlines()
+    for number in (4, 9):  # only that before a begin line can be as a process left it
+        lines[number - 1] = lines[number - 1][:12]
+    for number in (15, 16, 18):
+        lines[number - 1] = lines[number - 1].replace(" 0", " 1")
+    ledger.write_text("\n".join(lines) + "\n")
+    assert [(damage.first, damage.last, damage.is_torn) for damage in reading.read_ledger(ledger).damages] == [
+        (4, 4, False), (9, 9, True), (15, 16, False), (18, 18, False)
+    ]  # fmt: skip
+
+
+def test_files_may_be_joined_into_one(ledger: Path) -> None:
+    write_run(ledger)
+    whole = "\n".join(path.read_text() for path in find_ledgers(ledger))  # and an empty line says nothing
+    for path in find_ledgers(ledger):
+        path.unlink()
+    ledger.write_text(whole)
+    assert (report_on(ledger).is_proven, reading.read_ledger(ledger).damages) == (True, [])
+    assert [history.rank for history in report_on(ledger).orders[0].ranks] == [0, 1]
+    later = ledger.with_name("later")
+    write_run(later, epochs=1)
+    joined = ledger.with_name("joined")
+    joined.write_text("".join(path.read_text() for path in find_ledgers(later)))
+    for path in find_ledgers(later):
+        path.unlink()
+    for rank in range(2):
+        append(later, begin_of(rank, start=1, step=5, world_size=2), range(5, 10), ends=True)
+    assert audit([joined, *find_ledgers(later)]).is_proven
+
+
+def test_a_ledger_without_a_batch_proves_nothing(ledger: Path) -> None:
+    append(ledger, begin_of(), [])
+    assert words(ledger).startswith("NOT PROVEN: no batch is recorded\n")
+
+
+def test_a_large_file_without_lines_is_not_read_to_its_end(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", 1000)
+    ledger.write_bytes(bytes(2500))
+    with pytest.raises(LedgerError, match="is no ledger: it has lines of more than 1,000 bytes"):
+        report_on(ledger)
+
+
+def test_of_very_many_gaps_the_first_and_the_last_are_listed(ledger: Path) -> None:
+    append(ledger, begin_of(num_sequences=11_000), range(0, 2200, 2), ends=True)
+    text = words(ledger)
+    assert "... 1,080 more lines, see --json" in text
+    assert text.count("MISSING") == 20
+    [epoch] = facts_of(report_on(ledger))["orders"][0]["epochs"]
+    assert (len(epoch["gaps"]), epoch["missing"]["ranges"], len(epoch["missing"]["positions"])) == (1100, 1100, 1000)
