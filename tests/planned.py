@@ -16,7 +16,7 @@ from penstock_server.snapshots.reading import read_folder
 from penstock_server.snapshots.snapshot import Snapshot
 
 
-def open_snapshot(folder: Path, default_tokenizer: Path | None) -> Snapshot:
+def open_snapshot(folder: Path, default_tokenizer: Path | None = None) -> Snapshot:
     """The snapshot of a folder as it is now; nothing is remembered. Raises DatasetRefused: see Reading."""
     return read_folder(folder, list_folder(folder).shards, default_tokenizer, Footers(folder), name=folder.name).snapshot()
 

@@ -132,7 +132,7 @@ def test_a_cache_without_room_for_one_block_is_warned_of_at_the_start(serve: Cal
     for name, num_rows in (("numbers", 9), ("more", 1000), ("some", 600)):
         write_numbered(tmp_path / "data" / name, num_rows, row_group_size=500)
     store = BlockStore(CacheFolder(tmp_path / "unused", 0))
-    expected = [Blocks(open_snapshot(folder, None), store).expected_bytes for folder in (tmp_path / "data").iterdir()]
+    expected = [Blocks(open_snapshot(folder), store).expected_bytes for folder in (tmp_path / "data").iterdir()]
     largest, together = max(sizes.max() for sizes in expected), sum(sizes.sum() for sizes in expected)
     warning = re.compile(
         "the budget of the block cache, 2,000 bytes, is too small for even one of the larger blocks of more, some, of up to "

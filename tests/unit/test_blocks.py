@@ -56,7 +56,7 @@ def cache_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def open_blocks(data: Path, cache_dir: Path) -> Callable[[], Blocks]:
     """The blocks as a server sees them that has just been started."""
-    return lambda: Blocks(open_snapshot(data, None), BlockStore(CacheFolder(cache_dir)))
+    return lambda: Blocks(open_snapshot(data), BlockStore(CacheFolder(cache_dir)))
 
 
 def rows_of(block: Block) -> list[list[int]]:
@@ -111,7 +111,7 @@ def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_larg
     before.get(list(range(5)))
     reads = len(count_reads)
     pq.write_table(pa.table({"input_ids": pa.array([[60_000]], pa.list_(pa.int32()))}), data / "part-100.parquet")
-    assert open_snapshot(data, None).vocab_size == 60_001
+    assert open_snapshot(data).vocab_size == 60_001
     after = open_blocks()
     after.get(list(range(6)))
     assert len(count_reads) == reads + 1
@@ -119,7 +119,7 @@ def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_larg
 
 
 def test_ids_beyond_what_a_shards_own_footer_tells_make_bad_rows(data: Path, cache_dir: Path) -> None:
-    snapshot = open_snapshot(data, None)
+    snapshot = open_snapshot(data)
     shards = [replace(shard, token_range=(0, 5)) for shard in snapshot.shards]
     blocks = Blocks(Snapshot(data, shards, snapshot.recipe, name=data.name), BlockStore(CacheFolder(cache_dir)))
     assert "6" in blocks.get([0])[0].bad[6]
@@ -164,7 +164,7 @@ def open_large_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     monkeypatch.setattr(blocks_module, "num_cores", lambda: 2)
     shards = [[[shard, n] for n in range(500)] for shard in range(2)]
     folder = write_shards(tmp_path / "data", "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=500)
-    snapshot = open_snapshot(folder, None)
+    snapshot = open_snapshot(folder)
     return shards, snapshot
 
 
@@ -220,7 +220,7 @@ def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
         return split_hashes(*args)
 
     monkeypatch.setattr(decode_module, "split_hashes", meeting)
-    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir), 2))
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir), 2))
     assert [rows.sum() for rows in blocks.rows_of_shards()] == [3, 3, 3]
 
 
@@ -239,7 +239,7 @@ def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row_a
         link.symlink_to(name)
 
     lead_to("old")
-    blocks = Blocks(open_snapshot(link, None), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(open_snapshot(link), BlockStore(CacheFolder(cache_dir)))
 
     def elsewhere(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
@@ -269,7 +269,7 @@ def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_on
         path.write_bytes(other)  # in place, once the first block is read
         return encode_rows(*args)
 
-    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
     monkeypatch.setattr(encode, "encode", rewriting)
     with pytest.raises((ShardUnavailable, ShardUnreadable, SnapshotGone)):
         blocks.get([9])
@@ -291,7 +291,7 @@ def test_a_neighbour_that_cannot_be_read_fails_only_who_asks_for_it(
         return encode_rows(rows, *args)
 
     monkeypatch.setattr(encode, "encode", failing)
-    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir)))
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
     assert [rows_of(block)[0] for block in blocks.get([0, 3])] == [[0], [300]]
     with pytest.raises(ShardUnreadable, match="a bad page"):
         blocks.get([7])
@@ -300,7 +300,7 @@ def test_a_neighbour_that_cannot_be_read_fails_only_who_asks_for_it(
 
 def test_what_is_cached_waits_for_nothing_that_is_not(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_numbered(tmp_path / "data", 400, num_shards=1, row_group_size=20)
-    snapshot = open_snapshot(tmp_path / "data", None)
+    snapshot = open_snapshot(tmp_path / "data")
     Blocks(snapshot, BlockStore(CacheFolder(cache_dir))).get([0])
     gate, encode_rows = threading.Event(), encode.encode
 
@@ -383,7 +383,7 @@ def test_a_cache_without_room_and_one_that_cannot_be_written_stop_nothing(
     open_blocks: Callable[[], Blocks], data: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = rows_of(open_blocks().get([0])[0])
-    tight = Blocks(open_snapshot(data, None), BlockStore(CacheFolder(cache_dir, 0)))
+    tight = Blocks(open_snapshot(data), BlockStore(CacheFolder(cache_dir, 0)))
     assert rows_of(tight.get([0])[0]) == expected
     assert list(cache_dir.glob("*.block")) == []
     shutil.rmtree(cache_dir)
@@ -444,12 +444,12 @@ def test_a_rewritten_shard_with_the_same_footer_is_noticed_and_is_another_snapsh
     path = data.parent / "plain" / "x.parquet"
     path.parent.mkdir()
     footer = write([1, 5, 2])
-    before = open_snapshot(path.parent, None)
+    before = open_snapshot(path.parent)
     blocks = Blocks(before, BlockStore(CacheFolder(cache_dir)))
     assert write([1, 2, 5]) == footer
     with pytest.raises(SnapshotGone):
         blocks.get([0])
-    assert open_snapshot(path.parent, None).fingerprint != before.fingerprint
+    assert open_snapshot(path.parent).fingerprint != before.fingerprint
 
 
 @pytest.mark.parametrize("call", ["stat", "open"])
@@ -483,7 +483,7 @@ def test_an_evicted_block_is_let_go_and_one_in_use_is_kept(
     data: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str]
 ) -> None:
     monkeypatch.setattr(maps_module, "_TOUCH_SECONDS", 0.0)
-    snapshot = open_snapshot(data, None)
+    snapshot = open_snapshot(data)
     measured = BlockStore(CacheFolder(cache_dir))
     Blocks(snapshot, measured).get([0])
     store = BlockStore(CacheFolder(cache_dir, int(2.5 * measured.cache.used_bytes)))
@@ -629,7 +629,7 @@ def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(quarantine_module, "_LISTED_ROWS", most)
     data = write_shards(tmp_path / "bad", "input_ids", [[[1], None, None, [2]]], type_=pa.list_(pa.int32()), row_group_size=2)
-    snapshot = open_snapshot(data, None)
+    snapshot = open_snapshot(data)
 
     def started() -> Served:
         blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
@@ -650,7 +650,7 @@ def test_a_row_of_a_row_group_of_several_blocks_is_shown_at_its_place_in_that(
     monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 2)
     ids = [[n] for n in range(10)]
     folder = write_shards(tmp_path / "ids", "tokens", [ids], type_=pa.list_(pa.int32()), row_group_size=5)
-    snapshot = open_snapshot(folder, None)
+    snapshot = open_snapshot(folder)
     blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
     served = Served("ids", snapshot, blocks, Index("ids", snapshot, blocks))
     assert snapshot.num_blocks > 2
@@ -761,8 +761,8 @@ def test_what_is_stored_does_not_wait_for_what_is_being_made_of_the_same_row_gro
     folder = write_shards(
         tmp_path / "big", "tokens", [[[n] * 9 for n in range(1000)]], type_=pa.list_(pa.int32()), row_group_size=1000
     )
-    assert len(Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir))).get([0, 1])) == 2
-    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(cache_dir)))
+    assert len(Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir))).get([0, 1])) == 2
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
     (cache_dir / f"{blocks.names.of(0)}.block").unlink()
     began, go_on = threading.Event(), threading.Event()
     encoding_waits(monkeypatch, began, go_on)
@@ -779,7 +779,7 @@ def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path:
     rows = [[7] * 500 for _ in range(200)]  # which Parquet writes as one number
     varied = [[(n * k) % 50_000 for k in range(500)] for n in range(200)]
     folder = write_shards(tmp_path / "mixed", "tokens", [rows, varied, varied], type_=pa.list_(pa.int32()), row_group_size=100)
-    blocks = Blocks(open_snapshot(folder, None), BlockStore(CacheFolder(tmp_path / "cache")))
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(tmp_path / "cache")))
     blocks.get(range(6))
     blocks.look()
     assert blocks.cache.used_bytes / 2 < blocks.expected_bytes.sum() < 2 * blocks.cache.used_bytes
@@ -788,7 +788,7 @@ def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path:
 def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> None:
     rows = [[n] for n in range(100)]
     folder = write_shards(tmp_path / "parts", "tokens", [rows, rows[:7]], type_=pa.list_(pa.int32()), row_group_size=50)
-    found = open_snapshot(folder, None)
+    found = open_snapshot(folder)
     large = replace(found.shards[0], rows_per_group=numbers([200_000, 0]), bytes_per_group=numbers([40 << 20, 0]))
     snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe, name=found.name)
     assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
@@ -810,7 +810,7 @@ def test_the_footer_of_a_shard_is_parsed_once_and_again_once_it_is_another_file(
         tokens = [[500 * day + n] for n in range(60)]
         write_shards(path.parent, "tokens", [tokens], type_=pa.list_(pa.int32()), row_group_size=10)
         os.utime(path, (day, day))  # what was written just now is not remembered
-        blocks = Blocks(open_snapshot(path.parent, None), BlockStore(CacheFolder(cache_dir)))
+        blocks = Blocks(open_snapshot(path.parent), BlockStore(CacheFolder(cache_dir)))
         assert [row for index in range(6) for row in rows_of(blocks.get([index])[0])] == tokens
     assert parsed == [str(path)] * 2
 
@@ -823,7 +823,7 @@ def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget_
     folder = write_shards(tmp_path / "d", "tokens", [[[1]]] * 4, type_=pa.list_(pa.int32()), row_group_size=1)
     for path in folder.iterdir():
         os.utime(path, (0, 0))
-    shards = open_snapshot(folder, None).shards
+    shards = open_snapshot(folder).shards
     four, three, one = [0, 1, 2, 3], [0, 1, 2, 3, 1, 0], [0, 1, 0, 2, 3, 1, 0, 1]  # what is read, by how many are kept
     for budget, most, numbers_read in ((4, 4, four), (3, 4, three), (0, 4, one), (4, 3, three), (4, 1, one)):
         monkeypatch.setattr(parsed_footers_module, "_FOOTER_BYTES", budget * pq.read_metadata(shards[0].path).serialized_size)
@@ -841,7 +841,7 @@ def test_the_footers_of_the_shards_that_were_read_last_are_kept_within_a_budget_
 def test_a_footer_is_not_kept_of_a_shard_that_was_written_to_just_now_or_while_it_was_read(
     data: Path, monkeypatch: pytest.MonkeyPatch, is_written_to_meanwhile: bool
 ) -> None:
-    [shard, *_] = open_snapshot(data, None).shards
+    [shard, *_] = open_snapshot(data).shards
     if is_written_to_meanwhile:
         os.utime(shard.path, (0, 0))
     footers, read = ParsedFooters(), pq.read_metadata

@@ -199,7 +199,7 @@ def test_large_files_of_counts_are_mapped_and_take_no_room_from_small_ones_that_
 
 def test_shards_are_counted_as_many_at_a_time_as_keep_all_cores_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = [[[1]] * num_groups for num_groups in (3, 1, 1, 9, 2)]
-    snapshot = open_snapshot(write_shards(tmp_path, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=1), None)
+    snapshot = open_snapshot(write_shards(tmp_path, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=1))
     monkeypatch.setattr(lengths_module, "num_cores", lambda: 1)
     assert [*lengths_module._counted_together(snapshot)] == [range(2), range(2, 4), range(4, 5)]
 

@@ -93,10 +93,10 @@ def test_a_recipe_that_is_a_link_to_nothing_is_not_passed_over(data: Path) -> No
     write(data, "filter = 'n > 1'", {"tokens": pa.array([[1], [2]], IDS), "n": [1, 2]})
     (data / "penstock.toml").rename(data / "../recipe.toml")
     (data / "penstock.toml").symlink_to("../recipe.toml")
-    assert open_snapshot(data, None).recipe.filter
+    assert open_snapshot(data).recipe.filter
     (data / "../recipe.toml").unlink()
     with pytest.raises(DatasetRefused, match=r"penstock\.toml cannot be read: .*No such file"):
-        open_snapshot(data, None)
+        open_snapshot(data)
 
 
 @pytest.mark.parametrize("recipe", ["split_by = 'kind'", "filter = \"kind = 'a'\""])
@@ -104,7 +104,7 @@ def test_a_shard_without_a_column_that_filter_or_split_need_is_refused(data: Pat
     ids = pa.array([[1, 2], [3]], IDS)
     write(data, recipe, {"tokens": ids, "kind": ["a", "b"]}, {"tokens": ids})
     with pytest.raises(DatasetRefused, match=r"part-1\.parquet: there is no column 'kind'; there are: tokens"):
-        open_snapshot(data, None)
+        open_snapshot(data)
 
 
 SPLIT_BY = "split_by = 'kind'\nvalidation = 0.5"
@@ -128,7 +128,7 @@ SPLIT_BY = "split_by = 'kind'\nvalidation = 0.5"
 def test_a_shard_whose_values_would_be_in_both_splits_is_refused(data: Path, first: pa.DataType, other: pa.DataType) -> None:
     write(data, SPLIT_BY, *({"tokens": pa.array([[1]], IDS), "kind": pa.nulls(1, type_)} for type_ in (first, other)))
     with pytest.raises(DatasetRefused) as refusal:
-        open_snapshot(data, None)
+        open_snapshot(data)
     types = [pq.read_schema(data / f"part-{number}.parquet").field("kind").type for number in (1, 0)]
     told = "part-1.parquet: split_by reads 'kind', which is {} here and {} in the first shard"
     assert told.format(*types) in str(refusal.value)
@@ -139,7 +139,7 @@ def test_a_field_of_another_kind_that_rows_are_split_by_is_refused_beside_a_tran
     shards = [{"tokens": pa.array([[1]], IDS), "meta": [{"n": n}]} for n in (7, 7.0)]
     write(data, "split_by = 'meta.n'\ntransform = 'same:same'", *shards)
     with pytest.raises(DatasetRefused, match=r"part-1\.parquet: split_by reads 'meta\.n', which is double here"):
-        open_snapshot(data, None)
+        open_snapshot(data)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_shard_that_a_filter_cannot_be_used_on_is_refused_when_it_is_opened(da
     write(data, "filter = \"n > '2'\"", {"tokens": ids, "n": ["1", "2", "3"]}, {"tokens": ids, "n": [1, 2, 3]})
     told = r"part-1\.parquet: the filter .* fails: .*; n is int64 here and string in the first shard\. Give all shards of"
     with pytest.raises(DatasetRefused, match=told):
-        open_snapshot(data, None)
+        open_snapshot(data)
 
 
 def test_a_filter_moves_no_row_to_the_other_split(data: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_shard_that_comes_before_others_moves_no_row_of_theirs_to_the_other_sp
     (data / "penstock.toml").write_text("validation = 0.5")
     alone = [block.splits.tolist() for block in open_blocks(data).get([0, 1])]
     write(data, "validation = 0.5", {"tokens": pa.array([[1]] * 30, IDS)})
-    blocks = Blocks(open_snapshot(data, None), BlockStore(CacheFolder(data / "../another cache")))
+    blocks = Blocks(open_snapshot(data), BlockStore(CacheFolder(data / "../another cache")))
     assert [block.splits.tolist() for block in blocks.get([1, 2])] == alone
 
 
@@ -371,7 +371,7 @@ def test_of_a_time_zone_that_is_not_known_it_is_told() -> None:
 @pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])
 def test_bytes_of_every_type_travel(data: Path, type_: pa.DataType) -> None:
     write(data, 'columns = ["raw"]', {"tokens": pa.array([[1], [2]], IDS), "raw": pa.array([b"\xff", None], type_)})
-    snapshot = open_snapshot(data, None)
+    snapshot = open_snapshot(data)
     assert [tensor.dtype for tensor in tensors_of([snapshot], Spec()) if tensor.name == "raw"] == ["binary"]
     [block] = open_blocks(data).get([0])
     assert block.columns["raw"].to_pylist() == [b"\xff", b""]
@@ -391,7 +391,7 @@ def test_a_column_may_be_of_another_arrow_type_in_every_shard_if_it_is_sent_as_t
         }
     write(data, 'columns = ["x"]', shards[0], shards[1] | {"x": pa.array([0.5], pa.float64())})
     with pytest.raises(DatasetRefused, match="column 'x' is double, but float in the first shard"):
-        open_snapshot(data, None)
+        open_snapshot(data)
 
 
 def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None:
@@ -450,7 +450,7 @@ def test_a_repeated_number_is_a_list_of_tokens_as_protobuf_writes_it(data: Path)
     blocks = open_blocks(data)
     [block] = blocks.get([0])
     assert (rows_of(block), block.bad) == ([[1, 2], [], [3]], {1: "is empty"})
-    assert open_snapshot(data, None).vocab_size == 4
+    assert open_snapshot(data).vocab_size == 4
 
 
 def test_a_shard_without_row_groups_is_counted_as_nothing(data: Path) -> None:
@@ -519,7 +519,7 @@ def test_a_transform_that_cannot_bear_no_rows_is_told_of_them(data: Path) -> Non
     (data / "clean.py").write_text("def first(rows):\n    return rows if rows['tokens'][0] else rows\n")
     write(data, "transform = 'clean:first'", {"tokens": pa.array([[1]], IDS)})
     with pytest.raises(DatasetRefused, match=r"raises IndexError in line 2 of clean\.py: .* It was called with no rows"):
-        open_snapshot(data, None)
+        open_snapshot(data)
 
 
 def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:

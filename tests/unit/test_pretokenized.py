@@ -249,22 +249,22 @@ IDS, MASKED = pa.table({"input_ids": [[1, 2, 3]]}), pa.table({"input_ids": [[1, 
 
 def test_a_mask_that_only_a_later_shard_has_is_not_passed_over(tmp_path: Path) -> None:
     with pytest.raises(DatasetRefused, match=r"part-1.parquet: column 'labels' is a mask .* If it is none, set labels = false"):
-        open_snapshot(write(tmp_path / "later", IDS, MASKED), None)
+        open_snapshot(write(tmp_path / "later", IDS, MASKED))
     with pytest.raises(DatasetRefused, match=r"part-1.parquet: there is no column 'labels'"):
-        open_snapshot(write(tmp_path / "sooner", MASKED, IDS), None)
-    assert open_snapshot(write(tmp_path / "none", IDS, MASKED, recipe="labels = false"), None).num_rows == 2
+        open_snapshot(write(tmp_path / "sooner", MASKED, IDS))
+    assert open_snapshot(write(tmp_path / "none", IDS, MASKED, recipe="labels = false")).num_rows == 2
 
 
 def test_two_columns_of_one_name_are_no_mask(tmp_path: Path) -> None:
     twice = pa.Table.from_arrays([pa.array([[1, 2, 3]])] * 3, ["input_ids", "labels", "labels"])
     with pytest.raises(DatasetRefused, match="2 columns are called 'labels'. Rename all but one"):
-        open_snapshot(write(tmp_path / "twice", twice), None)
-    assert open_snapshot(write(tmp_path / "none", twice, recipe="labels = false"), None).num_rows == 1
+        open_snapshot(write(tmp_path / "twice", twice))
+    assert open_snapshot(write(tmp_path / "none", twice, recipe="labels = false")).num_rows == 1
 
 
 def test_padding_may_be_no_id_at_all(tmp_path: Path) -> None:
     padded = pa.table({"input_ids": [[1, 2, 7], [1, 2, -1]], "attention_mask": [[1, 1, 0]] * 2})
-    assert open_snapshot(write(tmp_path / "padded", padded, recipe="vocab_size = 5"), None).num_rows == 2
+    assert open_snapshot(write(tmp_path / "padded", padded, recipe="vocab_size = 5")).num_rows == 2
     found = encoded({"ids": [[1, 200, -1], [200, 1, -1]], "attention_mask": [[1, 0, 0], [1, 1, 0]]}, "attention_mask")
     assert found["bad"].to_pylist() == [None, "has token id 200, outside 0 to 99"]
     assert found["tokens"].to_pylist() == [[1], None]
@@ -280,14 +280,14 @@ def test_padding_may_be_no_id_at_all(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_and_answers_of_ids_need_no_recipe(tmp_path: Path, columns: list[str], roles: list[str]) -> None:
-    recipe = open_snapshot(write(tmp_path / "data", pa.table({name: [[1, 2]] for name in columns})), None).recipe
+    recipe = open_snapshot(write(tmp_path / "data", pa.table({name: [[1, 2]] for name in columns}))).recipe
     assert (recipe.kind, [role for role, _ in recipe.fields]) == ("tokens", roles)
 
 
 def test_padding_of_labels_is_told_from_a_wrong_id(tmp_path: Path) -> None:
     padded = pa.table({"input_ids": [[1, 2]], "labels": [[3, -100]]})
     with pytest.raises(DatasetRefused, match=r"Where -100 is padding, cut it off with a transform\."):
-        open_snapshot(write(tmp_path / "data", padded, recipe='prompt = "input_ids"\nresponse = "labels"'), None)
+        open_snapshot(write(tmp_path / "data", padded, recipe='prompt = "input_ids"\nresponse = "labels"'))
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_the_blocks_that_come_next_are_loaded_as_far_as_there_is_room(
 ) -> None:
     ids = np.random.default_rng(0).integers(0, 1 << 16, (120, 500)).tolist()
     folder = write_shards(tmp_path / "data" / "numbers", "input_ids", [ids], type_=pa.list_(pa.int32()), row_group_size=10)
-    block_bytes = int(open_snapshot(folder, None).bytes_per_block.max())
+    block_bytes = int(open_snapshot(folder).bytes_per_block.max())
     cache = CacheFolder(tmp_path / "cache", room * block_bytes)
     catalog = open_catalog(tmp_path / "data", None, BlockStore(cache, 6))
     client = TestClient(create_app(catalog, InFlight(1 << 30)))

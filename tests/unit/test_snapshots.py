@@ -421,7 +421,7 @@ def test_what_was_found_without_a_note_is_kept_like_what_was_asked_for_last(
 def test_a_snapshot_of_which_only_its_shards_are_known_becomes_the_latest_only_where_it_is(
     folder: Path, tmp_path: Path
 ) -> None:
-    history, snapshot = History(tmp_path / "notes"), open_snapshot(folder, None)
+    history, snapshot = History(tmp_path / "notes"), open_snapshot(folder)
     history.recall(snapshot)
     assert history.latest() is None
     assert History(tmp_path / "notes").latest() is None
@@ -568,7 +568,7 @@ def test_what_was_never_asked_for_is_forgotten_first_and_then_what_was_asked_for
     history, made = History(tmp_path / "notes"), []
     for number in range(20):
         write_shard(folder, 9, number)
-        made.append(open_snapshot(folder, None))
+        made.append(open_snapshot(folder))
         history.add(made[-1])
         if number < 3:
             time.sleep(0.01)  # dates of files are of some milliseconds
@@ -585,13 +585,13 @@ def test_what_is_made_last_is_the_latest_also_after_the_clock_was_set_back(
     for number, hours in enumerate((0, -1, -2)):
         monkeypatch.setattr(time, "time_ns", lambda hours=hours: now + hours * 3_600_000_000_000)
         write_shard(folder, 9, number)
-        made.append(open_snapshot(folder, None).fingerprint)
-        History(tmp_path / "notes").add(open_snapshot(folder, None))
+        made.append(open_snapshot(folder).fingerprint)
+        History(tmp_path / "notes").add(open_snapshot(folder))
     assert [record.fingerprint for record in History(tmp_path / "notes").records()] == made[::-1]
 
 
 def test_what_was_asked_for_stays_so_though_it_becomes_the_latest_again(folder: Path, tmp_path: Path) -> None:
-    history, first = History(tmp_path / "notes"), open_snapshot(folder, None)
+    history, first = History(tmp_path / "notes"), open_snapshot(folder)
     history.add(first)
     time.sleep(0.01)  # dates of files are of some milliseconds
     history.touch(first.fingerprint)
@@ -599,14 +599,14 @@ def test_what_was_asked_for_stays_so_though_it_becomes_the_latest_again(folder: 
         if number == 1:
             history.add(first)
         write_shard(folder, 9, number + 1)
-        history.add(open_snapshot(folder, None))
+        history.add(open_snapshot(folder))
     assert history.records()[-1].fingerprint == first.fingerprint
 
 
 def test_a_snapshot_that_a_disk_refused_to_note_is_noted_when_a_job_asks_for_it(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").write_bytes(b"in the way")
     history = History(tmp_path / "notes")
-    history.add(open_snapshot(folder, None))
+    history.add(open_snapshot(folder))
     [known] = history.records()
     (tmp_path / "notes").unlink()
     history.touch(known.fingerprint)
@@ -617,7 +617,7 @@ def test_a_note_that_is_refused_for_good_does_not_fill_the_log(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "notes").write_bytes(b"in the way")
-    history, snapshot, began = History(tmp_path / "notes"), open_snapshot(folder, None), time.monotonic()
+    history, snapshot, began = History(tmp_path / "notes"), open_snapshot(folder), time.monotonic()
     history.add(snapshot)
     for minute in range(60):
         monkeypatch.setattr(time, "monotonic", lambda minute=minute: began + 61 * minute)
@@ -629,7 +629,7 @@ def test_a_note_that_is_refused_for_good_does_not_fill_the_log(
 def test_a_note_of_another_kind_is_none(folder: Path, tmp_path: Path, content: object) -> None:
     """As where a backup was put back under other names."""
     history = History(tmp_path / "notes")
-    history.add(open_snapshot(folder, None))
+    history.add(open_snapshot(folder))
     [known] = history.records()
     [path] = (tmp_path / "notes").iterdir()
     write_note(path.with_name(f"other{path.suffix}"), content)
@@ -638,10 +638,10 @@ def test_a_note_of_another_kind_is_none(folder: Path, tmp_path: Path, content: o
 
 def test_what_another_server_makes_the_latest_again_or_forgets_is_seen(folder: Path, tmp_path: Path) -> None:
     mine, others = History(tmp_path / "notes"), History(tmp_path / "notes")
-    made = [open_snapshot(folder, None)]
+    made = [open_snapshot(folder)]
     for number in range(19):
         write_shard(folder, 9, number)
-        made.append(open_snapshot(folder, None))
+        made.append(open_snapshot(folder))
         mine.add(made[-1])
         assert others.records() == mine.records()
     assert len(others.records()) == 17

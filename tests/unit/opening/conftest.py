@@ -1,0 +1,43 @@
+"""Folders to open, and what opens them."""
+
+from pathlib import Path
+
+import pytest
+
+from corpora import write_tokenizer
+from opened import Loader, Opener
+from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.storage.block import Block
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def open_all(tmp_path: Path, data: Path) -> Opener:
+    def run(tokenizer: Path | None = None) -> Catalog:
+        return open_catalog(data, tokenizer, BlockStore(CacheFolder(tmp_path / "cache")))
+
+    return run
+
+
+@pytest.fixture
+def load(tmp_path: Path, data: Path, tokenizer: Path) -> Loader:
+    """Opens the data as it is, and loads its first block."""
+
+    def loaded() -> tuple[Blocks, Block]:
+        blocks = Blocks(open_snapshot(data, tokenizer), BlockStore(CacheFolder(tmp_path / "cache")))
+        return blocks, blocks.get([0])[0]
+
+    return loaded

@@ -1,0 +1,211 @@
+"""Opening datasets: how the recipe is decided, and what is refused, with a message that helps."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models
+
+from corpora import write_numbered, write_pairs, write_shards, write_text
+from opened import Opener
+from penstock_server.problems import DatasetRefused
+from planned import open_snapshot
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind"),
+    [
+        ({"input_ids": [[1]], "text": ["a"]}, "tokens"),
+        ({"tokens": [[1]]}, "tokens"),
+        ({"text": ["a"], "prompt": ["a"], "response": ["a"]}, "text"),
+        ({"prompt": ["a"], "response": ["a"], "score": [1.0]}, "prompt_response"),
+    ],
+)
+def test_without_a_recipe_the_columns_decide(data: Path, tokenizer: Path, columns: dict[str, list[object]], kind: str) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(columns), data / "a.parquet")
+    assert open_snapshot(data, tokenizer).recipe.kind == kind
+
+
+def test_columns_that_say_nothing_are_listed_with_what_to_write(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    pq.write_table(pa.table({"instruction": ["a"], "output": ["b"]}), data / "a.parquet")
+    with pytest.raises(DatasetRefused, match=r'instruction .*"content", or prompt = "question" and response = "answer"\.'):
+        open_snapshot(data, tokenizer)
+
+
+def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path) -> None:
+    write_shards(data, "content", [["one"]], type_=pa.string(), row_group_size=1)
+    (data / "penstock.toml").write_text('text = "content"\ntokenizer = "../tokenizer.json"\neos = false\npad = 7\n')
+    recipe = open_snapshot(data).recipe
+    assert (recipe.kind, recipe.token_columns, recipe.eos_id, recipe.pad_id) == ("text", ("content",), None, 7)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("text = content", "cannot be read: Invalid value .* In TOML, texts need quotes"),
+        ('text = "text"\ntext = "body"', r"cannot be read: Cannot overwrite a value \(at [^.]*\)\.$"),
+        ('mix = "docs:1"', "unknown key 'mix'; a mixture is declared in a folder of its own"),
+        ('txet = "content"', "unknown key 'txet'.*Known keys: tokens, text"),
+        ("text = 3", r"text must be a text, not 3\.$"),
+        ('text = ""', r"text must be a text, not ''\.$"),
+        ('columns = ["text", "text"]', "columns must be a list of different names, not"),
+        ("validation = 1.0", r"validation must be a share from 0 to below 1, not 1\.0\.$"),
+        ("validation = false", "validation must be a share from 0 to below 1, not False"),
+        ('prompt = "text"', "name either tokens, or text, or prompt and response"),
+        ('text = "body"', "no column 'body'; there are: text"),
+        ('tokens = "text"', "'text' is string, but tokens must be lists of integers"),
+        ('tokenizer = "none.json"', "none.json cannot be read: No such file"),
+        ('eos = "<nope>"', "eos = '<nope>' is not in the vocabulary"),
+        ("eos = 4000", "eos = 4000 is not in the vocabulary"),
+        ("split_special_tokens = 1", r"split_special_tokens must be true or false, not 1\.$"),
+        (
+            'text = "<|endoftext|>{text}"\nsplit_special_tokens = true',
+            r"would split <\|endoftext\|> in the template of text, too\. Remove it, and take spellings",
+        ),
+        ("vocab_size = 0", "vocab_size must be a whole number from 1"),
+        ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "substitute"'),
+        ("max_bad_share = 0.1", "max_bad_share limits what is substituted, but nothing is"),
+        ("vocab_size = 9", "vocab_size is given, but the tokenizer already tells it"),
+        ('vocab_size = 9\ntokenizer = "../tokenizer.json"', "vocab_size is given, but the tokenizer already"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_what_is_wrong(data: Path, tokenizer: Path, toml: str, message: str) -> None:
+    write_text(data, ["one"])
+    (data / "penstock.toml").write_text(toml)
+    with pytest.raises(DatasetRefused, match=message):
+        open_snapshot(data, tokenizer)
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one"])
+    (data / "penstock.toml").write_text('text = "text"', encoding="utf-8-sig")
+    assert open_snapshot(data, tokenizer).recipe.kind == "text"
+
+
+def test_a_special_token_of_ids_is_an_id(data: Path) -> None:
+    write_numbered(data, 3)
+    (data / "penstock.toml").write_text('eos = "</s>"')
+    with pytest.raises(DatasetRefused, match=r"eos = '</s>' is a text, but rows are token ids: .* Give the id\."):
+        open_snapshot(data)
+
+
+def test_a_recipe_that_may_be_there_is_not_passed_over(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered(data, 3)
+    (data / "penstock.toml").write_text("vocab_size = 777")
+    with_recipe = open_snapshot(data).fingerprint
+
+    def stale(path: str | Path, **options: Any) -> os.stat_result:
+        if Path(path).name == "penstock.toml":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return Path(path).stat(follow_symlinks=False, **options)
+
+    monkeypatch.setattr(os, "lstat", stale)
+    monkeypatch.setattr(Path, "lstat", stale)
+    assert open_snapshot(data).fingerprint == with_recipe
+    (data / "penstock.toml").unlink()
+    with pytest.raises(DatasetRefused, match=r"penstock\.toml cannot be read: .*No such file"):
+        open_snapshot(data)
+
+
+def test_text_without_a_tokenizer_is_refused_with_both_ways_out(data: Path) -> None:
+    write_text(data, ["one"])
+    with pytest.raises(DatasetRefused, match=r"--tokenizer FILE .* or name one in .*penstock.toml"):
+        open_snapshot(data)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "hello", "\x00\x01"])
+def test_a_tokenizer_that_is_none_is_refused(data: Path, tmp_path: Path, open_all: Opener, content: str) -> None:
+    write_text(data, ["one"])
+    (tmp_path / "broken.json").write_text(content)
+    with pytest.raises(DatasetRefused, match=r"broken.json is not a tokenizer"):
+        open_all(tmp_path / "broken.json")
+
+
+def test_a_tokenizer_without_an_eos_is_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one"])
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|unusual|>"))
+    with pytest.raises(DatasetRefused, match=r'eos = "<the token>" or its id, or eos = false'):
+        open_snapshot(data, tokenizer)
+
+
+def test_special_tokens_are_split_in_texts_alone(data: Path, tokenizer: Path) -> None:
+    write_numbered(data / "ids", 3)
+    (data / "ids" / "penstock.toml").write_text("split_special_tokens = true")
+    with pytest.raises(DatasetRefused, match=r"is for texts, but rows are token ids\. Remove it\.$"):
+        open_snapshot(data / "ids", tokenizer)
+    (data / "chat").mkdir()
+    said = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]]
+    pq.write_table(pa.table({"messages": said}), data / "chat" / "a.parquet")
+    (data / "chat" / "penstock.toml").write_text("split_special_tokens = true")
+    with pytest.raises(DatasetRefused, match="would split the special tokens that the chat template writes, too"):
+        open_snapshot(data / "chat", tokenizer)
+
+
+def test_no_pipe_and_no_device_is_read_as_a_recipe_or_what_it_names(data: Path, tokenizer: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    odd = {
+        "recipe": ("", "penstock.toml"),
+        "tokenizer": ('tokenizer = "x.json"', "x.json"),
+        "template": (f'tokenizer = "{tokenizer}"\nchat_template = "x.jinja"', "x.jinja"),
+        "transform": ('transform = "clean:strip"', "clean.py"),
+    }
+    message = pa.struct({"role": pa.string(), "content": pa.string()})
+    for name, (toml, file) in odd.items():
+        write_shards(
+            data / name, "messages", [[[{"role": "assistant", "content": "fox"}]]], type_=pa.list_(message), row_group_size=1
+        )
+        if toml:
+            (data / name / "penstock.toml").write_text(toml)
+        if name == "template":
+            (data / name / file).symlink_to("/dev/zero")
+        else:
+            os.mkfifo(data / name / file)
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    for name in odd:
+        assert "it is neither a file nor a link to one" in catalog.refused[name]
+
+
+@pytest.mark.parametrize("text", [f"x = {'[' * 100_000}", f"{'a.' * 3_000}a = 1"], ids=["lists", "tables"])
+def test_a_recipe_that_is_nested_too_deeply_refuses_one_dataset(data: Path, open_all: Opener, text: str) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "deep", 3)
+    (data / "deep" / "penstock.toml").write_text(text)
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    assert "penstock.toml" in catalog.refused["deep"]
+    catalog.poll()  # and looks at the others
+
+
+def test_a_chat_template_alone_may_be_declared_and_needs_messages(data: Path, tokenizer: Path) -> None:
+    (data / "chat").mkdir(parents=True)
+    said = [[{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]]
+    pq.write_table(pa.table({"messages": said}), data / "chat" / "a.parquet")
+    (data / "chat" / "mine.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}")
+    (data / "chat" / "penstock.toml").write_text('chat_template = "mine.jinja"')
+    assert open_snapshot(data / "chat", tokenizer).recipe.kind == "messages"
+    write_text(data / "plain", ["one"])
+    (data / "plain" / "penstock.toml").write_text('chat_template = "mine.jinja"')
+    with pytest.raises(DatasetRefused, match="chat_template renders messages, but rows are made of text. Leave it out, or"):
+        open_snapshot(data / "plain", tokenizer)
+
+
+def test_a_tokenizer_that_was_never_trained_is_refused(data: Path, tmp_path: Path) -> None:
+    write_text(data, ["one"])
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(DatasetRefused, match=r"empty.json is a tokenizer with an empty vocabulary"):
+        open_snapshot(data, tmp_path / "empty.json")
+
+
+def test_prompts_and_responses_are_opened_together(data: Path, tokenizer: Path) -> None:
+    write_pairs(data, [("a", "b"), ("c", "d")])
+    snapshot = open_snapshot(data, tokenizer)
+    assert (snapshot.recipe.token_columns, snapshot.num_rows) == (("prompt", "response"), 2)
+    assert np.array_equal(snapshot.rows_per_block, [2])

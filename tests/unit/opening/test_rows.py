@@ -1,0 +1,154 @@
+"""What footers tell of rows before any is read: ids, nulls, and the filter that leaves out what cannot be used."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import write_numbered, write_shards, write_text
+from opened import Loader
+from penstock_server.problems import BadRow, DatasetRefused
+from planned import open_snapshot
+
+
+@pytest.mark.parametrize("largest", [2**32, 2**40, 2**63 + 5])
+def test_ids_that_fit_no_uint32_are_refused_and_never_wrapped(data: Path, largest: int) -> None:
+    write_shards(data, "tokens", [[[1, largest]]], type_=pa.list_(pa.uint64()), row_group_size=1)
+    with pytest.raises(DatasetRefused, match=f"ids from 1 to {largest:,}, but ids must be from 0 to 4,294,967,295"):
+        open_snapshot(data)
+
+
+def test_ids_below_0_are_not_said_to_lack_a_vocabulary(data: Path) -> None:
+    write_shards(data, "tokens", [[[3, -2]]], type_=pa.list_(pa.int32()), row_group_size=1)
+    with pytest.raises(
+        DatasetRefused, match=r"ids from -2 to 3, but ids must not be below 0. Mend the shard, or set on_bad_row"
+    ):
+        open_snapshot(data)
+
+
+@pytest.mark.parametrize("rows", [[], [[]]])
+def test_a_shard_without_tokens_says_nothing_of_the_vocabulary(data: Path, rows: list[list[int]]) -> None:
+    write_shards(data, "tokens", [[[1, 3]], rows], type_=pa.list_(pa.int32()), row_group_size=1)
+    snapshot = open_snapshot(data)
+    assert (snapshot.vocab_size, snapshot.token_dtype) == (4, "uint16")
+
+
+def test_a_token_that_closes_rows_is_of_the_vocabulary(data: Path) -> None:
+    write_shards(data, "tokens", [[[1, 3]]], type_=pa.list_(pa.int32()), row_group_size=1)
+    (data / "penstock.toml").write_text("eos = 70000")
+    snapshot = open_snapshot(data)
+    assert (snapshot.vocab_size, snapshot.token_dtype) == (70_001, "uint32")
+
+
+def test_a_vocabulary_that_nobody_names_is_not_made_up(data: Path) -> None:
+    data.mkdir()
+    table = pa.table({"tokens": pa.array([[1, 3]], pa.list_(pa.int32()))})
+    pq.write_table(table, data / "a.parquet", write_statistics=False)
+    pq.write_table(table, data / "b.parquet")
+    snapshot = open_snapshot(data)
+    assert (snapshot.vocab_size, snapshot.token_dtype) == (None, "uint32")
+
+
+def test_null_rows_are_known_from_the_footer_and_refused_with_the_way_out(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one", None, "two"])
+    with pytest.raises(DatasetRefused, match=r'part-000.parquet, row group 0: 1 row is null.*on_bad_row = "substitute"'):
+        open_snapshot(data, tokenizer)
+    (data / "penstock.toml").write_text('on_bad_row = "substitute"')
+    assert open_snapshot(data, tokenizer).num_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response"), [("ask", "answer"), ("die Frage", 'a "good" one'), ("meta.ask", "wäre\\"), ("order", "null")]
+)
+def test_the_filter_that_leaves_null_rows_out_is_told_as_it_is_to_be_written(
+    data: Path, tokenizer: Path, load: Loader, prompt: str, response: str
+) -> None:
+    data.mkdir()
+    columns = {prompt: ["one", None, "two", "three"], response: ["four", "five", "six", None]}
+    pq.write_table(pa.table(columns), data / "part-000.parquet")
+    recipe = f"prompt = {json.dumps(prompt, ensure_ascii=False)}\nresponse = {json.dumps(response, ensure_ascii=False)}\n"
+    (data / "penstock.toml").write_text(recipe)
+    with pytest.raises(DatasetRefused, match="1 row is null in") as refusal:
+        open_snapshot(data, tokenizer)
+    [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
+    (data / "penstock.toml").write_text(recipe + told)
+    _, block = load()
+    assert (block.stored_rows.tolist(), block.bad) == ([0, 2], {})
+
+
+def test_where_texts_are_null_the_filter_that_is_told_leaves_empty_ones_out_too(
+    data: Path, tokenizer: Path, load: Loader
+) -> None:
+    write_text(data, ["one", None, "", "two"])
+    with pytest.raises(DatasetRefused, match="1 row is null in text") as refusal:
+        open_snapshot(data, tokenizer)
+    [told] = re.findall(r"say in penstock.toml (filter = .*) to leave them out", str(refusal.value))
+    (data / "penstock.toml").write_text(told)
+    _, block = load()
+    assert (block.stored_rows.tolist(), block.bad) == ([0, 3], {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "toml"),
+    [
+        ({"text": ["one", "", "two"]}, ""),
+        ({"text": ["one", "", "two"]}, "filter = \"text is null or text != 'three'\"\n"),
+        ({"prompt": ["one", "two", "three"], "response": ["four", "", "five"]}, ""),
+        ({"tokens": [[1, 2], [], [3]]}, ""),
+        ({"tokens": [[1, 2], None, [3]]}, ""),
+    ],
+)
+def test_an_empty_row_is_told_with_the_filter_that_leaves_it_out(
+    data: Path, load: Loader, columns: dict[str, list[Any]], toml: str
+) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(columns), data / "part-000.parquet")
+    (data / "penstock.toml").write_text(toml)
+    blocks, block = load()
+    with pytest.raises(BadRow) as refusal:
+        blocks.quarantine.check_block(block, 0)
+    (data / "penstock.toml").write_text(str(refusal.value).partition("such rows can be left out by ")[2].removesuffix("."))
+    _, block = load()
+    assert (block.stored_rows.tolist(), block.bad) == ([0, 2], {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "toml"),
+    [
+        ({"meta": [{"text": "one"}, {"text": ""}]}, 'text = "meta.text"'),
+        ({"text": ["one", "two"], "score": [1, None]}, 'columns = ["score"]'),
+        ({"tokens": [[1], [2, None]]}, ""),
+    ],
+)
+def test_where_no_filter_helps_none_is_told(data: Path, load: Loader, columns: dict[str, list[Any]], toml: str) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(columns), data / "part-000.parquet")
+    (data / "penstock.toml").write_text(toml)
+    blocks, block = load()
+    with pytest.raises(BadRow, match="row 1 of row group 0") as refusal:
+        blocks.quarantine.check_block(block, 0)
+    assert str(refusal.value).endswith("so a run can go on where it stopped.")
+
+
+def test_ids_outside_the_vocabulary_are_known_from_the_footer_and_refused_with_the_bound(data: Path) -> None:
+    write_numbered(data, 300)
+    (data / "penstock.toml").write_text("vocab_size = 200")
+    with pytest.raises(DatasetRefused, match=r"part-002.parquet: .*ids from 1 to 299, but ids must be from 0 to 199") as caught:
+        open_snapshot(data)
+    assert "vocab_size" in str(caught.value)
+
+
+def test_a_negative_id_is_refused_even_when_no_vocabulary_is_given(data: Path) -> None:
+    write_shards(data, "tokens", [[[1, -5]]], type_=pa.list_(pa.int64()), row_group_size=1)
+    with pytest.raises(DatasetRefused, match="ids from -5 to 1"):
+        open_snapshot(data)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65_535, "uint16"), (65_536, "uint32")])
+def test_token_ids_take_the_smallest_dtype_that_the_footers_allow(data: Path, largest: int, dtype: str) -> None:
+    write_shards(data, "tokens", [[[1]], [[largest]]], type_=pa.list_(pa.int64()), row_group_size=1)
+    assert open_snapshot(data).token_dtype == dtype

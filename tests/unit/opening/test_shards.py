@@ -1,0 +1,245 @@
+"""Opening shards: which files are taken, and that none that is damaged is a crash."""
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow.parquet import encryption
+
+from corpora import REAL_DATA, needs_real_data, write_numbered, write_shards, write_text
+from opened import Opener
+from penstock_server.problems import DatasetRefused
+from penstock_server.snapshots import shard as shard_module
+from planned import open_snapshot
+
+
+def test_shards_whose_schemas_differ_are_refused_with_file_and_column(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one"])
+    pq.write_table(pa.table({"text": [1, 2]}), data / "part-1.parquet")
+    pq.write_table(pa.table({"body": ["one"]}), data / "part-2.parquet")
+    with pytest.raises(DatasetRefused) as caught:
+        open_snapshot(data, tokenizer)
+    assert "part-1.parquet: column 'text' is int64, but text must be text" in str(caught.value)
+    assert "part-2.parquet: there is no column 'text'" in str(caught.value)
+
+
+@pytest.mark.parametrize("broken_first", [True, False])
+def test_truncated_and_foreign_files_are_named_one_by_one(data: Path, broken_first: bool) -> None:
+    write_numbered(data, 100)
+    whole = (data / "part-000.parquet").read_bytes()
+    footer = int.from_bytes(whole[-8:-4], "little")
+    prefix = "a" if broken_first else "z"
+    for name, content in {
+        "cut": whole[: len(whole) // 2],
+        "empty": b"",
+        "foreign": b"id,text\n1,hello\n" * 10,
+        "garbled": whole[: -8 - footer] + b"\xff" * footer + whole[-8:],
+        "overlong": whole[:-8] + b"\xff\xff\xff\x7f" + b"PAR1",
+    }.items():
+        (data / f"{prefix}-{name}.parquet").write_bytes(content)
+    with pytest.raises(DatasetRefused) as caught:
+        open_snapshot(data)
+    lines = sorted(str(caught.value).splitlines())
+    expected = ["is truncated: its end is missing", "is 0 bytes long", "is not a Parquet file", "has a damaged footer",
+                "is truncated: its footer claims"]  # fmt: skip
+    assert len(lines) == len(expected)
+    for line, text in zip(lines, expected, strict=True):
+        assert text in line
+        assert "Write it again, or move it out of the folder" in line
+
+
+def with_footer(whole: bytes, edit: Callable[[bytes], bytes]) -> bytes:
+    length = int.from_bytes(whole[-8:-4], "little")
+    footer = edit(whole[-8 - length : -8])
+    return whole[: -8 - length] + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
+def of_another_type(footer: bytes) -> bytes:
+    """That of int32 lists, as Thrift writes it, with int64 for the type of the column's statistics."""
+    assert footer.count(b"\x15\x02\x19") == 1
+    return footer.replace(b"\x15\x02\x19", b"\x15\x04\x19")
+
+
+def with_a_short_histogram(footer: bytes) -> bytes:
+    """That of lists with three of the four counts of their levels."""
+    assert footer.count(b"\x19\x46") == 1
+    at = footer.index(b"\x19\x46")
+    return footer[:at] + b"\x19\x36" + footer[at + 3 :]
+
+
+def with_no_text_for_a_name(footer: bytes) -> bytes:
+    return footer.replace(b"tokens", b"tok\xffns")
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (of_another_type, "the types of its columns contradict each other"),
+        (with_a_short_histogram, "size: 3, expected: 4"),
+        (with_no_text_for_a_name, "'utf-8' codec can't decode byte 0xff in position 3: invalid start byte"),
+    ],
+)
+def test_a_footer_in_which_a_bit_flipped_is_refused_and_never_a_crash(
+    data: Path, edit: Callable[[bytes], bytes], reason: str
+) -> None:
+    write_shards(data, "tokens", [[[1, 2, 3], [4], [5]]], type_=pa.list_(pa.int32()), row_group_size=3)
+    path = data / "part-000.parquet"
+    path.write_bytes(with_footer(path.read_bytes(), edit))
+    with pytest.raises(DatasetRefused, match=f"part-000.parquet has a damaged footer: .*{reason}. Write it again"):
+        open_snapshot(data)
+
+
+class Keys(encryption.KmsClient):  # type: ignore[misc]
+    def wrap_key(self, key: bytes, _: str) -> bytes:
+        return b64encode(key)
+
+
+@pytest.mark.parametrize("of_footer", [True, False])
+def test_an_encrypted_shard_is_refused(data: Path, of_footer: bool) -> None:
+    table = pa.table({"text": ["a", "b"], "other": [1, 2]})
+    config = encryption.EncryptionConfiguration("footer", column_keys={"key": ["other"]}, plaintext_footer=not of_footer)
+    made = encryption.CryptoFactory(lambda _: Keys()).file_encryption_properties(encryption.KmsConnectionConfig(), config)
+    data.mkdir()
+    with pq.ParquetWriter(data / "a.parquet", table.schema, encryption_properties=made) as writer:
+        writer.write_table(table)
+    with pytest.raises(DatasetRefused, match="a.parquet is encrypted, which is not supported"):
+        open_snapshot(data)
+
+
+def test_a_type_that_is_not_supported_is_no_damage(data: Path) -> None:
+    """Numbers of 128 bits, as Polars writes them."""
+    data.mkdir()
+    path = data / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"], "n": [1]}), path)
+    told = pq.read_metadata(path).metadata[b"ARROW:schema"]
+    other = b64encode(b64decode(told).replace((64).to_bytes(4, "little"), (128).to_bytes(4, "little")))
+    path.write_bytes(with_footer(path.read_bytes(), lambda footer: footer.replace(told, other)))
+    with pytest.raises(DatasetRefused, match="a.parquet has a column of a type that is not supported: .* Write it as another"):
+        open_snapshot(data)
+
+
+def test_a_file_that_may_not_be_read_need_not_be_written_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    write_numbered(data, 9, num_shards=1)
+    monkeypatch.setattr(shard_module, "open_file", refuse)
+    with pytest.raises(DatasetRefused, match=r"part-000.parquet cannot be read: Permission denied. Let the server's user"):
+        open_snapshot(data)
+
+
+def test_a_file_cut_at_any_byte_is_refused_and_never_a_crash(data: Path, tmp_path: Path) -> None:
+    write_numbered(tmp_path / "whole", 40, num_shards=1)
+    whole = (tmp_path / "whole" / "part-000.parquet").read_bytes()
+    data.mkdir()
+    for length in range(0, len(whole), 7):
+        (data / "part.parquet").write_bytes(whole[:length])
+        with pytest.raises(DatasetRefused):
+            open_snapshot(data)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(data: Path, open_all: Opener) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "pipe", 3)
+    os.mkfifo(data / "pipe" / "x.parquet")
+    (data / "device").mkdir()
+    (data / "device" / "x.parquet").symlink_to("/dev/zero")
+    (data / "socket").mkdir()
+    with socket.socket(socket.AF_UNIX) as end, contextlib.chdir(data / "socket"):  # its address may be of 108 characters
+        end.bind("x.parquet")
+    catalog = open_all()
+    assert list(catalog.datasets) == ["good"]
+    for name in ("pipe", "device", "socket"):
+        assert f"{name}/x.parquet cannot be read: it is neither a file nor a link to one." in catalog.refused[name]
+
+
+def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), data / "a.parquet")
+    with pytest.raises(DatasetRefused, match=r"2 columns are called 'text'"):
+        open_snapshot(data, tokenizer)
+    pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "k", "k"]), data / "a.parquet")
+    assert open_snapshot(data, tokenizer).recipe.token_columns == ("text",)
+
+
+def test_columns_with_a_dot_in_their_name_are_no_part_of_others(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"tokens.n": [-1], "tokens": tokens}), data / "a.parquet")
+    assert open_snapshot(data).vocab_size == 4
+    both = pa.array([[{"a": 9, "b": [8]}]], pa.list_(pa.struct({"a": pa.int32(), "b": pa.list_(pa.int32())})))
+    pq.write_table(pa.table({"tokens.m": both, "m": both, "tokens": tokens, "tokens.o": [[7]]}), data / "a.parquet")
+    assert open_snapshot(data).vocab_size == 4
+    pq.write_table(pa.table({"text.lang": pa.array([None], pa.string()), "text": ["a"]}), data / "a.parquet")
+    assert open_snapshot(data, tokenizer).num_rows == 1
+
+
+def test_text_that_another_writer_has_marked_as_json_is_text(data: Path, tokenizer: Path) -> None:
+    data.mkdir()
+    pq.write_table(pa.table({"text": pa.array(['{"a": 1}'], pa.json_())}), data / "a.parquet", store_schema=False)
+    snapshot = open_snapshot(data, tokenizer)
+    assert (snapshot.recipe.kind, snapshot.num_rows) == ("text", 1)
+
+
+def test_other_columns_may_be_of_any_type_and_bear_one_name(data: Path) -> None:
+    data.mkdir()
+    tokens = pa.array([[1, 3]], pa.list_(pa.int32()))
+    opaque = pa.opaque(pa.struct({"a": pa.int32(), "b": pa.int32()}), "pair", "somebody")
+    pair = pa.ExtensionArray.from_storage(opaque, pa.array([{"a": 900, "b": 901}], opaque.storage_type))
+    table = pa.table([pair, pair, tokens], names=["tokens.x", "tokens.x", "tokens"])
+    pq.write_table(table, data / "a.parquet")
+    assert open_snapshot(data).vocab_size == 4
+
+
+def test_a_dataset_without_a_row_is_refused(data: Path) -> None:
+    write_shards(data, "tokens", [[]], type_=pa.list_(pa.int64()), row_group_size=1)
+    with pytest.raises(DatasetRefused, match="not one row"):
+        open_snapshot(data)
+
+
+def test_the_fingerprint_is_of_shards_and_recipe_and_nothing_else(data: Path, tmp_path: Path) -> None:
+    write_numbered(data, 50)
+    first = open_snapshot(data).fingerprint
+    shutil.copytree(data, tmp_path / "copy")  # elsewhere and with other dates
+    assert open_snapshot(tmp_path / "copy").fingerprint == first
+    (data / "penstock.toml").write_text('on_bad_row = "substitute"')
+    assert open_snapshot(data).fingerprint == first
+    (data / "penstock.toml").write_text("vocab_size = 60")
+    assert open_snapshot(data).fingerprint != first
+    (data / "penstock.toml").write_text("validation = 0.1")
+    assert open_snapshot(data).fingerprint != first
+    (data / "penstock.toml").unlink()
+    (data / "part-000.parquet").rename(data / "part-00.parquet")  # of which split a row is, its shard's name decides
+    assert open_snapshot(data).fingerprint != first
+    (data / "part-00.parquet").rename(data / "part-000.parquet")
+    assert open_snapshot(data).fingerprint == first
+    write_shards(data, "input_ids", [[], [], [], [[1]]], type_=pa.list_(pa.int32()), row_group_size=1)
+    assert open_snapshot(data).fingerprint != first
+
+
+def test_blocks_are_row_groups_in_the_order_of_shards(data: Path) -> None:
+    write_numbered(data, 100, num_shards=2, row_group_size=20)
+    snapshot = open_snapshot(data)
+    assert snapshot.rows_per_block.tolist() == [20, 20, 10, 20, 20, 10]
+    found = [snapshot.block(index) for index in range(snapshot.num_blocks)]
+    assert [(b.shard.path.name, b.row_group, b.num_rows) for b in found] == [
+        (f"part-00{shard}.parquet", group, rows) for shard in (0, 1) for group, rows in enumerate((20, 20, 10))
+    ]
+
+
+@needs_real_data
+def test_files_that_crash_parquet_readers_are_refused_one_by_one(data: Path, tokenizer: Path) -> None:
+    for path in sorted((REAL_DATA / "bad_parquet").glob("*.parquet")):
+        shutil.rmtree(data, ignore_errors=True)
+        data.mkdir()
+        shutil.copy(path, data)
+        with pytest.raises(DatasetRefused):
+            open_snapshot(data, tokenizer)
