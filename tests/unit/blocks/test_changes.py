@@ -1,0 +1,157 @@
+"""Shards that change, go away or fail while their blocks are read."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from blocks_of import rows_of
+from corpora import write_shards
+from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
+from penstock_server.recipes import encode
+from penstock_server.recipes.filters import Filter
+from penstock_server.snapshots import snapshot as snapshot_module
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
+
+
+def test_a_folder_that_leads_elsewhere_while_a_shard_is_opened_lends_it_no_row_and_no_statistics(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, score in (("old", 1), ("new", 0)):
+        (tmp_path / name).mkdir()
+        table = pa.table({"input_ids": pa.array([[score]] * 9, pa.list_(pa.int32())), "score": [score] * 9})
+        pq.write_table(table, tmp_path / name / "part-000.parquet")
+        (tmp_path / name / "penstock.toml").write_text('filter = "score > 0"')
+    link = tmp_path / "data"
+
+    def lead_to(name: str) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+
+    lead_to("old")
+    blocks = Blocks(open_snapshot(link), BlockStore(CacheFolder(cache_dir)))
+
+    def elsewhere(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **options: Any) -> Any:
+            lead_to("new")
+            found = call(*args, **options)
+            lead_to("old")
+            return found
+
+        return called
+
+    monkeypatch.setattr(Filter, "groups_that_may_match", elsewhere(Filter.groups_that_may_match))
+    monkeypatch.setattr(pq, "ParquetFile", elsewhere(pq.ParquetFile))
+    assert [rows.sum() for rows in blocks.rows_of_shards()] == [9]
+    assert rows_of(blocks.get([0])[0]) == [[1]] * 9
+
+
+def test_a_shard_that_is_rewritten_while_it_is_read_leaves_nothing_of_the_new_one(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 5_000)
+    rows = [[n % 9] * 20 for n in range(50_000)]
+    folder = write_shards(tmp_path / "big", "tokens", [rows], type_=pa.list_(pa.int32()), row_group_size=50_000)
+    path, encode_rows = folder / "part-000.parquet", encode.encode
+    other = path.read_bytes()[::-1]
+
+    def rewriting(*args: Any) -> pa.RecordBatch:
+        path.write_bytes(other)  # in place, once the first block is read
+        return encode_rows(*args)
+
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
+    monkeypatch.setattr(encode, "encode", rewriting)
+    with pytest.raises((ShardUnavailable, ShardUnreadable, SnapshotGone)):
+        blocks.get([9])
+    assert len(list(cache_dir.glob("*.block"))) <= 1  # the first one, read before
+
+
+def test_a_shard_that_changed_is_noticed_and_one_that_was_only_touched_is_not(
+    open_blocks: Callable[[], Blocks], data: Path
+) -> None:
+    blocks = open_blocks()
+    (data / "part-000.parquet").touch()
+    blocks.get([0])
+    write_shards(data, "input_ids", [[[9, 9, 9]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    with pytest.raises(SnapshotGone, match=r"part-000.parquet changed since the server read it"):
+        blocks.get([1])
+
+
+def test_a_shard_that_was_written_to_and_given_its_old_date_is_noticed(open_blocks: Callable[[], Blocks], data: Path) -> None:
+    path, blocks = data / "part-000.parquet", open_blocks()
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        file.write(b"!")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(SnapshotGone, match=r"part-000.parquet changed since the server read it"):
+        blocks.get([0])
+
+
+def test_a_shard_that_was_removed_is_gone_unless_all_are(open_blocks: Callable[[], Blocks], data: Path) -> None:
+    write_shards(data, "input_ids", [[[9, 9, 9]], [[8, 8]]], type_=pa.list_(pa.int32()), row_group_size=9)
+    blocks = open_blocks()
+    shards = sorted(data.glob("*.parquet"))
+    shards[0].unlink()
+    with pytest.raises(SnapshotGone, match=r"part-000.parquet was removed since the server read it"):
+        blocks.get([0])
+    for shard in shards[1:]:
+        shard.unlink()
+    with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: No such file"):
+        blocks.get([0])
+
+
+def test_a_rewritten_shard_with_the_same_footer_is_noticed_and_is_another_snapshot(data: Path, cache_dir: Path) -> None:
+    """Two shards of equal layout and equal statistics can have one footer, byte for byte, and yet other tokens."""
+
+    def write(tokens: list[int]) -> bytes:
+        table = pa.table({"input_ids": pa.array([tokens] * 500, pa.list_(pa.int32()))})
+        pq.write_table(table, path, use_dictionary=False, compression="none")
+        content = path.read_bytes()
+        return content[-8 - int.from_bytes(content[-8:-4], "little") :]
+
+    path = data.parent / "plain" / "x.parquet"
+    path.parent.mkdir()
+    footer = write([1, 5, 2])
+    before = open_snapshot(path.parent)
+    blocks = Blocks(before, BlockStore(CacheFolder(cache_dir)))
+    assert write([1, 2, 5]) == footer
+    with pytest.raises(SnapshotGone):
+        blocks.get([0])
+    assert open_snapshot(path.parent).fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+def test_storage_that_fails_is_no_change_of_the_data(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    blocks = open_blocks()
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Path, "stat", fail) if call == "stat" else (pq, "ParquetFile", fail)))
+        with pytest.raises(ShardUnavailable, match=r"part-000.parquet cannot be read now: Input/output error"):
+            blocks.get([0])
+    assert blocks.get([0])[0].num_rows == 32
+
+
+@pytest.mark.parametrize("error", [pa.ArrowMemoryError("malloc of size 1 failed"), MemoryError("malloc of size 1 failed")])
+def test_out_of_memory_is_no_fault_of_the_shard(
+    open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    blocks = open_blocks()
+    with monkeypatch.context() as patch:
+        patch.setattr(pq.ParquetFile, "iter_batches", Mock(side_effect=error))
+        with pytest.raises(OutOfMemory, match=r"for row group 0 of part-000.parquet of \w+: malloc of size 1 failed\. "):
+            blocks.get([0])
+    assert blocks.get([0])[0].num_rows == 32

@@ -1,0 +1,317 @@
+"""Blocks as they are made of row groups, and what is told of those that cannot be."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from blocks_of import loading, rows_of
+from corpora import write_numbered, write_shards, write_text, write_tokenizer
+from penstock_server.counts.index import Index
+from penstock_server.counts.lengths import count_lengths
+from penstock_server.datasets.held import Served
+from penstock_server.datasets.lookup import show_quarantine, show_row
+from penstock_server.problems import ShardUnreadable
+from penstock_server.recipes import encode
+from penstock_server.snapshots import snapshot as snapshot_module
+from penstock_server.snapshots.shard import numbers
+from penstock_server.snapshots.snapshot import Snapshot
+from penstock_server.storage import blocks as blocks_module
+from penstock_server.storage import decode as decode_module
+from penstock_server.storage import quarantine as quarantine_module
+from penstock_server.storage.block import Block
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.names import BlockNames
+from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
+
+
+def test_blocks_hold_the_rows_of_their_row_group(open_blocks: Callable[[], Blocks]) -> None:
+    first, last = open_blocks().get([0, 4])
+    assert [row[0] for row in rows_of(first)] == list(range(32))
+    assert [row[0] for row in rows_of(last)] == list(range(68, 100))
+
+
+def test_a_shard_that_comes_has_only_its_own_blocks_made_also_if_it_has_the_largest_id(
+    open_blocks: Callable[[], Blocks], data: Path, count_reads: list[str]
+) -> None:
+    before = open_blocks()
+    before.get(list(range(5)))
+    reads = len(count_reads)
+    pq.write_table(pa.table({"input_ids": pa.array([[60_000]], pa.list_(pa.int32()))}), data / "part-100.parquet")
+    assert open_snapshot(data).vocab_size == 60_001
+    after = open_blocks()
+    after.get(list(range(6)))
+    assert len(count_reads) == reads + 1
+    assert after.names.of_shard(0) == before.names.of_shard(0)  # of which what is counted has its name
+
+
+def test_ids_beyond_what_a_shards_own_footer_tells_make_bad_rows(data: Path, cache_dir: Path) -> None:
+    snapshot = open_snapshot(data)
+    shards = [replace(shard, token_range=(0, 5)) for shard in snapshot.shards]
+    blocks = Blocks(Snapshot(data, shards, snapshot.recipe, name=data.name), BlockStore(CacheFolder(cache_dir)))
+    assert "6" in blocks.get([0])[0].bad[6]
+
+
+@pytest.mark.parametrize("column", ["tokens", "text"])
+def test_a_very_large_row_group_is_several_blocks_decoded_in_one_go(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str], column: str
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 1500)
+    if column == "tokens":
+        folder = write_shards(tmp_path / "big", "tokens", [[[n] * 9 for n in range(1000)]], type_=pa.list_(pa.int32()),
+                              row_group_size=900)  # fmt: skip
+    else:
+        folder = write_text(tmp_path / "big", [f"fox {n} dog" * 9 for n in range(1000)], row_group_size=900)
+    snapshot = open_snapshot(folder, write_tokenizer(tmp_path / "tokenizer.json"))
+    assert snapshot.blocks_per_group.tolist()[0] > 3
+    assert snapshot.rows_per_block.sum() == 1000
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
+    found = blocks.get(range(snapshot.num_blocks)[::-1])[::-1]
+    assert [block.num_rows for block in found] == snapshot.rows_per_block.tolist()
+    assert len(count_reads) == snapshot.num_blocks
+    if column == "tokens":
+        assert [row for block in found for row in rows_of(block)] == [[n] * 9 for n in range(1000)]
+    for row in (0, 899, 900, 999):
+        index, row_in_block = snapshot.locate(row)
+        at = snapshot.block(index)
+        assert (at.row_group, at.first_row + row_in_block) == divmod(row, 900)
+    # Without room in the cache what is asked for is made, in one go, and no neighbour is tokenized in vain.
+    tight = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "tight", 0)))
+    count_reads.clear()
+    assert [block.num_rows for block in tight.get([1, 3])] == [found[1].num_rows, found[3].num_rows]
+    assert len(count_reads) <= 4
+    count_reads.clear()
+    assert [block.num_rows for block in tight.get(range(snapshot.num_blocks))] == snapshot.rows_per_block.tolist()
+    assert len(count_reads) <= snapshot.num_blocks + 3
+
+
+def open_large_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[list[int]]], Snapshot]:
+    """Two shards of one row group each, of many blocks, on two cores: their rows, and the snapshot."""
+    monkeypatch.setattr(snapshot_module, "_BLOCK_BYTES", 150)
+    monkeypatch.setattr(blocks_module, "num_cores", lambda: 2)
+    shards = [[[shard, n] for n in range(500)] for shard in range(2)]
+    folder = write_shards(tmp_path / "data", "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=500)
+    snapshot = open_snapshot(folder)
+    return shards, snapshot
+
+
+def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_but_one(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, snapshot = open_large_groups(tmp_path, monkeypatch)
+    assert min(snapshot.blocks_per_group) > 8
+    both, begun, encode_rows = threading.Barrier(2), set[str](), encode.encode
+
+    def meeting(rows: pa.RecordBatch, *args: Any) -> pa.RecordBatch:
+        if args[-1].shard not in begun:
+            begun.add(args[-1].shard)
+            both.wait(30)
+        return encode_rows(rows, *args)
+
+    monkeypatch.setattr(encode, "encode", meeting)
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir), 2))
+    lengths = count_lengths(snapshot, blocks, lambda _: None)
+    assert lengths.per_block("all").sums() == [1000, 2000, 0]
+    assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
+
+
+def test_large_row_groups_that_the_cache_cannot_keep_are_gone_through_one_after_the_other(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, snapshot = open_large_groups(tmp_path, monkeypatch)
+    encoded, encode_rows = list[str](), encode.encode
+
+    def recorded(*args: Any) -> pa.RecordBatch:
+        encoded.append(args[-1].shard)
+        return encode_rows(*args)
+
+    monkeypatch.setattr(encode, "encode", recorded)
+    cache = CacheFolder(cache_dir, 4 * snapshot.largest_group_bytes - 1)  # as much again as two groups take is not there
+    blocks = Blocks(snapshot, BlockStore(cache, 2))
+    assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
+    num_before = encoded.index("part-001.parquet")
+    assert num_before >= snapshot.blocks_per_group[0] - blocks_module._LOADED_TOGETHER
+
+
+def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_numbered(tmp_path / "data", 9, num_shards=3)
+    (folder / "penstock.toml").write_text("validation = 0.5")
+    both, begun, split_hashes = threading.Barrier(2), list[str](), encode.split_hashes
+
+    def meeting(*args: Any) -> Any:
+        begun.append(args[2].shard)
+        if len(begun) <= 2:
+            both.wait(30)
+        return split_hashes(*args)
+
+    monkeypatch.setattr(decode_module, "split_hashes", meeting)
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir), 2))
+    assert [rows.sum() for rows in blocks.rows_of_shards()] == [3, 3, 3]
+
+
+def test_a_neighbour_that_cannot_be_read_fails_only_who_asks_for_it(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 100)
+    folder = write_shards(
+        tmp_path / "b", "tokens", [[[n] for n in range(1000)]], type_=pa.list_(pa.int32()), row_group_size=1000
+    )
+    encode_rows = encode.encode
+
+    def failing(rows: pa.Table, *args: Any) -> pa.RecordBatch:
+        if rows.column(0)[0].as_py() == [700]:
+            raise ValueError("a bad page")
+        return encode_rows(rows, *args)
+
+    monkeypatch.setattr(encode, "encode", failing)
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
+    assert [rows_of(block)[0] for block in blocks.get([0, 3])] == [[0], [300]]
+    with pytest.raises(ShardUnreadable, match="a bad page"):
+        blocks.get([7])
+    assert rows_of(blocks.get([6])[0])[0] == [600]
+
+
+def test_what_is_cached_waits_for_nothing_that_is_not(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered(tmp_path / "data", 400, num_shards=1, row_group_size=20)
+    snapshot = open_snapshot(tmp_path / "data")
+    Blocks(snapshot, BlockStore(CacheFolder(cache_dir))).get([0])
+    gate, encode_rows = threading.Event(), encode.encode
+
+    def slow(*args: Any) -> pa.RecordBatch:
+        assert gate.wait(30)
+        return encode_rows(*args)
+
+    monkeypatch.setattr(encode, "encode", slow)
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir)))
+    cold = loading(blocks, range(1, 20))
+    assert rows_of(blocks.get([0])[0])[0] == [0]
+    assert not any(future.done() for future in cold)
+    gate.set()
+    assert [rows_of(future.result(30))[0][0] for future in cold] == list(range(20, 400, 20))
+
+
+def test_a_block_is_decoded_once_for_all_servers_on_a_folder(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
+    first = rows_of(open_blocks().get([1])[0])
+    assert rows_of(open_blocks().get([1])[0]) == first
+    assert len(count_reads) == 1
+
+
+def test_a_block_is_decoded_once_however_many_ask(open_blocks: Callable[[], Blocks], count_reads: list[str]) -> None:
+    blocks = open_blocks()
+    gate = threading.Barrier(8)
+
+    def ask() -> None:
+        gate.wait()
+        blocks.get([0, 1, 2])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(count_reads) == 3
+
+
+def test_a_damaged_row_group_is_named_once_in_the_log_too_and_the_others_are_served(
+    open_blocks: Callable[[], Blocks], data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = data / "part-000.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 60 + whole[64:])
+    blocks = open_blocks()
+    for _ in range(2):
+        with pytest.raises(ShardUnreadable, match=r"row group 0 of part-000.parquet cannot be read"):
+            blocks.get([0])
+        while not blocks.quarantine.num_unread_groups:  # whoever waits may wake before it is noted
+            time.sleep(0.01)
+    assert blocks.get([2])[0].num_rows == 32
+    assert caplog.text.count("row group 0 of part-000.parquet cannot be read") == 1
+
+
+def test_a_row_group_that_could_be_read_later_is_no_longer_told_of(
+    open_blocks: Callable[[], Blocks], caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks, failed, read = open_blocks(), Future[Block](), Future[Block]()
+    failed.set_exception(ShardUnreadable("the disk was away"))
+    for _ in range(2):
+        blocks.quarantine.look_at(0, failed)
+        assert blocks.quarantine.num_unread_groups == 1
+        assert caplog.text.count("the disk was away") == 1
+    read.set_result(blocks.get([0])[0])
+    blocks.quarantine.look_at(0, read)
+    assert (blocks.quarantine.num_unread_groups, blocks.quarantine.num_bad_rows) == (0, 0)
+
+
+@pytest.mark.parametrize(("most", "listed_rows", "num_reads"), [(100_000, [1, 2], 2), (1, [1], 1)])
+def test_a_list_of_bad_rows_reads_each_block_once_and_none_once_it_is_full(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, count_reads: list[str],
+    most: int, listed_rows: list[int], num_reads: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(quarantine_module, "_LISTED_ROWS", most)
+    data = write_shards(tmp_path / "bad", "input_ids", [[[1], None, None, [2]]], type_=pa.list_(pa.int32()), row_group_size=2)
+    snapshot = open_snapshot(data)
+
+    def started() -> Served:
+        blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
+        return Served("bad", snapshot, blocks, Index("bad", snapshot, blocks))
+
+    started().index.lengths.make(lambda _: None)
+    count_reads.clear()
+    served = started()
+    listed = [show_quarantine(served, 0, 10) for _ in range(2)]
+    assert listed[0] == listed[1]
+    assert [row.row for row in listed[0]["rows"]] == listed_rows
+    assert (listed[0]["num_bad_rows"], len(count_reads)) == (2, num_reads)
+
+
+def test_a_row_of_a_row_group_of_several_blocks_is_shown_at_its_place_in_that(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 2)
+    ids = [[n] for n in range(10)]
+    folder = write_shards(tmp_path / "ids", "tokens", [ids], type_=pa.list_(pa.int32()), row_group_size=5)
+    snapshot = open_snapshot(folder)
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir, 0)))
+    served = Served("ids", snapshot, blocks, Index("ids", snapshot, blocks))
+    assert snapshot.num_blocks > 2
+    shown = [show_row(served, row) for row in range(10)]
+    places = [(row["row_group"], row["row_in_group"], row["tokens"]) for row in shown]
+    assert places == [(n // 5, n % 5, [n]) for n in range(10)]
+
+
+def test_what_a_dataset_takes_in_the_cache_is_guessed_from_all_over_it(tmp_path: Path) -> None:
+    rows = [[7] * 500 for _ in range(200)]  # which Parquet writes as one number
+    varied = [[(n * k) % 50_000 for k in range(500)] for n in range(200)]
+    folder = write_shards(tmp_path / "mixed", "tokens", [rows, varied, varied], type_=pa.list_(pa.int32()), row_group_size=100)
+    blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(tmp_path / "cache")))
+    blocks.get(range(6))
+    blocks.look()
+    assert blocks.cache.used_bytes / 2 < blocks.expected_bytes.sum() < 2 * blocks.cache.used_bytes
+
+
+def test_the_bytes_of_a_row_group_are_told_block_by_block(tmp_path: Path) -> None:
+    rows = [[n] for n in range(100)]
+    folder = write_shards(tmp_path / "parts", "tokens", [rows, rows[:7]], type_=pa.list_(pa.int32()), row_group_size=50)
+    found = open_snapshot(folder)
+    large = replace(found.shards[0], rows_per_group=numbers([200_000, 0]), bytes_per_group=numbers([40 << 20, 0]))
+    snapshot = snapshot_module.Snapshot(found.folder, [large, found.shards[1]], found.recipe, name=found.name)
+    assert snapshot.rows_per_block.tolist() == [40_000] * 5 + [0, 7]
+    assert snapshot.bytes_per_block.tolist() == [8 << 20] * 5 + [0, found.shards[1].bytes_per_group[0]]
+
+
+def test_the_name_of_all_tokens_is_made_once(open_blocks: Callable[[], Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, again = open_blocks(), open_blocks()
+    assert blocks.names.of_all == again.names.of_all
+    monkeypatch.delattr(BlockNames, "of_shard")  # of each of ten thousand shards, whenever datasets are listed
+    assert blocks.names.of_all == again.names.of_all
