@@ -67,11 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging_steps=10,
         report_to="none",
         remove_unused_columns=False,  # no model takes pairs: compute_loss does
+        label_names=["chosen_labels", "rejected_labels"],  # by which evaluate() knows that there is a loss
+        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         use_cpu=not torch.cuda.is_available(),
     )
     data = RemoteDataset(args.server, args.dataset, batch_size=training.train_batch_size, seq_len=128, pad="longest", seed=7)
     torch.manual_seed(0)  # of a run that is resumed the reference is the same
-    model = AutoModelForCausalLM.from_pretrained(args.model) if args.model else small_llama(data)
+    # Weights of 16 bits, as models are often stored, would round steps of this size to nothing.
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32) if args.model else small_llama(data)
     reference = deepcopy(model).requires_grad_(False).eval()
     trainer = DPOTrainer(model=model, args=training, train_dataset=data, reference=reference, beta=args.beta)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED, SIDES
-from penstock.row_lengths import advice_on_lengths, advice_on_prompts
+from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
 from penstock.source import Source
 from penstock.spec import Spec
 from penstock.tensors import Batch
@@ -54,8 +54,8 @@ class Advice:
         if not is_fine:
             _warn(
                 f"nothing is learned from {'the first batch' if number == 1 else f'batch {number}'}: all of its labels are "
-                f"{IGNORED}, and the mean loss over no labels is NaN. Do the prompts fill seq_len={self._spec.seq_len}? Raise "
-                f"it, or learn from the prompts, too, with loss='all'."
+                f"{IGNORED}, and the mean loss over no labels is NaN. Do the prompts fill seq_len={self._spec.seq_len}? "
+                f"{way_out_of_prompts(batch.keys())}"
             )
         return is_fine
 
@@ -65,9 +65,11 @@ class Advice:
             return
         data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
         rows = source.some_lengths(spec, self._epoch)
-        on_prompts = advice_on_prompts(spec, rows) if self._had_labels else ()  # else they were asked about already
-        for told in (*advice_on_lengths(spec, rows, batch.keys()), *on_prompts):
-            _warn(f"{data}: {told}")
+        told = [*advice_on_lengths(spec, rows, batch.keys())]
+        if self._had_labels and any(name.endswith("labels") for name in batch):  # else it was told of before, or is the loop's
+            told += advice_on_prompts(spec, rows, batch.keys())
+        for text in told:
+            _warn(f"{data}: {text}")
 
     def _check_runs(self, batch: Batch) -> None:
         """Otherwise a model would learn the padding of rows that were padded before they were stored."""

@@ -93,13 +93,19 @@ def _of_cuts(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     )
 
 
-def advice_on_prompts(spec: Spec, rows: Sequence[RowLength]) -> Iterator[str]:
+def advice_on_prompts(spec: Spec, rows: Sequence[RowLength], tensors: Collection[str]) -> Iterator[str]:
     """What to tell a loop that learns nothing from many of these rows."""
     num_filled = sum(row.prompt_tokens >= spec.seq_len for row in rows)
     learns = spec.task == "seq2seq" or spec.loss == "all" or not spec.cuts_rows
     if not learns and num_filled > _UNLEARNED_SHARE * len(rows):
         yield (
             f"nothing is learned from {num_filled:,} of the epoch's first {counted(len(rows), 'row')}, since their prompts "
-            f"fill seq_len={spec.seq_len:,}. Raise it, leave such rows out with a filter, or learn from the prompts, too, "
-            f"with loss='all'."
+            f"fill seq_len={spec.seq_len:,}. {way_out_of_prompts(tensors)}"
         )
+
+
+def way_out_of_prompts(tensors: Collection[str]) -> str:
+    """What to do about prompts that fill seq_len. Of a pair both sides are the same then, whatever has a label."""
+    if any(name.startswith("chosen_") for name in tensors):
+        return "Raise it, or leave such rows out with a filter."
+    return "Raise it, leave such rows out with a filter, or learn from the prompts, too, with loss='all'."

@@ -19,12 +19,12 @@ class LibraryError(Exception):
 
 @contextmanager
 def library_errors() -> Iterator[None]:
-    """Raises LibraryError for whatever is raised inside, panics among it; a lack of memory and Ctrl-C stay what they are."""
+    """Raises LibraryError for whatever is raised inside, panics and exits among it, but not for a lack of memory or Ctrl-C."""
     try:
         yield
     except MemoryError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LibraryError(error, str(error)) from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # its type is in no module that could be imported

@@ -80,7 +80,8 @@ def test_it_learns_what_is_preferred_beginning_at_the_reference(url: str, tmp_pa
 
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=16, num_train_epochs=2, learning_rate=1e-3, logging_steps=1, use_cpu=True,
-        label_names=["chosen_labels"], remove_unused_columns=False, report_to="none", disable_tqdm=True, save_strategy="no",
+        label_names=["chosen_labels", "rejected_labels"], remove_unused_columns=False, report_to="none", disable_tqdm=True,
+        save_strategy="no",
     )  # fmt: skip
     train, held_out = (RemoteDataset(url, "pairs", **{**SPEC, "pad": "longest"}) for _ in range(2))
     model = example.small_llama(train)

@@ -98,6 +98,16 @@ def test_what_cannot_be_packed_is_not_told_to_be() -> None:
         assert ("best_fit" in text) == may_pack, name
 
 
+def test_who_has_pairs_is_not_told_to_learn_from_prompts_and_who_has_no_labels_is_told_nothing_of_them() -> None:
+    rows: list[int | tuple[int, int]] = [(10, 1)] * 9
+    pair = {"chosen_labels": LEARNED, "rejected_labels": LEARNED}
+    for batch, num_told, may_learn in (({"labels": LEARNED}, 1, True), (pair, 1, False), ({"input_ids": LEARNED}, 0, False)):
+        said = said_of([batch] * 2, rows, seq_len=10)
+        assert [("loss='all'" in text) for text in said] == [may_learn] * num_told
+    [said_of_pair] = said_of([{"chosen_labels": NOT_LEARNED}] * 2)
+    assert said_of_pair.endswith("seq_len=1024? Raise it, or leave such rows out with a filter.")
+
+
 def test_nothing_is_learned_where_no_side_has_a_label_in_one_of_the_first_batches() -> None:
     assert said_of([{"chosen_labels": NOT_LEARNED, "rejected_labels": LEARNED}, {"input_ids": NOT_LEARNED}]) == []
     [said] = said_of([{"chosen_labels": NOT_LEARNED, "rejected_labels": NOT_LEARNED}] * 2)

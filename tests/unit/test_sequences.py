@@ -45,6 +45,15 @@ def marked(row: Row, *, has_turns: bool) -> list[tuple[int, bool]]:
 
 
 @given(rows_of_a_block, st.booleans(), st.data())
+def test_what_comes_before_the_first_learned_token_is_the_prompt(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
+    asked = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5))
+    tokens = [marked(rows[row], has_turns=has_turns) for row in asked]
+    before = [[learned for _, learned in of_row].index(True) if any(m for _, m in of_row) else len(of_row) for of_row in tokens]
+    found = block_of(rows, has_turns=has_turns).prompt_lengths(np.array(asked, np.int64))
+    assert found.tolist() == before
+
+
+@given(rows_of_a_block, st.booleans(), st.data())
 def test_rows_are_cut_at_their_ends_and_between_turns(rows: list[Row], has_turns: bool, data: st.DataObject) -> None:
     block = block_of(rows, has_turns=has_turns)
     spans = st.tuples(st.integers(0, len(rows) - 1), st.integers(0, 9), st.integers(0, 20))

@@ -41,7 +41,7 @@ class SequenceView:
     """One line of a batch.
 
     num_positions  its tokens and its padding
-    num_behind     tokens of its last row that are cut off
+    num_behind     tokens of its last row that are cut off, of a preference pair on its longer side
     columns        what travels with it
     """
 

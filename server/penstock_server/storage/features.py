@@ -46,8 +46,13 @@ class Feature(NamedTuple):
         """How many tokens each of these rows has before its first response, shape of `rows`."""
         lengths = np.zeros(len(rows), np.int64)
         if self.turns is not None:
-            starts, has_turns = self.turns.starts[rows], self.turns.stops[rows] > self.turns.starts[rows]
-            lengths[has_turns] = self.turns.values[starts[has_turns]]
+            starts, stops, turns = self.turns.starts[rows], self.turns.stops[rows], self.turns.values
+            with_prompt, with_both = (np.flatnonzero(stops - starts > n) for n in (0, 1))
+            lengths[with_prompt] = turns[starts[with_prompt]]
+            for row in with_both[turns[starts[with_both] + 1] == 0].tolist():  # as of a chat whose first reply is blank
+                own = turns[starts[row] : stops[row]]
+                first = np.append(np.flatnonzero(own[1::2]), len(own))[0]
+                lengths[row] = own[: 2 * first + 1].sum()
         return lengths
 
     def row(self, row: int) -> list[Turn]:
