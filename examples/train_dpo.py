@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     training = TrainingArguments(
         str(args.out),
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=args.batch_size,
         num_train_epochs=args.epochs,
         learning_rate=args.learning_rate,
         save_steps=args.save_steps,
@@ -71,7 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         use_cpu=not torch.cuda.is_available(),
     )
-    data = RemoteDataset(args.server, args.dataset, batch_size=training.train_batch_size, seq_len=128, pad="longest", seed=7)
+    data = RemoteDataset(
+        args.server,
+        args.dataset,
+        batch_size=training.train_batch_size,
+        seq_len=args.seq_len,
+        pad="longest",
+        columns=[f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "attention_mask", "labels")],
+        seed=7,
+    )
     torch.manual_seed(0)  # of a run that is resumed the reference is the same
     # Weights of 16 bits, as models are often stored, would round steps of this size to nothing.
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32) if args.model else small_llama(data)
@@ -85,6 +93,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("server", help="address of the server, http://host:port")
     parser.add_argument("dataset", help="its name on the server")
     parser.add_argument("--model", type=Path, help="folder of the model to train; default: a small new one")
+    parser.add_argument("--batch-size", type=int, default=16, help="pairs in a batch of one device")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens of prompt and response; what is longer is cut")
     parser.add_argument("--beta", type=float, default=0.1, help="how dear it is to move away from the reference")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="for a pretrained model 5e-7 is usual")
     parser.add_argument("--epochs", type=float, default=1, help="how long to train; 0.2 is a fifth of an epoch")

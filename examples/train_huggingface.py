@@ -44,7 +44,7 @@ def small_llama(data: RemoteDataset) -> LlamaForCausalLM:
             intermediate_size=256,
             num_hidden_layers=2,
             num_attention_heads=4,
-            max_position_embeddings=128,
+            max_position_embeddings=data.spec.seq_len,
             bos_token_id=None,
             eos_token_id=None,
         )

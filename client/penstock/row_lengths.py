@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from penstock.spec import Spec
 from penstock.wording import counted
 
-_CUT_SHARE = 0.1  # of their tokens; who cuts fewer means to
+_CUT_SHARE = 0.1  # of tokens; who cuts fewer means to. For an encoder and a decoder of lines, which lose how they end, too
 _PADDING_SHARE = 0.9  # of what is trained on
 _UNLEARNED_SHARE = 0.1  # of rows
 
 
 class RowLength(NamedTuple):
-    """The tokens of a row, before it is cut, and how many of them come before its first response."""
+    """The tokens of a row, before it is cut, of a preference pair those of each side; `prompt_tokens` are before a response."""
 
-    tokens: int
+    sides: tuple[int, ...]
     prompt_tokens: int
+
+    @classmethod
+    def told(cls, source: Mapping[str, Any]) -> RowLength:
+        """That of a row in the answer of .../provenance. Raises KeyError, TypeError, ValueError: it is no such answer."""
+        sides = (source["side_tokens"] or {"row": source["row_tokens"]}).values()
+        return cls(tuple(map(int, sides)), int(source["prompt_tokens"]))
 
 
 class _Lines(NamedTuple):
-    """What each row makes one line of a batch of: `noun` names it, `longest` is what it is cut to, by the parameter `limit`."""
+    """What rows become, each a line of a tensor: of these lengths, but cut to `longest`, which the parameter `limit` sets."""
 
     noun: str
+    plural: str
     limit: str
     longest: int
     lengths: Sequence[int]
@@ -34,62 +41,71 @@ class _Lines(NamedTuple):
         return sum(max(0, length - self.longest) for length in self.lengths)
 
     @property
+    def num_long(self) -> int:
+        """The lines that are cut."""
+        return sum(length > self.longest for length in self.lengths)
+
+    @property
     def padding(self) -> float:
-        """The share of padding where each line is as long as it may be."""
+        """The share of padding where each line is made as long as it may be."""
         return 1 - sum(min(length, self.longest) for length in self.lengths) / max(len(self.lengths) * self.longest, 1)
 
     @property
-    def first(self) -> str:
+    def sample(self) -> str:
         """How these are called in a sentence."""
-        return f"the epoch's first {counted(len(self.lengths), self.noun)}"
+        return counted(len(self.lengths), f"sampled {self.noun}", f"sampled {self.plural}")
 
 
 def advice_on_lengths(spec: Spec, rows: Sequence[RowLength], tensors: Collection[str]) -> Iterator[str]:
-    """What to tell a loop whose epoch begins with rows of these lengths, and whose batches have these tensors."""
+    """What to tell a loop that is given rows of such lengths, and whose batches have these tensors."""
     for lines in _lines(spec, rows):
         if spec.pad == "seq_len" and rows and lines.padding > _PADDING_SHARE:
             yield _of_padding(spec, lines, tensors)
-        if lines.num_cut > _CUT_SHARE * sum(lines.lengths):
+        are_many = spec.task == "seq2seq" and lines.num_long > _CUT_SHARE * len(lines.lengths)
+        if are_many or lines.num_cut > _CUT_SHARE * sum(lines.lengths):
             yield _of_cuts(spec, lines, tensors)
 
 
 def _lines(spec: Spec, rows: Sequence[RowLength]) -> list[_Lines]:
     if not spec.cuts_rows:
         return []
+    lengths = [side for row in rows for side in row.sides]
     if spec.task == "causal":
-        return [_Lines("row", "seq_len", spec.seq_len, [row.tokens for row in rows])]
-    prompts, responses = [row.prompt_tokens for row in rows], [row.tokens - row.prompt_tokens for row in rows]
+        are_pairs = len(lengths) > len(rows)
+        noun, plural = ("side of a pair", "sides of pairs") if are_pairs else ("row", "rows")
+        return [_Lines(noun, plural, "seq_len", spec.seq_len, lengths)]
+    prompts = [row.prompt_tokens for row in rows]
+    responses = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
     return [
-        _Lines("prompt", "seq_len", spec.seq_len, prompts),
-        _Lines("response", "target_len", spec.target_len or spec.seq_len, responses),
+        _Lines("prompt", "prompts", "seq_len", spec.seq_len, prompts),
+        _Lines("response", "responses", "target_len", spec.target_len or spec.seq_len, responses),
     ]
 
 
 def _of_padding(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
-    of_batch = "a batch" if spec.task == "causal" else f"a batch's {lines.noun}s"
+    of_batch = "a batch" if spec.task == "causal" else f"a batch's {lines.plural}"
     # Columns go with rows alone, and what an encoder reads is not packed.
     may_pack = spec.task == "causal" and set(tensors) <= {"input_ids", "attention_mask", "labels", "dataset_index"}
     or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
     mean = sum(lines.lengths) / len(lines.lengths)
     return (
-        f"{int(100 * lines.padding)}% of the tokens of {of_batch} are padding: {lines.first} have {mean:.0f} tokens on "
-        f"average, and each is padded to {lines.limit}={lines.longest:,}. Pad only to the longest of a batch with "
-        f"pad='longest'{or_packed}."
+        f"{min(lines.padding, 0.99):.0%} of the tokens of {of_batch} are padding: {lines.sample} have {mean:.0f} tokens on "
+        f"average, and each is padded to {lines.limit}={lines.longest:,}. Lower that, or pad only to the longest of a batch, "
+        f"with pad='longest'{or_packed}."
     )
 
 
 def _of_cuts(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     if spec.task == "seq2seq":
-        way_out = f"To keep them, raise {lines.limit}."
+        way_out = f"They lose the token that ends them, too. To keep all, raise {lines.limit}."
     elif any(name.startswith("chosen_") for name in tensors):
         way_out = "Preference pairs can be neither split nor packed: raise seq_len."
     else:
         way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
-    num_long = sum(length > lines.longest for length in lines.lengths)
     return (
-        f"{num_long:,} of {lines.first} {'is' if num_long == 1 else 'are'} longer than {lines.limit}={lines.longest:,}, and "
-        f"{lines.num_cut / sum(lines.lengths):.0%} of the tokens of those first {lines.noun}s are in no batch of any epoch. "
-        f"{way_out}"
+        f"{lines.num_long:,} of {lines.sample} {'is' if lines.num_long == 1 else 'are'} longer than "
+        f"{lines.limit}={lines.longest:,}, and {lines.num_cut / sum(lines.lengths):.0%} of the tokens of these "
+        f"{len(lines.lengths):,} are in no batch of any epoch. {way_out}"
     )
 
 
@@ -99,8 +115,8 @@ def advice_on_prompts(spec: Spec, rows: Sequence[RowLength], tensors: Collection
     learns = spec.task == "seq2seq" or spec.loss == "all" or not spec.cuts_rows
     if not learns and num_filled > _UNLEARNED_SHARE * len(rows):
         yield (
-            f"nothing is learned from {num_filled:,} of the epoch's first {counted(len(rows), 'row')}, since their prompts "
-            f"fill seq_len={spec.seq_len:,}. {way_out_of_prompts(tensors)}"
+            f"nothing is learned from {num_filled:,} of {counted(len(rows), 'sampled row')}, since their prompts fill "
+            f"seq_len={spec.seq_len:,}. {way_out_of_prompts(tensors)}"
         )
 
 

@@ -27,6 +27,7 @@ from penstock.commands.remote import get_json
 from penstock.display.batch_view import SequenceView, view
 from penstock.network.transport import Transport
 from penstock.urls import batches_path
+from penstock.wording import counted
 from serving import Server
 
 NUM_ROWS = 40
@@ -125,7 +126,7 @@ def test_tokens_padding_and_loss_are_those_that_the_trainer_gets(server: Server,
                 masks.append(batch["labels"][index] != -100)
             assert shown.num_learned == sum(int((line != -100).sum()) for line in labels)
             assert shown.num_tokens == sum(int(mask.sum()) for mask in masks)
-            assert shown.num_positions == sum(mask.numel() for mask in masks)
+            assert sum(line.num_positions for line in shown.lines) == sum(mask.numel() for mask in masks)
             assert sum(passage.num_tokens for passage in shown.passages) == shown.num_tokens
             if len(masks) == 1:
                 learned = [
@@ -193,7 +194,8 @@ def test_what_is_cut_off_rows_is_told(server: Server) -> None:
 
     cut, whole = (views(server, "texts", 0, batch_size=8, seq_len=seq_len) for seq_len in (16, 4096))
     lost = [b.num_tokens - a.num_tokens for a, b in zip(cut, whole, strict=True)]
-    assert ([view.num_behind for view in cut], any(view.num_behind for view in whole)) == (lost, False)
+    num_cut_of = [[view.lines[0].num_cut for view in views] for views in (cut, whole)]
+    assert num_cut_of == [lost, [0] * len(whole)]
     num_cut = sum(map(bool, lost))
     told = f"seq_len cuts {sum(lost):,} tokens off {num_cut} of 8 rows, and no batch holds them: "
     told += "--long-rows split, --packing best_fit or concat keeps them"
@@ -208,13 +210,26 @@ def test_what_is_cut_off_prompts_and_responses_is_told(server: Server) -> None:
     prompts = [row["sources"][0]["prompt_tokens"] for row in rows]
     responses = [row["sources"][0]["row_tokens"] - prompt for row, prompt in zip(rows, prompts, strict=True)]
     seq_len, target_len = max(prompts) - 1, max(responses) - 2
-    lost = [max(0, p - seq_len) + max(0, r - target_len) for p, r in zip(prompts, responses, strict=True)]
     said = " ".join(penstock("peek", url, "--seq-len", str(seq_len), "--target-len", str(target_len)).stdout.split())
-    num_cut = sum(map(bool, lost))
-    assert f"seq_len and target_len cut {sum(lost):,} tokens off {num_cut} of 8 rows, and no batch holds them" in said
+    for noun, limit, longest, lengths in (
+        ("prompts", "seq_len", seq_len, prompts),
+        ("responses", "target_len", target_len, responses),
+    ):
+        lost = [length - longest for length in lengths if length > longest]
+        assert f"{limit} cuts {counted(sum(lost), 'token')} off {len(lost)} of 8 {noun}, and no batch holds them" in said
     assert "best_fit" not in said
+    assert "smaller --target-len" in " ".join(penstock("peek", url, "--seq-len", "64", "--target-len", "64").stdout.split())
     whole = penstock("peek", url, "--seq-len", str(max(prompts)), "--target-len", str(max(responses))).stdout
     assert "no batch holds" not in whole
+
+
+def test_what_is_cut_off_each_side_of_a_pair_is_told(server: Server) -> None:
+    whole = server.json("/v1/datasets/prefs/epochs/0/ranks/0/batches/0?batch_size=8&format=json")["sequences"]
+    lengths = [len(pair[f"{side}_input_ids"]) for pair in whole for side in ("chosen", "rejected")]
+    longest = sorted(lengths)[len(lengths) // 2] - 1
+    lost = [length - longest for length in lengths if length > longest]
+    said = " ".join(penstock("peek", f"{server.url}/prefs", "--batch-size", "8", "--seq-len", str(longest)).stdout.split())
+    assert f"seq_len cuts {counted(sum(lost), 'token')} off {len(lost)} of 16 sides, and no batch holds them" in said
 
 
 def test_a_batchs_url_shows_that_batch_and_an_option_goes_before_it(server: Server) -> None:

@@ -35,12 +35,18 @@ def said_by(call: Callable[[], None]) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
+def length_of(row: int | tuple[int, int] | RowLength) -> RowLength:
+    if isinstance(row, RowLength):
+        return row
+    prompt, response = (0, row) if isinstance(row, int) else row
+    return RowLength((prompt + response,), prompt)
+
+
 def said_of(
-    batches: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[int | tuple[int, int]] = (), **spec: Any
+    batches: Sequence[Mapping[str, torch.Tensor]], lengths: Sequence[int | tuple[int, int] | RowLength] = (), **spec: Any
 ) -> list[str]:
     """What a loop is told of rows of so many tokens, or of so many in a prompt and in a response."""
-    rows = [RowLength(row, 0) if isinstance(row, int) else RowLength(sum(row), row[0]) for row in lengths]
-    advice = Advice(Rows(rows), Spec(**spec), 0)
+    advice = Advice(Rows([*map(length_of, lengths)]), Spec(**spec), 0)
 
     def loop() -> None:
         for number, batch in enumerate(batches, 1):
@@ -53,39 +59,50 @@ def said_of(
 @pytest.mark.parametrize(
     ("spec", "lengths", "told"),
     [
-        ({"seq_len": 10}, [20, 10, 5], ["docs: 1 of the epoch's first 3 rows is longer than seq_len=10, and 29% of"]),
+        ({"seq_len": 10}, [20, 10, 5], ["docs: 1 of 3 sampled rows is longer than seq_len=10, and 29% of"]),
         ({"seq_len": 90}, [100] * 9, []),
-        ({"seq_len": 90}, [101] * 9, ["docs: 9 of the epoch's first 9 rows are longer than seq_len=90, and 11% of"]),
+        ({"seq_len": 90}, [101] * 9, ["docs: 9 of 9 sampled rows are longer than seq_len=90, and 11% of"]),
         ({"seq_len": 10}, [], []),
         ({"seq_len": 100}, [11] * 9, []),
         ({"seq_len": 100}, [9] * 9, ["docs: 91% of the tokens of a batch are padding"]),
-        ({"seq_len": 100}, [1] * 99 + [1000], ["docs: 98% of the tokens of a batch are padding", "docs: 1 of the epoch's"]),
-        ({"seq_len": 10, "mix": "code:3,wiki:7"}, [20], ["code:3,wiki:7: 1 of the epoch's"]),
-        ({"seq_len": 10}, [(10, 1), (10, 1), (3, 3)], ["docs: nothing is learned from 2 of the epoch's first 3 rows, since"]),
+        ({"seq_len": 100}, [1] * 99 + [1000], ["docs: 98% of the tokens of a batch are padding", "docs: 1 of 100 sampled"]),
+        ({"seq_len": 10, "mix": "code:3,wiki:7"}, [20], ["code:3,wiki:7: 1 of 1 sampled row"]),
+        ({"seq_len": 10}, [(10, 1), (10, 1), (3, 3)], ["docs: nothing is learned from 2 of 3 sampled rows, since"]),
         ({"seq_len": 10}, [(9, 1), (10, 1), *[(3, 3)] * 8], []),
         ({"seq_len": 10, "loss": "all"}, [(10, 1)], []),
         ({"seq_len": 10, "packing": "best_fit"}, [(10, 1)], []),
         ({"seq_len": 10, "task": "seq2seq"}, [(10, 10)], []),
         (
             {"seq_len": 10, "task": "seq2seq"},
+            [*[(5, 11)] * 2, *[(5, 9)] * 8],
+            ["docs: 2 of 10 sampled responses are longer than"],
+        ),
+        ({"seq_len": 10, "task": "seq2seq"}, [(5, 11), *[(5, 9)] * 9], []),
+        (
+            {"seq_len": 10},
+            [RowLength((18, 2), 0), RowLength((10, 10), 0)],
+            ["docs: 1 of 4 sampled sides of pairs is longer than"],
+        ),
+        (
+            {"seq_len": 10, "task": "seq2seq"},
             [(10, 12)] * 2,
-            ["docs: 2 of the epoch's first 2 responses are longer than t"],
+            ["docs: 2 of 2 sampled responses are longer than t"],
         ),
         (
             {"seq_len": 9, "target_len": 2, "task": "seq2seq"},
             [(12, 2)],
-            ["docs: 1 of the epoch's first 1 prompt is longer than"],
+            ["docs: 1 of 1 sampled prompt is longer than"],
         ),
         (
             {"seq_len": 99, "task": "seq2seq"},
             [(9, 50)],
-            ["docs: 90% of the tokens of a batch's prompts are padding:"],
+            ["docs: 91% of the tokens of a batch's prompts are padding:"],
         ),
         ({"seq_len": 99, "task": "seq2seq", "pad": "longest"}, [(9, 50)], []),
     ],
 )
 def test_rows_that_are_mostly_cut_or_padded_are_told_of(
-    spec: dict[str, Any], lengths: list[int | tuple[int, int]], told: list[str]
+    spec: dict[str, Any], lengths: list[int | tuple[int, int] | RowLength], told: list[str]
 ) -> None:
     said = said_of([{"labels": LEARNED}] * 3, lengths, **spec)
     assert [text[: len(expected)] for text, expected in zip(said, told, strict=True)] == told

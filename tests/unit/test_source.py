@@ -262,7 +262,12 @@ def test_how_long_rows_are_is_asked_of_the_first_of_the_epoch_whatever_a_batch_i
 def test_a_row_that_is_in_two_sequences_has_one_length_and_what_is_no_answer_none(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [("a", "x", 0, 0), ("b", "x", 0, 0), ("a", "y", 0, 0), ("a", "x", 1, 0), ("a", "x", 0, 1)]
     rows = [
-        dict(zip(("dataset", "shard", "row_group", "row"), place, strict=True), row_tokens=number, prompt_tokens=number // 2)
+        dict(
+            zip(("dataset", "shard", "row_group", "row"), place, strict=True),
+            row_tokens=number,
+            side_tokens=None,
+            prompt_tokens=number // 2,
+        )
         for number, place in enumerate(places)
     ]
     body = json.dumps({"sequences": [{"sources": rows[:3]}, {"sources": rows[2:]}]})
@@ -272,7 +277,7 @@ def test_a_row_that_is_in_two_sequences_has_one_length_and_what_is_no_answer_non
         monkeypatch.setattr(penstock.source, "ask_aside", lambda *_: answer)
         return Source("http://a:1", "docs", rank=1, retry_seconds=9).some_lengths(SPEC, 5)
 
-    assert lengths_of(200, body) == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
+    assert lengths_of(200, body) == [RowLength((n,), n // 2) for n in range(5)]
     assert [lengths_of(*no) for no in ((503, body), (200, "away"), (200, "[]"), (200, "{}"))] == [[], [], [], []]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.commands.address import parse_address, url
 from penstock.commands.arguments import first_of, spec_query
 from penstock.commands.remote import connected, dataset_of, get_json
-from penstock.display.batch_view import MUCH_PADDING, SequenceView, view
+from penstock.display.batch_view import MUCH_PADDING, LineView, SequenceView, padding_of, view
 from penstock.display.table import table
 from penstock.display.terminal import BOLD, DIM, RED, YELLOW, Terminal
 from penstock.printable import printable
@@ -55,23 +55,25 @@ def _head(batch: Mapping[str, Any], query: Mapping[str, str], terminal: Terminal
 def _foot(
     batch: Mapping[str, Any], query: Mapping[str, str], sequences: Sequence[SequenceView], terminal: Terminal
 ) -> Iterator[str]:
-    tokens, positions = (sum(getattr(s, name) for s in sequences) for name in ("num_tokens", "num_positions"))
-    learned, padding = sum(s.num_learned for s in sequences), 1 - tokens / max(positions, 1)
+    lines = [line for sequence in sequences for line in sequence.lines]
+    tokens, positions = sum(line.num_tokens for line in lines), sum(line.num_positions for line in lines)
+    learned = sum(s.num_learned for s in sequences)
     yield (
-        f"{tokens:,} of {positions:,} positions are tokens ({padding:.0%} padding), {learned:,} learned; "
+        f"{tokens:,} of {positions:,} positions are tokens ({padding_of(lines):.0%} padding), {learned:,} learned; "
         f"{batch['nbytes']:,} bytes"
     )
     spec = Spec.from_query(query.items())
-    if padding >= MUCH_PADDING and spec.packing == "rows" and "pad" not in query:
-        packings = ", or --packing best_fit or concat" if _can_be_packed(batch) else ""
-        yield from terminal.paragraph(f"for less padding use a smaller --seq-len, or --pad longest{packings}", YELLOW)
-    if cut := [s for s in sequences if s.num_behind and spec.cuts_rows]:
-        lost = counted(sum(s.num_behind for s in cut), "token")
-        packings = ": --long-rows split, --packing best_fit or concat keeps them" if _can_be_packed(batch) else ""
-        what = "seq_len cuts" if spec.task == "causal" else "seq_len and target_len cut"
-        yield from terminal.paragraph(
-            f"{what} {lost} off {len(cut)} of {counted(len(sequences), 'row')}, and no batch holds them{packings}", YELLOW
-        )
+    can_be_packed = _can_be_packed(batch)
+    for limit, own in _by_limit(lines).items():
+        if padding_of(own) >= MUCH_PADDING and spec.packing == "rows" and "pad" not in query:
+            packings = ", or --packing best_fit or concat" if can_be_packed else ""
+            option = f"--{limit.replace('_', '-')}"
+            yield from terminal.paragraph(f"for less padding use a smaller {option}, or --pad longest{packings}", YELLOW)
+        if spec.cuts_rows and (num_cut := sum(line.num_cut > 0 for line in own)):
+            lost, of_lines = counted(sum(line.num_cut for line in own), "token"), counted(len(own), own[0].noun)
+            packings = ": --long-rows split, --packing best_fit or concat keeps them" if can_be_packed else ""
+            told = f"{limit} cuts {lost} off {num_cut} of {of_lines}, and no batch holds them{packings}"
+            yield from terminal.paragraph(told, YELLOW)
     if batch["substituted"]:
         named = f"GET /v1/datasets/{batch['dataset']}/quarantine lists them"
         stand = f"{batch['substituted']} of these sequences stand in for rows that cannot be used"
@@ -82,6 +84,13 @@ def _foot(
     if any(not piece.learned for s in sequences for passage in s.passages for piece in passage.pieces):
         dimmed = terminal.paint("dimmed", DIM) if terminal.has_colours else "between ⟦ and ⟧"
         yield f"{dimmed}: no loss is taken there"
+
+
+def _by_limit(lines: Sequence[LineView]) -> dict[str, list[LineView]]:
+    found: dict[str, list[LineView]] = {}
+    for line in lines:
+        found.setdefault(line.limit, []).append(line)
+    return found
 
 
 def _can_be_packed(batch: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.batch import IGNORED, SIDES
 
@@ -36,27 +36,46 @@ class Passage:
         return sum(piece.num_tokens for piece in self.pieces)
 
 
+class LineView(NamedTuple):
+    """One line of a tensor: its tokens, those and its padding, and those of its last row that are cut off.
+
+    `noun` is what it is made of, where that is one row or one side of it; `limit` the parameter that it is cut by.
+    """
+
+    noun: str
+    limit: str
+    num_tokens: int
+    num_positions: int
+    num_cut: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceView:
-    """One line of a batch.
+    """One sequence of a batch: a line, or one for each side of a pair, or one for an encoder and one for a decoder.
 
-    num_positions  its tokens and its padding
-    num_behind     tokens of its last row that are cut off, of a preference pair on its longer side
-    columns        what travels with it
+    `columns` is what travels with it.
     """
 
     index: int
-    num_tokens: int
-    num_positions: int
+    lines: tuple[LineView, ...]
     num_learned: int
-    num_behind: int
     passages: tuple[Passage, ...]
     columns: Mapping[str, Any]
 
     @property
+    def num_tokens(self) -> int:
+        """Its tokens."""
+        return sum(line.num_tokens for line in self.lines)
+
+    @property
     def padding(self) -> float:
         """The share of padding, from 0 to 1."""
-        return 1 - self.num_tokens / max(self.num_positions, 1)
+        return padding_of(self.lines)
+
+
+def padding_of(lines: Sequence[LineView]) -> float:
+    """The share of padding in some lines, from 0 to 1."""
+    return 1 - sum(line.num_tokens for line in lines) / max(sum(line.num_positions for line in lines), 1)
 
 
 def view(batch: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[SequenceView]:
@@ -82,14 +101,27 @@ def _sequence(
         num_learned += sum(_mask(facts, side))
     return SequenceView(
         index=facts["index"],
-        num_tokens=facts["num_tokens"],
-        num_positions=sum(shapes[name][1] for name in facts if name in shapes and name.endswith(("input_ids", "labels"))),
+        lines=tuple(_lines(facts, sources[-1], shapes)),
         num_learned=num_learned,
-        # What an encoder and a decoder take of a row is cut for each.
-        num_behind=sources[-1]["row_tokens"] - (facts["num_tokens"] if "label_lengths" in facts else sources[-1]["stop"]),
         passages=tuple(passages),
         columns=facts.get("columns", {}),
     )
+
+
+def _lines(facts: Mapping[str, Any], last: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Iterator[LineView]:
+    def line(name: str, noun: str, limit: str, num_cut: int) -> LineView:
+        return LineView(noun, limit, len(facts[name]), shapes[name][1], num_cut)
+
+    if "label_lengths" in facts:
+        prompt = last["prompt_tokens"]
+        yield line("input_ids", "prompt", "seq_len", prompt - len(facts["input_ids"]))
+        yield line("labels", "response", "target_len", last["row_tokens"] - prompt - len(facts["labels"]))
+    elif sides := last["side_tokens"]:
+        for side, num_tokens in sides.items():
+            name = f"{side}_input_ids"
+            yield line(name, "side", "seq_len", num_tokens - len(facts[name]))
+    else:
+        yield line("input_ids", "row", "seq_len", last["row_tokens"] - last["stop"])
 
 
 def _named(source: Mapping[str, Any], is_mixed: bool) -> str:

@@ -44,11 +44,13 @@ class Origin:
     row: int
     """its number in the row group"""
     start: int
-    """the first of its tokens that is in the sequence"""
+    """the first of its tokens that is in the sequence; with task=seq2seq 0"""
     stop: int
-    """the token after the last that is"""
+    """the token after the last that is; with task=seq2seq, where both sides are cut, the end of the row"""
     row_tokens: int
-    """how many tokens it has"""
+    """how many tokens it has, of a preference pair on its longer side"""
+    side_tokens: dict[str, int] | None
+    """how many a preference pair has on each side: chosen and rejected"""
     prompt_tokens: int
     """how many of them come before the first response; of a text none"""
     dataset_row: int
@@ -267,6 +269,7 @@ class Sequences:
             start=first,
             stop=last,
             row_tokens=row_tokens,
+            side_tokens=own.block.side_lengths(row),
             prompt_tokens=int(own.block.prompt_lengths(np.array([row]))[0]),
             dataset_row=snapshot.first_row_of(own.index) + stored,
         )

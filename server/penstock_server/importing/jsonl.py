@@ -203,7 +203,9 @@ def _told_by_pyarrow(told: str, usual: str) -> tuple[str, str]:
     path, before, here = column.groups()
     name, rest = path.replace("/[]", "[]").replace("/", "."), told[column.end() :]
     if here:
-        return f"column {name!r} is {here} here, and {before} in lines before it", _MEND_COLUMN
+        top = path.partition("/")[0]
+        advice = _MEND_COLUMN.replace("--text", f"--text {top}") if top != name else _MEND_COLUMN
+        return f"column {name!r} is {here} here, and {before} in what was read before", advice
     if rest == _TWICE:
         return f"column {name!r} is given twice", "Remove one of the two"
     return f"column {name!r}{rest}", usual

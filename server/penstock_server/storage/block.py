@@ -104,6 +104,13 @@ class Block:
         """Tokens of these rows before their first response, which the sides of a pair have in common; shape of `rows`."""
         return next(iter(self.features.values())).prompt_lengths(rows)
 
+    def side_lengths(self, row: int) -> dict[str, int] | None:
+        """Tokens of each side of a preference pair; None of another row."""
+        if len(self.features) == 1:
+            return None
+        lists = {name: feature.tokens for name, feature in self.features.items()}
+        return {name: int(own.stops[row] - own.starts[row]) for name, own in lists.items()}
+
     @cached_property
     def stream(self) -> IntArray:
         """Where each row starts in the block's stream of tokens, shape [num_rows + 1]."""
