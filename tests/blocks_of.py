@@ -12,8 +12,8 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 
 
-def rows_of(block: Block) -> list[list[int]]:
-    tokens = block.features["tokens"].tokens
+def rows_of(block: Block, feature: str = "tokens") -> list[list[int]]:
+    tokens = block.features[feature].tokens
     spans = zip(tokens.starts.tolist(), tokens.lengths.tolist(), strict=True)
     return [tokens.values[start : start + length].tolist() for start, length in spans]
 

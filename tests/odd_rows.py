@@ -1,0 +1,40 @@
+"""Rows as few have them, and the blocks that they become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock_server.counts.index import Index
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
+
+IDS = pa.list_(pa.int32())
+CHATML = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write(folder: Path, toml: str, *shards: dict[str, Any]) -> None:
+    for number, columns in enumerate(shards):
+        pq.write_table(pa.table(columns), folder / f"part-{number}.parquet")
+    (folder / "penstock.toml").write_text(toml)
+
+
+def open_blocks(folder: Path) -> Blocks:
+    return Blocks(open_snapshot(folder, folder / "../tokenizer.json"), BlockStore(CacheFolder(folder / "../cache")))
+
+
+def index_of(blocks: Blocks, folder: Path) -> Index:
+    return Index("data", open_snapshot(folder, folder / "../tokenizer.json"), blocks)
+
+
+def broken_text(*texts: bytes) -> pa.Array:
+    """A column of text whose bytes nobody has checked."""
+    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())

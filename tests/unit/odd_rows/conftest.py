@@ -1,0 +1,16 @@
+"""A folder for data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from corpora import write_tokenizer
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"

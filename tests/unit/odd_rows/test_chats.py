@@ -1,0 +1,241 @@
+"""Chats, their tools and what of them is learned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer, models
+
+from blocks_of import rows_of
+from corpora import EOS
+from odd_rows import CHATML, broken_text, open_blocks, write
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.chat import says_something
+from penstock_server.recipes.tokenizer import load_tokenizer
+from planned import open_snapshot
+
+TOOLED = "{% if tools %}{{ tools | tojson }}{{ tools | length }}{% endif %}" + CHATML
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"what": "fox"}}}
+CALL = {"type": "function", "function": {"name": "call", "parameters": {"times": 2}}}
+ASKED = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+
+
+def as_text(tools: Any) -> Any:
+    return None if tools is None else json.dumps(tools)
+
+
+def as_texts(tools: Any) -> Any:
+    return None if tools is None else [json.dumps(tool) for tool in tools]
+
+
+def test_a_chat_and_its_tools_may_be_arrows_json(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    texts = {"messages": json.dumps(ASKED), "tools": json.dumps([FIND])}
+    found = []
+    for stored in (pa.string(), pa.json_()):
+        write(data, "", {name: pa.array([text], pa.string()).cast(stored) for name, text in texts.items()})
+        [block] = open_blocks(data).get([0])
+        found.append(rows_of(block))
+    assert found[0] == found[1]
+
+
+def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
+    roles = pa.array(["assistant"] * 3)
+    contents = broken_text(b"fox", b"\xff", b"dog")
+    turns = pa.StructArray.from_arrays([roles, contents], ["role", "content"])
+    answers = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
+    asked = [[{"role": "user", "content": "who"}], [{"role": "user", "content": "who"}], None]
+    write(data, "", {"prompt": asked, "chosen": answers, "rejected": answers})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "chosen is not valid UTF-8", 2: "prompt is null"}
+
+
+@pytest.mark.parametrize("written", [as_text, as_texts, lambda tools: tools])
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_tools_are_given_to_the_template_however_they_are_stored(
+    data: Path, written: Callable[[Any], Any], column: str
+) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    stored = [[FIND, CALL], [CALL], [], None]
+    recipe = "" if column == "tools" else f'tools = "{column}"'
+    write(data, recipe, {"messages": [ASKED] * 4, column: [written(tools) for tools in stored]})
+    tokenizer = load_tokenizer(data / "../tokenizer.json")
+
+    [block] = open_blocks(data).get([0])
+
+    bare = f"<|user|>fox{EOS}<|assistant|>dog{EOS}"
+    texts = [f"{json.dumps(tools)}{len(tools)}{bare}" if tools else bare for tools in stored]
+    assert [tokenizer.decode(row) for row in rows_of(block)] == texts
+    snapshot = open_snapshot(data, data / "../tokenizer.json")
+    assert f" with {column}" in snapshot.recipe.describe()
+    assert snapshot.recipe.identity["tools"] == column
+
+
+def test_chats_of_from_and_value_are_refused_with_the_way_out(data: Path) -> None:
+    write(data, "", {"conversations": [[{"from": "human", "value": "fox"}]]})
+    with pytest.raises(DatasetRefused, match=r"conversations has from and value: a transform makes messages of it"):
+        open_snapshot(data, data / "../tokenizer.json")
+
+
+def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    write(data, "", {"messages": [ASKED] * 4, "tools": ["[", '{"a": 1}', "null", ""]})
+    [block] = open_blocks(data).get([0])
+    assert sorted(block.bad) == [0, 1]
+    assert all(reason.startswith("tools is no list of tools as JSON: ") for reason in block.bad.values())
+
+
+@pytest.mark.parametrize(
+    ("template", "recipe", "reason"),
+    [
+        (CHATML, 'tools = "functions"', "the chat template does not look at any"),
+        (TOOLED, 'tools = "number"', "column 'number' is int64, but tools must be lists of definitions"),
+        (TOOLED, 'tools = "absent"', "there is no column 'absent'"),
+        (TOOLED, 'tools = "functions"\ntext = "functions"', "tools are for a chat template, but rows are no chats"),
+    ],
+)
+def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, recipe: str, reason: str) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write(data, recipe, {"messages": [ASKED], "functions": ["[]"], "number": [1]})
+    with pytest.raises(DatasetRefused, match=reason):
+        open_snapshot(data, data / "../tokenizer.json")
+
+
+@pytest.mark.parametrize(("template", "recipe"), [(CHATML, ""), (TOOLED, "tools = false")])
+def test_a_column_of_tools_that_is_not_to_be_looked_at_changes_no_snapshot(data: Path, template: str, recipe: str) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write(data, recipe, {"messages": [ASKED], "tools": ["[]"]})
+    assert "tools" not in open_snapshot(data, data / "../tokenizer.json").recipe.identity
+
+
+def test_a_chat_with_a_message_that_is_null_is_bad(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    asked, said = {"role": "user", "content": "fox", "name": "Al"}, {"role": "assistant", "content": "dog"}
+    write(data, "", {"messages": [[asked, said], [asked, None, said]]})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "messages has a message that is null"}
+
+
+def test_a_chat_in_which_nothing_is_learned_is_bad(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    said = [
+        [("user", "fox"), ("assistant", "dog")],
+        [("user", "fox"), ("model", "dog")],
+        [("user", "fox")],
+        [("user", "fox"), ("assistant", " \n")],  # of which the template still closes the turn
+        [("user", "fox"), ("assistant", ""), ("user", "fox"), ("assistant", "dog")],
+    ]
+    write(data, "", {"messages": [[{"role": role, "content": text} for role, text in chat] for chat in said]})
+    [block] = open_blocks(data).get([0])
+    silent = "messages has a chat in which the assistant says nothing, so nothing is learned; its roles: "
+    assert block.bad == {1: f"{silent}user, model", 2: f"{silent}user", 3: f"{silent}user, assistant"}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"content": "a"}, True),
+        ({"content": " \n"}, False),
+        ({"content": None}, False),
+        ({"content": "", "tool_calls": [{"name": "f"}]}, True),
+        ({"content": "", "function_call": {"name": "f"}}, True),
+        ({"content": "", "reasoning_content": "hm"}, True),
+        ({"content": [{"type": "text", "text": None}, {"type": "text", "text": " "}]}, False),
+        ({"content": [{"type": "tool_use", "text": None, "name": "f"}]}, True),
+        ({"content": [{"text": "a"}]}, True),
+    ],
+)
+def test_what_an_assistant_says_may_be_a_call_or_a_thought(message: dict[str, Any], says: bool) -> None:
+    assert says_something(message) == says
+
+
+def test_a_tokenizer_that_has_no_token_for_a_letter_opens_nothing(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"G": 0, "T": 1})).save(str(tmp_path / "dna.json"))
+    assert load_tokenizer(tmp_path / "dna.json").opening is None
+
+
+def test_an_answer_is_learned_behind_a_prompt_in_which_the_assistant_says_nothing(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+                    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"})
+    )  # fmt: skip
+    asked = [{"role": "user", "content": "who"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "well"}]
+    answers = {side: [[{"role": "assistant", "content": side}]] for side in ("chosen", "rejected")}
+    write(data, "eos = false", {"prompt": [asked], **answers})
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
+    assert tokenizer
+    for side in ("chosen", "rejected"):
+        learned = [token for turn, is_learned in block.features[side].row(0) if is_learned for token in turn]
+        assert tokenizer.decode(learned) == side
+
+
+def test_what_opens_and_closes_a_chat_moves_no_border_of_its_loss(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+    write(data, "bos = 1\neos = 2", {"messages": [chat]})
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    [(asked, is_learned), (said, _)] = block.features["tokens"].row(0)
+    tokenizer = open_snapshot(data, data / "../tokenizer.json").recipe.tokenizer
+    assert tokenizer
+    assert (asked[0], said[-1], is_learned) == (1, 2, False)
+    assert tokenizer.decode(asked[1:]) == f"<|user|>fox{EOS}<|assistant|>"
+    assert tokenizer.decode(said[:-1]) == f"dog{EOS}"
+
+
+def test_an_eos_behind_the_users_words_is_not_learned(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    asked, said = {"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}
+    write(data, "eos = 2", {"messages": [[asked, said], [asked, said, asked]]})
+    [block] = open_blocks(data).get([0])
+    whole, ends_open = (list(block.features["tokens"].row(row)) for row in (0, 1))
+    assert [(turn[-1], is_learned) for turn, is_learned in whole][-1] == (2, True)
+    assert [(turn[-1], is_learned) for turn, is_learned in ends_open if len(turn)][-1] == (2, False)
+
+
+def test_an_eos_behind_an_answer_is_learned_whatever_the_template_puts_in_between(data: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %} fox{% endif %}{% endfor %}"
+    )
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    asked, said, of_a_model = ({"role": role, "content": "dog"} for role in ("user", "assistant", "model"))
+    write(data, "eos = 2", {"messages": [[asked, said], [of_a_model]]})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {}
+    assert [(turn, is_learned) for turn, is_learned in block.features["tokens"].row(0)][-1] == ([2], True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "ends"),
+    [
+        (["prompt", "response"], [(True, False), (False, True)]),
+        (["prompt", "chosen", "rejected"], [(True, False), (False, True)]),
+        (["chosen", "rejected"], [(True, True)]),
+    ],
+)
+def test_texts_are_opened_before_the_prompt_where_there_is_one_and_closed_behind_the_answer(
+    data: Path, columns: list[str], ends: list[tuple[bool, bool]]
+) -> None:
+    write(data, "bos = 1\neos = 2", {name: ["fox"] for name in columns})
+    [block] = open_blocks(data).get([0])
+    for feature in block.features.values():
+        turns = [turn for turn, _ in feature.row(0) if turn]
+        assert [(turn[0] == 1, turn[-1] == 2) for turn in turns] == ends
+
+
+def test_a_chat_with_a_date_that_python_has_not_is_bad(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    type_ = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "at": pa.timestamp("s")}))
+    chats = [[{"role": "assistant", "content": "dog", "at": at}] for at in (0, 10**12)]
+    write(data, "", {"messages": pa.array(chats, type_)})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "messages has a date outside the years 1 to 9999"}

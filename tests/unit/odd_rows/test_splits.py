@@ -1,0 +1,163 @@
+"""Rows that filters and splits look at, whatever type they are stored as."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from blocks_of import rows_of
+from corpora import EOS
+from odd_rows import IDS, broken_text, open_blocks, write
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.tokenizer import load_tokenizer
+from penstock_server.storage.blocks import Blocks
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+from planned import open_snapshot
+
+SPLIT_BY = "split_by = 'kind'\nvalidation = 0.5"
+
+
+@pytest.mark.parametrize("recipe", ["split_by = 'kind'", "filter = \"kind = 'a'\""])
+def test_a_shard_without_a_column_that_filter_or_split_need_is_refused(data: Path, recipe: str) -> None:
+    ids = pa.array([[1, 2], [3]], IDS)
+    write(data, recipe, {"tokens": ids, "kind": ["a", "b"]}, {"tokens": ids})
+    with pytest.raises(DatasetRefused, match=r"part-1\.parquet: there is no column 'kind'; there are: tokens"):
+        open_snapshot(data)
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (pa.int64(), pa.float64()),
+        (pa.float64(), pa.int64()),
+        (pa.decimal128(9, 2), pa.decimal128(9, 3)),
+        (pa.bool_(), pa.int8()),
+        (pa.int64(), pa.string()),
+        (pa.timestamp("us"), pa.timestamp("us", "UTC")),
+        (pa.list_(pa.int64()), pa.list_(pa.float64())),
+        (pa.struct({"n": pa.int64()}), pa.struct({"n": pa.float64()})),
+        (pa.struct({"n": pa.int64()}), pa.struct({"m": pa.int64()})),
+        (pa.map_(pa.string(), pa.int64()), pa.map_(pa.string(), pa.float64())),
+    ],
+)
+def test_a_shard_whose_values_would_be_in_both_splits_is_refused(data: Path, first: pa.DataType, other: pa.DataType) -> None:
+    write(data, SPLIT_BY, *({"tokens": pa.array([[1]], IDS), "kind": pa.nulls(1, type_)} for type_ in (first, other)))
+    with pytest.raises(DatasetRefused) as refusal:
+        open_snapshot(data)
+    types = [pq.read_schema(data / f"part-{number}.parquet").field("kind").type for number in (1, 0)]
+    told = "part-1.parquet: split_by reads 'kind', which is {} here and {} in the first shard"
+    assert told.format(*types) in str(refusal.value)
+
+
+def test_a_field_of_another_kind_that_rows_are_split_by_is_refused_beside_a_transform(data: Path) -> None:
+    (data / "same.py").write_text("def same(rows):\n    return rows\n")
+    shards = [{"tokens": pa.array([[1]], IDS), "meta": [{"n": n}]} for n in (7, 7.0)]
+    write(data, "split_by = 'meta.n'\ntransform = 'same:same'", *shards)
+    with pytest.raises(DatasetRefused, match=r"part-1\.parquet: split_by reads 'meta\.n', which is double here"):
+        open_snapshot(data)
+
+
+@pytest.mark.parametrize(
+    ("values", "types"),
+    [
+        ([7, None], [pa.int8(), pa.int64(), pa.uint64(), pa.dictionary(pa.int8(), pa.int32())]),
+        ([0.5, None], [pa.float64(), pa.float32()]),
+        (["7", None], [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]),
+        ([b"7", None], [pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1)]),
+        ([Decimal("0.50"), None], [pa.decimal128(9, 2), pa.decimal128(20, 2)]),
+        ([datetime(2024, 1, 1), None], [pa.timestamp("us"), pa.timestamp("s"), pa.timestamp("ns")]),
+        ([[7], None], [pa.list_(pa.int32()), pa.large_list(pa.int64())]),
+        ([None, None], [pa.null(), pa.int64(), pa.string()]),
+    ],
+)
+def test_a_value_is_in_one_split_however_its_kind_of_type_is_stored(
+    data: Path, values: list[Any], types: list[pa.DataType]
+) -> None:
+    write(data, SPLIT_BY, *({"tokens": pa.array([[1]] * 2, IDS), "kind": pa.array(values, type_)} for type_ in types))
+    blocks = open_blocks(data).get(list(range(len(types))))
+    assert len({tuple(block.splits.tolist()) for block in blocks}) == 1
+
+
+def test_a_split_is_told_of_text_that_is_no_utf8(data: Path) -> None:
+    ids = pa.array([[1], [2], [3]], IDS)
+    write(data, "split_by = 'kind'\nvalidation = 0.5", {"tokens": ids, "kind": broken_text(b"\xff", b"\xff", b"fox")})
+    [block] = open_blocks(data).get([0])
+    assert block.splits[0] == block.splits[1] != block.splits[2]
+    assert not block.bad
+
+
+@pytest.mark.parametrize(("condition", "kept"), [("n <> 2", ["fox", "dog"]), ("lang = 'de'", ["the"]), ("n > 9", [])])
+def test_rows_whose_text_is_stored_as_views_are_filtered_and_split(data: Path, condition: str, kept: list[str]) -> None:
+    rows = {"text": ["fox", "the", "dog"], "lang": ["en", "de", "en"]}
+    views = {name: pa.array(texts, pa.string_view()) for name, texts in rows.items()} | {"n": pa.array([1, 2, 3])}
+    write(data, f"split_by = 'text'\nfilter = \"{condition}\"", views)
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    tokenizer = load_tokenizer(data / "../tokenizer.json")
+    assert [tokenizer.decode(ids) for ids in rows_of(block)] == [text + EOS for text in kept]
+    assert sum(rows.sum() for rows in blocks.rows_of_shards()) == len(kept)
+
+
+@pytest.mark.parametrize("other", [[3.0, None, 2.5], pa.array([2**64 - 1, 2, 7], pa.uint64())])
+def test_a_filter_reads_each_shard_by_its_own_types(data: Path, other: Any) -> None:
+    ids = pa.array([[1], [2], [3]], IDS)
+    write(data, 'filter = "n > 2"', {"tokens": ids, "n": [1, 2, 3]}, {"tokens": ids, "n": other})
+    blocks = open_blocks(data)
+    assert [block.stored_rows.tolist() for block in blocks.get([0, 1])] == [[2], [0, 2]]
+    assert [rows.sum() for rows in blocks.rows_of_shards()] == [1, 2]
+
+
+def test_a_shard_that_a_filter_cannot_be_used_on_is_refused_when_it_is_opened(data: Path) -> None:
+    ids = pa.array([[1], [2], [3]], IDS)
+    write(data, "filter = \"n > '2'\"", {"tokens": ids, "n": ["1", "2", "3"]}, {"tokens": ids, "n": [1, 2, 3]})
+    told = r"part-1\.parquet: the filter .* fails: .*; n is int64 here and string in the first shard\. Give all shards of"
+    with pytest.raises(DatasetRefused, match=told):
+        open_snapshot(data)
+
+
+def test_a_filter_moves_no_row_to_the_other_split(data: Path) -> None:
+    splits = []
+    for condition in ("", 'filter = "n > 4"\n'):
+        write(data, f"{condition}validation = 0.5", {"text": ["fox"] * 20, "n": list(range(20))})
+        [block] = open_blocks(data).get([0])
+        splits.append(dict(zip(block.stored_rows.tolist(), block.splits.tolist(), strict=True)))
+    assert splits[1] == {row: split for row, split in splits[0].items() if row > 4}
+
+
+def test_a_shard_that_comes_before_others_moves_no_row_of_theirs_to_the_other_split(data: Path) -> None:
+    pq.write_table(pa.table({"tokens": pa.array([[1]] * 40, IDS)}), data / "part-1.parquet", row_group_size=20)
+    (data / "penstock.toml").write_text("validation = 0.5")
+    alone = [block.splits.tolist() for block in open_blocks(data).get([0, 1])]
+    write(data, "validation = 0.5", {"tokens": pa.array([[1]] * 30, IDS)})
+    blocks = Blocks(open_snapshot(data), BlockStore(CacheFolder(data / "../another cache")))
+    assert [block.splits.tolist() for block in blocks.get([1, 2])] == alone
+
+
+@pytest.mark.parametrize(
+    "type_",
+    [pa.timestamp("ns"), pa.timestamp("ns", "UTC"), pa.timestamp("us"), pa.duration("ns"), pa.time64("ns"), pa.date32()],
+)
+def test_rows_are_split_by_times_of_every_type(data: Path, type_: pa.DataType) -> None:
+    last = 5_000_000 if pa.types.is_date(type_) else 86_399_999_999_999  # of the year 15,659; not of whole microseconds
+    times = pa.array([1, 1, last, last], pa.int32() if pa.types.is_date(type_) else pa.int64())
+    shards = [{"tokens": pa.array([[1]] * len(own), IDS), "at": own.cast(type_)} for own in (times, times[:1])]
+    write(data, "split_by = 'at'\nvalidation = 0.5", *shards)
+    [block, alone] = open_blocks(data).get([0, 1])
+    assert alone.splits[0] == block.splits[0]  # whatever times are beside it
+    assert block.splits[0] == block.splits[1] != block.splits[2] == block.splits[3]
+    assert not block.bad
+
+
+def test_rows_are_split_by_what_holds_a_date_that_python_has_not(data: Path) -> None:
+    dates = pa.array([1, 1, 5_000_000, 5_000_000], pa.int32()).cast(pa.date32())
+    write(data, "split_by = 'at'\nvalidation = 0.5", {"tokens": [[1]] * 4, "at": pa.StructArray.from_arrays([dates], ["day"])})
+    [block] = open_blocks(data).get([0])
+    assert block.splits[0] == block.splits[1] != block.splits[2] == block.splits[3]
+    assert not block.bad

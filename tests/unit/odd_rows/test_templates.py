@@ -1,0 +1,71 @@
+"""Templates and transforms over rows that lack something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from blocks_of import rows_of
+from odd_rows import IDS, open_blocks, write
+from penstock_server.problems import DatasetRefused, ShardUnreadable
+from penstock_server.recipes.rows import Reasons
+from penstock_server.recipes.tokenizer import load_tokenizer
+from planned import open_snapshot
+
+
+def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None:
+    write(data, 'text = "{raw}!"', {"raw": pa.array([b"fox", b"\xff"], pa.binary())})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "{raw}! is not valid UTF-8 at byte 0"}
+    assert rows_of(block)[0] == [*load_tokenizer(data / "../tokenizer.json").encode(["fox!"], "raw", Reasons())[0], 0]
+
+
+def test_a_template_of_which_a_part_is_null_says_which(data: Path) -> None:
+    meta = pa.array([{"b": "x"}, {"b": None}, None, {"b": "x"}])
+    keys = 'text = "{a} {meta.b} {a}"\non_bad_row = "substitute"\nmax_bad_share = 0.9'
+    write(data, keys, {"a": ["fox", "fox", None, None], "meta": meta})
+    [block] = open_blocks(data).get([0])
+    null = "{a} {meta.b} {a} is null, as "
+    of_row = {1: f"{null}meta.b is in this row", 2: f"{null}a and meta.b are in this row", 3: f"{null}a is in this row"}
+    assert block.bad == of_row
+
+
+@pytest.mark.parametrize("declared", ["n", "{n}"])
+def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path, declared: str) -> None:
+    write(data, f'text = "{declared}"', {"n": [7]})
+    with pytest.raises(DatasetRefused, match="is int64, but text must be text") as refusal:
+        open_blocks(data)
+    write(data, str(refusal.value).split("prints it: ")[1].split(". Mend")[0], {"n": [7]})
+    [block] = open_blocks(data).get([0])
+    assert rows_of(block) == [[*load_tokenizer(data / "../tokenizer.json").encode([" 7"], "n", Reasons())[0], 0]]
+
+
+def test_a_template_without_a_column_is_refused(data: Path) -> None:
+    write(data, 'text = "{{fox}}"', {"text": ["the dog"]})
+    with pytest.raises(DatasetRefused, match="reads no column"):
+        open_blocks(data)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("pa.record_batch({'other': rows['body']})", "there is no column 'body'; there are: other"),
+        ("pa.record_batch({'body': pa.array(range(rows.num_rows))})", "column 'body' is int64, but text must be text"),
+        ("pa.record_batch({'body': rows['body'], 'n': rows['body']})", "column 'n' is string, but int64 in the first shard"),
+    ],
+)
+def test_a_transform_that_changes_its_mind_is_named(data: Path, returned: str, message: str) -> None:
+    write(data, 'text = "body"\ntransform = "odd:odd"\ncolumns = ["n"]', {"body": ["fox"], "n": [1]})
+    source = f"import pyarrow as pa\n\ndef odd(rows):\n    return {returned} if rows.num_rows else rows\n"
+    (data / "odd.py").write_text(source)
+    with pytest.raises(ShardUnreadable, match=message):
+        open_blocks(data).get([0])
+
+
+def test_a_transform_that_cannot_bear_no_rows_is_told_of_them(data: Path) -> None:
+    (data / "clean.py").write_text("def first(rows):\n    return rows if rows['tokens'][0] else rows\n")
+    write(data, "transform = 'clean:first'", {"tokens": pa.array([[1]], IDS)})
+    with pytest.raises(DatasetRefused, match=r"raises IndexError in line 2 of clean\.py: .* It was called with no rows"):
+        open_snapshot(data)

@@ -1,0 +1,210 @@
+"""Columns of types that few have: JSON, times, views, bytes, lists of any width."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from datetime import UTC, datetime, time, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from blocks_of import rows_of
+from odd_rows import CHATML, IDS, index_of, open_blocks, write
+from penstock.spec import Spec
+from penstock_server.batches.tensor import tensors_of
+from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.values import python_values
+from penstock_server.storage.decode import completed
+from planned import open_snapshot
+
+# A shard of `repeated int32 tokens`, which pyarrow reads and does not write: [1, 2], [] and [3].
+REPEATED = (
+    "eNp9T8EKgkAQHVcZhE4eZtmFPXhxMVDRoE5e+oPoD0SEIlJTq7/oO/rMxkDoFMx7zDDz3swc9seCgHLKE/I5QUKjPBcAlOcwSxH/VEHAJBiu+PLKWWoGeTrZgsKx"
+    "PjXXigSQiDyFU3dp2hEkaqONBUNCRwh6aRBIX74cDuuXfzdrw/exKZRri0JbgfMUS9HODhCHfTXc7s2U1n2fVsPQPcNHM4znrg03uyzPCm0MS96MA7/9ATK5IHM="
+)
+
+
+@pytest.mark.parametrize("type_", [pa.uint8(), pa.int16(), pa.uint64()])
+def test_lists_of_any_width_are_opened_and_closed_by_any_token(data: Path, type_: pa.DataType) -> None:
+    write(data, "bos = 70001\neos = 70000", {"tokens": pa.array([[1, 2], [3]], pa.list_(type_))})
+    [block] = open_blocks(data).get([0])
+    assert rows_of(block) == [[70001, 1, 2, 70000], [70001, 3, 70000]]
+
+
+def test_a_recipe_that_is_a_link_to_nothing_is_not_passed_over(data: Path) -> None:
+    write(data, "filter = 'n > 1'", {"tokens": pa.array([[1], [2]], IDS), "n": [1, 2]})
+    (data / "penstock.toml").rename(data / "../recipe.toml")
+    (data / "penstock.toml").symlink_to("../recipe.toml")
+    assert open_snapshot(data).recipe.filter
+    (data / "../recipe.toml").unlink()
+    with pytest.raises(DatasetRefused, match=r"penstock\.toml cannot be read: .*No such file"):
+        open_snapshot(data)
+
+
+def test_json_that_only_parquet_knows_for_json_is_text(data: Path) -> None:
+    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["fox", "the", "dog"]))
+    pq.write_table(pa.table({"text": texts}), data / "part-0.parquet", store_schema=False)
+    (data / "penstock.toml").write_text('filter = "text <> \'the\'"\ncolumns = ["text"]')
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    assert block.columns["text"].to_pylist() == ["fox", "dog"]
+    assert sum(rows.sum() for rows in blocks.rows_of_shards()) == 2
+
+
+@pytest.mark.parametrize("storage", [pa.string(), pa.large_string(), pa.string_view()])
+@pytest.mark.parametrize("text", ["text", "{text}"])
+def test_json_of_arrows_own_type_is_text(data: Path, storage: pa.DataType, text: str) -> None:
+    texts = pa.array(["fox", "the", None, "dog"], storage)
+    keys = f"text = '{text}'\nfilter = \"text <> 'the'\"\ncolumns = ['text']\nsplit_by = 'text'\nvalidation = 0.5"
+    found = []
+    for stored in (texts, pa.ExtensionArray.from_storage(pa.json_(storage), texts)):
+        write(data, keys, {"text": stored})
+        blocks = open_blocks(data)
+        [block] = blocks.get([0])
+        assert block.columns["text"].to_pylist() == ["fox", "dog"]
+        assert sum(rows.sum() for rows in blocks.rows_of_shards()) == 2
+        snapshot = open_snapshot(data, data / "../tokenizer.json")
+        assert [tensor.dtype for tensor in tensors_of([snapshot], Spec()) if tensor.name == "text"] == ["utf8"]
+        found.append((rows_of(block), block.splits.tolist()))
+    assert found[0] == found[1]
+
+
+def test_a_column_called_text_of_arrows_json_needs_no_recipe(data: Path) -> None:
+    write(data, "", {"text": pa.ExtensionArray.from_storage(pa.json_(), pa.array(["fox", ""]))})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "text is empty"}
+
+
+def test_a_message_may_hold_a_time_of_nanoseconds(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    messages = [{"role": role, "content": "fox", "at": 1_000_000_001} for role in ("user", "assistant")]
+    kind = pa.struct({"role": pa.string(), "content": pa.string_view(), "at": pa.timestamp("ns")})
+    write(data, "", {"messages": pa.array([messages], pa.large_list(kind))})
+    [block] = open_blocks(data).get([0])
+    assert not block.bad
+
+
+@pytest.mark.parametrize(
+    ("type_", "value"),
+    [
+        (pa.timestamp("ns"), datetime(1970, 1, 1, microsecond=7)),
+        (pa.timestamp("ns", "UTC"), datetime(1970, 1, 1, microsecond=7, tzinfo=UTC)),
+        (pa.duration("ns"), timedelta(microseconds=7)),
+        (pa.time64("ns"), time(microsecond=7)),
+    ],
+)
+def test_times_are_cut_to_the_microsecond_wherever_they_stand(type_: pa.DataType, value: object) -> None:
+    assert python_values(pa.array([7_999], type_)) == [value]
+    for kind in (pa.list_(type_), pa.large_list(type_), pa.list_(type_, 1)):
+        assert python_values(pa.array([[7_999], None], kind)) == [[value], None]
+    assert python_values(pa.array([[("a", 7_999)], None], pa.map_(pa.string(), type_))) == [[("a", value)], None]
+    assert python_values(pa.array([{"a": [7_999], "b": "fox"}], pa.struct({"a": pa.list_(type_), "b": pa.string()}))) == [
+        {"a": [value], "b": "fox"}
+    ]
+
+
+def test_times_of_96_bits_are_read_beyond_the_year_2262(data: Path) -> None:
+    times = [datetime(2500, 1, 1), datetime(2020, 1, 1)]
+    (data / "penstock.toml").write_text('filter = "at > \'2400-01-01\'"\nsplit_by = "at"')
+    table = pa.table({"tokens": pa.array([[1], [2]], IDS), "at": pa.array(times, pa.timestamp("us"))})
+    for number, is_96_bits in enumerate((True, False)):
+        pq.write_table(table, data / f"part-{number}.parquet", use_deprecated_int96_timestamps=is_96_bits, store_schema=False)
+    blocks = open_blocks(data)
+    os.utime(data / "part-0.parquet", (0, 0))  # a new date on the same content is no change
+    first, second = blocks.get([0, 1])
+    assert rows_of(first) == rows_of(second) == [[1]]
+    assert first.splits.tolist() == second.splits.tolist()
+    assert index_of(blocks, data).rows.make(lambda _: None).sum() == 2
+
+
+def test_rows_that_come_in_two_parts_are_joined() -> None:
+    kinds = {"text": pa.string(), "raw": pa.binary(), "list": pa.list_(pa.string())}
+    parts = [pa.record_batch({name: pa.nulls(rows, kind) for name, kind in kinds.items()}) for rows in (3, 1, 2)]
+    more = iter(parts[1:])
+    joined = completed(parts[0], more, 4)
+    assert joined.num_rows == 4
+    assert joined.schema.types == [pa.large_string(), pa.large_binary(), pa.list_(pa.string())]
+    assert completed(joined, more, 8).num_rows == 6  # there are no more
+
+
+def test_blocks_that_are_read_in_two_parts_are_whole(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(data, "columns = ['n']", {"tokens": pa.array([[n] for n in range(9)], IDS), "n": list(range(9))})
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def in_parts(file: pq.ParquetFile, *given: Any, **more: Any) -> Iterator[pa.RecordBatch]:
+        for rows in iter_batches(file, *given, **more):
+            yield rows.slice(0, 4)
+            yield rows.slice(4)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", in_parts)
+    [block] = open_blocks(data).get([0])
+    assert rows_of(block) == [[n] for n in range(9)]
+
+
+def test_lists_that_reach_two_gibibytes_are_told() -> None:
+    ends = [pa.py_buffer(np.array(at, np.int32)) for at in ([0, 1 << 30], [0, 1])]
+    text = pa.Array.from_buffers(pa.string(), 1, [None, ends[0], pa.py_buffer(np.zeros(1 << 30, np.uint8))])
+    lists = pa.Array.from_buffers(pa.list_(pa.string()), 1, [None, ends[1]], children=[text])
+    part = pa.record_batch({"list": lists})
+    with pytest.raises(ValueError, match="2 of its rows hold more than 2 GiB; write row groups of fewer rows"):
+        completed(part, iter([part]), 2)
+
+
+def test_of_a_time_zone_that_is_not_known_it_is_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"^of timestamp\[us, tz=Mars/Base\] the time zone is not known here; install tzdata, or"
+    ):
+        python_values(pa.array([7], pa.timestamp("us", "Mars/Base")))
+
+
+@pytest.mark.parametrize("type_", [pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_bytes_of_every_type_travel(data: Path, type_: pa.DataType) -> None:
+    write(data, 'columns = ["raw"]', {"tokens": pa.array([[1], [2]], IDS), "raw": pa.array([b"\xff", None], type_)})
+    snapshot = open_snapshot(data)
+    assert [tensor.dtype for tensor in tensors_of([snapshot], Spec()) if tensor.name == "raw"] == ["binary"]
+    [block] = open_blocks(data).get([0])
+    assert block.columns["raw"].to_pylist() == [b"\xff", b""]
+
+
+def test_a_column_may_be_of_another_arrow_type_in_every_shard_if_it_is_sent_as_the_same(data: Path) -> None:
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string()), pa.string_view()]
+    shards = [
+        {"tokens": pa.array([[1]], IDS), "lang": pa.array(["en"], kind), "x": pa.array([0.5], number)}
+        for kind, number in zip(kinds, [pa.float32(), pa.float16()] * 2, strict=True)
+    ]
+    write(data, 'columns = ["lang", "x"]', *shards)
+    for block in open_blocks(data).get([0, 1, 2, 3]):
+        assert {name: (str(column.type), *column.to_pylist()) for name, column in block.columns.items()} == {
+            "lang": ("large_string", "en"),
+            "x": ("float", 0.5),
+        }
+    write(data, 'columns = ["x"]', shards[0], shards[1] | {"x": pa.array([0.5], pa.float64())})
+    with pytest.raises(DatasetRefused, match="column 'x' is double, but float in the first shard"):
+        open_snapshot(data)
+
+
+def test_a_repeated_number_is_a_list_of_tokens_as_protobuf_writes_it(data: Path) -> None:
+    shard = zlib.decompress(base64.b64decode(REPEATED))
+    (data / "part-0.parquet").write_bytes(shard)
+    assert "repeated int32" in str(pq.ParquetFile(data / "part-0.parquet").schema)
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    assert (rows_of(block), block.bad) == ([[1, 2], [], [3]], {1: "is empty"})
+    assert open_snapshot(data).vocab_size == 4
+
+
+def test_a_shard_without_row_groups_is_counted_as_nothing(data: Path) -> None:
+    write(data, "filter = \"kind = 'a'\"", {"tokens": pa.array([[1, 2], [3]], IDS), "kind": ["a", "b"]})
+    schema = pq.read_schema(data / "part-0.parquet")
+    pq.ParquetWriter(data / "part-1.parquet", schema).close()
+    assert pq.ParquetFile(data / "part-1.parquet").num_row_groups == 0
+    index = index_of(open_blocks(data), data)
+    assert index.rows_per_block("all").tolist() == [1]
