@@ -1,0 +1,158 @@
+"""What servers on one cache folder know of what the others took in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from growing import write_shard
+from penstock.spec import Spec
+from penstock_server.app import create_app
+from penstock_server.datasets.catalog import Catalog
+from penstock_server.datasets.history import History
+from penstock_server.inflight import InFlight
+from penstock_server.problems import SnapshotGone
+from penstock_server.snapshots.folders import Survey, survey
+from planned import open_snapshot
+
+
+def test_of_two_servers_each_tells_what_the_other_took_in(
+    folder: Path, open_all: Callable[[], Catalog], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.dataset")
+    one, other = open_all(), open_all()
+    first = other["d"].latest.snapshot.fingerprint
+    caplog.clear()
+    write_shard(folder, 1, 0)
+    second = one.refresh("d").snapshot
+    write_shard(folder, 2, 0)
+    change = other.refresh("d")
+    assert (change.previous, change.added) == (second, 1)
+    follows = [f"snapshot {after} follows {before}" for before, after in ((first, second), (second, change.snapshot))]
+    told = [record.getMessage().partition("; ")[2] for record in caplog.records]
+    assert told == [follows[0], follows[0], follows[1]]
+
+
+def test_servers_of_one_cache_folder_agree_on_the_latest_snapshot_before_each_has_looked(
+    open_all: Callable[[], Catalog], folder: Path
+) -> None:
+    first, second, third = open_all(), open_all(), open_all()
+    before = first.plan("d", Spec(batch_size=1)).snapshot
+    write_shard(folder, 10, 0)
+    after = first.refresh("d").snapshot
+    assert second.plan("d", Spec(batch_size=1)).snapshot == after
+    assert third.plan("d", Spec(batch_size=1, snapshot=after)).snapshot == after
+    assert {catalog.plan("d", Spec(batch_size=1, snapshot=before)).snapshot for catalog in (first, second, third)} == {before}
+    assert first.poll() == second.poll()
+    assert second.plan("d", Spec(batch_size=1)).snapshot == after
+
+
+def test_who_catches_up_takes_in_nothing_that_no_server_has_taken_in(open_all: Callable[[], Catalog], folder: Path) -> None:
+    first, second = open_all(), open_all()
+    write_shard(folder, 10, 0)
+    after = first.refresh("d").snapshot
+    (folder / "part-11.parquet").write_bytes(b"half of a")
+    write_shard(folder, 12, 0)
+    assert second.plan("d", Spec(batch_size=1)).snapshot == after
+
+
+def test_who_cannot_catch_up_serves_on(open_all: Callable[[], Catalog], folder: Path) -> None:
+    first, second = open_all(), open_all()
+    before = second.plan("d", Spec(batch_size=1)).snapshot
+    write_shard(folder, 10, 0)
+    after = first.refresh("d").snapshot
+    (folder / "part-10.parquet").unlink()
+    assert second.plan("d", Spec(batch_size=1)).snapshot == before
+    with pytest.raises(SnapshotGone, match="is not on this server|is gone"):
+        second.plan("d", Spec(batch_size=1, snapshot=after))
+
+
+def test_while_new_data_is_looked_at_only_those_wait_who_may_have_to_see_it(
+    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = open_all()
+    known = catalog.plan("d", Spec(batch_size=1)).snapshot
+    looks, may_end = threading.Event(), threading.Event()
+
+    def look(data_dir: Path) -> Survey:
+        looks.set()
+        may_end.wait(60)
+        return survey(data_dir)
+
+    monkeypatch.setattr("penstock_server.datasets.catalog.survey", look)
+    monkeypatch.setattr("penstock_server.datasets.catalog._CATCH_UP_SECONDS", 30)
+    app = create_app(catalog, InFlight(1 << 30))
+    answered: list[str] = []
+
+    def ask(snapshot: str) -> None:
+        query = {"batch_size": "1", **({"snapshot": snapshot} if snapshot else {})}
+        assert TestClient(app).get("/v1/datasets/d/epochs/0/ranks/0/batches/0", params=query).status_code == 200
+        answered.append(snapshot)
+
+    ask("")
+    ask(known)  # from here on both are made in two threads, but for what waits
+    answered.clear()
+    threads = [threading.Thread(target=catalog.poll)]
+    threads[0].start()
+    try:
+        assert looks.wait(60)
+        threads += [threading.Thread(target=ask, args=("",)) for _ in range(8)]
+        for thread in threads[1:]:
+            thread.start()
+        time.sleep(0.5)  # they wait by now; otherwise this would prove less
+        ask(known)
+        assert answered == [known]
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
+    assert len(answered) == 9
+
+
+def test_of_many_who_ask_for_a_look_at_a_slow_folder_only_one_takes_a_thread(
+    open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, looks, may_end = open_all(), threading.Event(), threading.Event()
+
+    def look(data_dir: Path) -> Survey:
+        looks.set()
+        may_end.wait(60)
+        return survey(data_dir)
+
+    monkeypatch.setattr("penstock_server.datasets.catalog.survey", look)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(create_app(catalog, InFlight(1 << 30)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [asyncio.create_task(client.post("/v1/datasets/d/refresh")) for _ in range(50)]
+            try:
+                assert await asyncio.to_thread(looks.wait, 60)
+                for _ in range(3):
+                    assert (await asyncio.wait_for(client.get("/v1/datasets"), 30)).status_code == 200
+            finally:
+                may_end.set()
+                answers = await asyncio.gather(*asked)
+        assert {answer.status_code for answer in answers} == {200}
+
+    asyncio.run(run())
+
+
+def test_what_another_server_makes_the_latest_again_or_forgets_is_seen(folder: Path, tmp_path: Path) -> None:
+    mine, others = History(tmp_path / "notes"), History(tmp_path / "notes")
+    made = [open_snapshot(folder)]
+    for number in range(19):
+        write_shard(folder, 9, number)
+        made.append(open_snapshot(folder))
+        mine.add(made[-1])
+        assert others.records() == mine.records()
+    assert len(others.records()) == 17
+    mine.add(made[-2])
+    assert others.records() == mine.records()
+    assert others.records()[0].fingerprint == made[-2].fingerprint
