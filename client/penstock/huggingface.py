@@ -19,6 +19,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     DataCollatorWithPadding,
+    Seq2SeqTrainer,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -67,6 +68,7 @@ class RemoteTrainer(Trainer):
         self._place = _Place()
         # Before all others, of which one may save a checkpoint at a step's end: Trainer's own does when it is preempted.
         self.callback_handler.callbacks.insert(0, self._place)
+        self._warn_of_no_generation()
         if self.train_dataset is not None:
             self._check_train_dataset()
             self._warn_of_another_task()
@@ -142,6 +144,15 @@ class RemoteTrainer(Trainer):
                 "wrong. Make the dataset after args, with batch_size=args.train_batch_size, and start with torchrun (on CPUs "
                 "alone with use_cpu=True).",
                 ("batch_size", "world_size"),
+            )
+
+    def _warn_of_no_generation(self) -> None:
+        """Else metrics would be computed of what was never generated."""
+        if getattr(self.args, "predict_with_generate", False) and not isinstance(self, Seq2SeqTrainer):
+            warnings.warn(
+                "predict_with_generate does nothing here, since it is Seq2SeqTrainer that generates. Combine the two: class "
+                "GeneratingTrainer(RemoteTrainer, Seq2SeqTrainer).",
+                stacklevel=3,  # of RemoteTrainer
             )
 
     def _warn_of_another_task(self) -> None:
