@@ -19,6 +19,7 @@ from penstock.wording import counted
 _MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
 _RUN, _RUNS_SHARE = 8, 0.2  # what goes on beyond so many equal tokens is seldom text, and never such a share of it
 _SEQUENCES_CHECKED = 16  # of a batch, for such runs
+_UNLEARNED_SHARE = 0.25  # of a batch's sequences, which may be few
 
 
 class Advice:
@@ -35,6 +36,7 @@ class Advice:
         if self._source and number == 2:  # after the first, which nobody is to wait longer for
             self._check_rows(self._source, batch)
             self._check_runs(batch)
+            self._check_lines(batch)
         if self._had_place:
             self._had_place = self._check_place(number, has_place=has_place)
 
@@ -70,6 +72,18 @@ class Advice:
             told += advice_on_prompts(spec, rows, batch.keys())
         for text in told:
             _warn(f"{data}: {text}")
+
+    def _check_lines(self, batch: Batch) -> None:
+        """Otherwise much of a GPU's time would go into sequences of prompts. Where rows are cut, `_check_rows` tells."""
+        labels = batch.get("labels")
+        if self._spec.cuts_rows or not self._had_labels or not isinstance(labels, torch.Tensor) or labels.is_cuda:
+            return
+        num_unlearned = int((labels == IGNORED).all(1).sum())
+        if num_unlearned > _UNLEARNED_SHARE * len(labels):
+            _warn(
+                f"nothing is learned from {num_unlearned:,} of the {len(labels):,} sequences of a batch: prompts alone fill "
+                f"them. Raise seq_len={self._spec.seq_len:,}, or learn from the prompts, too, with loss='all'."
+            )
 
     def _check_runs(self, batch: Batch) -> None:
         """Otherwise a model would learn the padding of rows that were padded before they were stored."""

@@ -153,6 +153,14 @@ def test_padding_that_is_learned_is_told_of(row: list[int], share: str | None, n
     assert [text.partition(" of the tokens")[0] for text in said] == ([f"more than {share}"] if share else [])
 
 
+@pytest.mark.parametrize(("num_unlearned", "is_told"), [(2, False), (3, True), (8, False)])
+def test_packed_sequences_from_which_nothing_is_learned_are_told_of(num_unlearned: int, is_told: bool) -> None:
+    labels = torch.tensor([[IGNORED, IGNORED]] * num_unlearned + [[3, IGNORED]] * (8 - num_unlearned))
+    said = said_of([{"labels": LEARNED}, {"labels": labels}], packing="best_fit")
+    assert [text for text in said if "sequences of a batch" in text] == said * is_told
+    assert said_of([{"labels": LEARNED}, {"labels": labels}], packing="rows", loss="all") == said * (num_unlearned == 8)
+
+
 def test_an_evaluation_may_repeat_its_epoch() -> None:
     for spec, is_told in ((Spec(), True), (Spec(shuffle="none"), False), (Spec(split="validation"), False)):
         assert len(said_by(lambda spec=spec: warn_of_repetition(spec, 0))) == is_told  # type: ignore[misc]
