@@ -33,6 +33,8 @@ class DPOTrainer(RemoteTrainer):
         self._beta = beta
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        if "chosen_input_ids" not in inputs:
+            raise SystemExit("these are no preference pairs: rows need the columns chosen and rejected")
         with torch.no_grad():
             reference = margins(self._reference, inputs)
         rewards = self._beta * (margins(model, inputs) - reference)
@@ -72,13 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     data = RemoteDataset(
-        args.server,
-        args.dataset,
-        batch_size=training.train_batch_size,
-        seq_len=args.seq_len,
-        pad="longest",
-        columns=[f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "attention_mask", "labels")],
-        seed=7,
+        args.server, args.dataset, batch_size=training.train_batch_size, seq_len=args.seq_len, pad="longest", seed=7
     )
     torch.manual_seed(0)  # of a run that is resumed the reference is the same
     # Weights of 16 bits, as models are often stored, would round steps of this size to nothing.

@@ -68,7 +68,8 @@ class Advice:
         data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
         rows = source.some_lengths(spec, self._epoch)
         told = [*advice_on_lengths(spec, rows, batch.keys())]
-        if self._had_labels and any(name.endswith("labels") for name in batch):  # else it was told of before, or is the loop's
+        has_labels = any(name.endswith("labels") for name in batch)  # else the loop makes its own
+        if has_labels and self._had_labels:  # else it was told of that already
             told += advice_on_prompts(spec, rows, batch.keys())
         for text in told:
             _warn(f"{data}: {text}")

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from penstock.spec import Spec
 from penstock.wording import counted
 
-_CUT_SHARE = 0.1  # of tokens; who cuts fewer means to. For an encoder and a decoder of lines, which lose how they end, too
+_CUT_SHARE = 0.1  # of the tokens; who cuts fewer means to. For encoders and decoders of the lines: a model learns how they end
 _PADDING_SHARE = 0.9  # of what is trained on
 _UNLEARNED_SHARE = 0.1  # of rows
+_PAIRS = {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "labels")}
 
 
 class RowLength(NamedTuple):
@@ -20,8 +21,8 @@ class RowLength(NamedTuple):
     prompt_tokens: int
 
     @classmethod
-    def told(cls, source: Mapping[str, Any]) -> RowLength:
-        """That of a row in the answer of .../provenance. Raises KeyError, TypeError, ValueError: it is no such answer."""
+    def of_source(cls, source: Mapping[str, Any]) -> RowLength:
+        """That of a row as .../provenance tells it. Raises KeyError, TypeError, ValueError: it tells something else."""
         sides = (source["side_tokens"] or {"row": source["row_tokens"]}).values()
         return cls(tuple(map(int, sides)), int(source["prompt_tokens"]))
 
@@ -61,21 +62,18 @@ def advice_on_lengths(spec: Spec, rows: Sequence[RowLength], tensors: Collection
     for lines in _lines(spec, rows):
         if spec.pad == "seq_len" and rows and lines.padding > _PADDING_SHARE:
             yield _of_padding(spec, lines, tensors)
-        are_many = spec.task == "seq2seq" and lines.num_long > _CUT_SHARE * len(lines.lengths)
-        if are_many or lines.num_cut > _CUT_SHARE * sum(lines.lengths):
+        many_are_cut = spec.task == "seq2seq" and lines.num_long > _CUT_SHARE * len(lines.lengths)
+        if many_are_cut or lines.num_cut > _CUT_SHARE * sum(lines.lengths):
             yield _of_cuts(spec, lines, tensors)
 
 
 def _lines(spec: Spec, rows: Sequence[RowLength]) -> list[_Lines]:
     if not spec.cuts_rows:
         return []
-    lengths = [side for row in rows for side in row.sides]
     if spec.task == "causal":
-        are_pairs = len(lengths) > len(rows)
-        noun, plural = ("side of a pair", "sides of pairs") if are_pairs else ("row", "rows")
-        return [_Lines(noun, plural, "seq_len", spec.seq_len, lengths)]
-    prompts = [row.prompt_tokens for row in rows]
-    responses = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
+        noun, plural = ("side of a pair", "sides of pairs") if any(len(row.sides) > 1 for row in rows) else ("row", "rows")
+        return [_Lines(noun, plural, "seq_len", spec.seq_len, [side for row in rows for side in row.sides])]
+    prompts, responses = [row.prompt_tokens for row in rows], [sum(row.sides) - row.prompt_tokens for row in rows]
     return [
         _Lines("prompt", "prompts", "seq_len", spec.seq_len, prompts),
         _Lines("response", "responses", "target_len", spec.target_len or spec.seq_len, responses),
@@ -89,23 +87,24 @@ def _of_padding(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     or_packed = ", or put several into one sequence with packing='best_fit'" if may_pack else ""
     mean = sum(lines.lengths) / len(lines.lengths)
     return (
-        f"{min(lines.padding, 0.99):.0%} of the tokens of {of_batch} are padding: {lines.sample} have {mean:.0f} tokens on "
-        f"average, and each is padded to {lines.limit}={lines.longest:,}. Lower that, or pad only to the longest of a batch, "
+        f"{min(lines.padding, 0.99):.0%} of the tokens of {of_batch} are padding: the mean of {lines.sample} is {mean:.0f} "
+        f"tokens, and each is padded to {lines.limit}={lines.longest:,}. Lower that, or pad only to the longest of a batch, "
         f"with pad='longest'{or_packed}."
     )
 
 
 def _of_cuts(spec: Spec, lines: _Lines, tensors: Collection[str]) -> str:
     if spec.task == "seq2seq":
-        way_out = f"They lose the token that ends them, too. To keep all, raise {lines.limit}."
-    elif any(name.startswith("chosen_") for name in tensors):
+        way_out = f"Whatever ends them is cut off, too. To keep all, raise {lines.limit}."
+    elif are_pairs(tensors):
         way_out = "Preference pairs can be neither split nor packed: raise seq_len."
     else:
         way_out = "To keep them, use long_rows='split' (several sequences of a long row), packing='best_fit' or 'concat'."
+    share = lines.num_cut / sum(lines.lengths)
     return (
         f"{lines.num_long:,} of {lines.sample} {'is' if lines.num_long == 1 else 'are'} longer than "
-        f"{lines.limit}={lines.longest:,}, and {lines.num_cut / sum(lines.lengths):.0%} of the tokens of these "
-        f"{len(lines.lengths):,} are in no batch of any epoch. {way_out}"
+        f"{lines.limit}={lines.longest:,}, and {share:.{0 if share >= 0.01 else 1}%} of the tokens of all are in no batch of "
+        f"any epoch. {way_out}"
     )
 
 
@@ -120,8 +119,13 @@ def advice_on_prompts(spec: Spec, rows: Sequence[RowLength], tensors: Collection
         )
 
 
+def are_pairs(tensors: Collection[str]) -> bool:
+    """Whether batches with these tensors are of preference pairs."""
+    return bool(_PAIRS.intersection(tensors))
+
+
 def way_out_of_prompts(tensors: Collection[str]) -> str:
     """What to do about prompts that fill seq_len. Of a pair both sides are the same then, whatever has a label."""
-    if any(name.startswith("chosen_") for name in tensors):
+    if are_pairs(tensors):
         return "Raise it, or leave such rows out with a filter."
     return "Raise it, leave such rows out with a filter, or learn from the prompts, too, with loss='all'."

@@ -95,7 +95,7 @@ class Source:
         try:
             answer = ask_aside(self._servers[0] + target, _AT_ONCE_SECONDS).raise_for_status().json()
             rows = [row for sequence in answer["sequences"] for row in sequence["sources"]]
-            places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength.told(row) for row in rows}
+            places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength.of_source(row) for row in rows}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
         return list(places.values())

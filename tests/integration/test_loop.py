@@ -180,7 +180,7 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
             return [str(warning.message) for warning in told]
 
         [said] = warnings_of()
-        expected = "8 of 16 sampled rows are longer than seq_len=20, and 73% of the tokens of these 16 are in"
+        expected = "8 of 16 sampled rows are longer than seq_len=20, and 73% of the tokens of all are in"
         assert said.startswith(f"long: {expected}")
         assert warnings_of(batch_size=1)[0].startswith(f"long: {expected}")  # whatever a batch is
         assert warnings_of(split="train", batch_size=1)[0].startswith("long, split=train: ")  # it may not be the only dataset
@@ -192,7 +192,7 @@ def test_who_loses_most_of_long_documents_is_told_once_and_by_one_rank(serve: Ca
         ):
             assert warnings_of(**spec) == []
         [said] = warnings_of(seq_len=2000)
-        assert said.startswith("long: 97% of the tokens of a batch are padding: 16 sampled rows have 55 tokens on average")
+        assert said.startswith("long: 97% of the tokens of a batch are padding: the mean of 16 sampled rows is 55 tokens")
         assert warnings_of(seq_len=20_000)[0].startswith("long: 99% of ")  # never all
         assert warnings_of(seq_len=2000, pad="longest") == []
         data = RemoteDataset(long.url, "long", batch_size=8, seq_len=20, retry_seconds=0.1)

@@ -79,6 +79,11 @@ def said_of(
         ),
         ({"seq_len": 10, "task": "seq2seq"}, [(5, 11), *[(5, 9)] * 9], []),
         (
+            {"seq_len": 990, "task": "seq2seq", "pad": "longest"},
+            [*[(5, 1000)] * 2, *[(5, 900)] * 8],
+            ["docs: 2 of 10 sampled responses are longer than target_len=990, and 0.2% of the tokens of all"],
+        ),
+        (
             {"seq_len": 10},
             [RowLength((18, 2), 0), RowLength((10, 10), 0)],
             ["docs: 1 of 4 sampled sides of pairs is longer than"],
@@ -123,6 +128,13 @@ def test_who_has_pairs_is_not_told_to_learn_from_prompts_and_who_has_no_labels_i
         assert [("loss='all'" in text) for text in said] == [may_learn] * num_told
     [said_of_pair] = said_of([{"chosen_labels": NOT_LEARNED}] * 2)
     assert said_of_pair.endswith("seq_len=1024? Raise it, or leave such rows out with a filter.")
+
+
+def test_a_column_that_is_called_like_a_side_makes_no_pairs() -> None:
+    [said] = said_of([{"labels": LEARNED, "chosen_by": LEARNED}] * 2, [20] * 9, seq_len=10)
+    assert "packing='best_fit'" in said
+    [said] = said_of([{"rejected_labels": LEARNED}] * 2, [RowLength((20, 20), 0)] * 9, seq_len=10)
+    assert "Preference pairs can be neither split nor packed" in said
 
 
 def test_nothing_is_learned_where_no_side_has_a_label_in_one_of_the_first_batches() -> None:

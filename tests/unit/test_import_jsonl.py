@@ -201,7 +201,7 @@ BAD = {
     b'{"a": 1}\n\n{"a": oops}\n{"a": 2}\n': "line 3: invalid value",
     b'{"a": 1}\n{"a": 2': "line 2: missing a comma",
     b'{"a": 1}\n{"a": "x"}\n': "line 2: column 'a' is string here, and (number|int64) in .* before.*leave it out",
-    b'{"a": [{"b": "x"}]}\n{"a": [{"b": [1]}, {"b": "x"}]}\n': r"line 2: column 'a\[\]\.b' is .*with --text a, or leave",
+    b'{"a": [{"b": "x"}]}\n{"a": [{"b": [1]}, {"b": "x"}]}\n': r"line 2: column 'a\[\]\.b' is .*the column that it is in",
     b'{"a": [{"b": 1}]}\n{"a": [{"b": true}]}\n': "line 2: column 'a.*' is .*bool.* here, and .* before",
     b'{"a": 1}\n7\n': "line 2: it is not an object.*Each line must be one whole JSON object",
     b'{"a": 1}\n null\n': "line 2: it is not an object",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -51,6 +52,13 @@ def test_what_comes_before_the_first_learned_token_is_the_prompt(rows: list[Row]
     before = [[learned for _, learned in of_row].index(True) if any(m for _, m in of_row) else len(of_row) for of_row in tokens]
     found = block_of(rows, has_turns=has_turns).prompt_lengths(np.array(asked, np.int64))
     assert found.tolist() == before
+
+
+def test_of_a_pair_whose_sides_begin_differently_the_shorter_prompt_is_told() -> None:
+    chosen, rejected = (block_of([row], has_turns=True) for row in ([[1, 2, 3], [4]], [[1], [2, 3, 4]]))
+    features = {"chosen": chosen.features["tokens"], "rejected": rejected.features["tokens"]}
+    assert replace(chosen, features=features).prompt_lengths(np.array([0])).tolist() == [1]
+    assert replace(chosen, features=features).side_lengths(0) == {"chosen": 4, "rejected": 4}
 
 
 @given(rows_of_a_block, st.booleans(), st.data())

@@ -65,7 +65,7 @@ def _foot(
     spec = Spec.from_query(query.items())
     can_be_packed = _can_be_packed(batch)
     for limit, own in _by_limit(lines).items():
-        if padding_of(own) >= MUCH_PADDING and spec.packing == "rows" and "pad" not in query:
+        if padding_of(own) >= MUCH_PADDING and spec.packing == "rows" and spec.pad == "seq_len":
             packings = ", or --packing best_fit or concat" if can_be_packed else ""
             option = f"--{limit.replace('_', '-')}"
             yield from terminal.paragraph(f"for less padding use a smaller {option}, or --pad longest{packings}", YELLOW)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 
 class StatusLine:
     """What a person who waits sees meanwhile; as a context it is gone afterwards."""
 
     def __init__(self) -> None:
-        self._is_drawn = False
+        self._drawn_on: TextIO | None = None
 
     def __enter__(self) -> StatusLine:
         return self
@@ -20,19 +22,22 @@ class StatusLine:
 
     @property
     def is_seen(self) -> bool:
-        """Whether anybody sees it."""
-        return sys.stderr.isatty()
+        """Whether anybody sees it. A process may have no stderr, or a closed one."""
+        stream = sys.stderr
+        return stream is not None and not stream.closed and stream.isatty()
 
     def draw(self, text: str) -> None:
         """Draws the line, or draws it anew."""
         if self.is_seen:
-            sys.stderr.write(f"\r{text[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-            sys.stderr.flush()
-            self._is_drawn = True
+            stream = self._drawn_on = sys.stderr
+            with suppress(OSError, ValueError):  # it has no width, or no number: what is too long wraps
+                text = text[: max(0, os.get_terminal_size(stream.fileno()).columns - 1) or None]
+            stream.write(f"\r{text}\x1b[K")
+            stream.flush()
 
     def clear(self) -> None:
         """Clears the line, if it is drawn."""
-        if self._is_drawn:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-            self._is_drawn = False
+        if stream := self._drawn_on:
+            stream.write("\r\x1b[K")
+            stream.flush()
+            self._drawn_on = None

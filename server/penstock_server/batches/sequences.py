@@ -52,7 +52,7 @@ class Origin:
     side_tokens: dict[str, int] | None
     """how many a preference pair has on each side: chosen and rejected"""
     prompt_tokens: int
-    """how many of them come before the first response; of a text none"""
+    """how many of them come before the first response, of a preference pair on the side that has fewer; of a text none"""
     dataset_row: int
     """its number, counted over all shards in their order"""
 

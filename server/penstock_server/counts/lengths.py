@@ -45,9 +45,12 @@ _SMALL_BYTES, _COPIED_BYTES = 1 << 16, 1 << 28
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _ShardLengths:
-    """The words of one shard's rows and the tokens of their prompts, if they have any, else as many as there are prompts: none.
+    """What is counted of one shard.
 
-    `starts` is where the rows of each of its blocks start, `block_bytes` what each block takes in the cache.
+    starts       where the rows of each of its blocks start
+    block_bytes  what each block takes in the cache
+    words        of its rows
+    prompts      the tokens of each row's prompt; none where rows have no prompts
     """
 
     starts: IntArray

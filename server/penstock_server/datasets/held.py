@@ -158,7 +158,7 @@ class Held:
             former[self.latest.snapshot.fingerprint] = self.latest
         key = recipe_key(recipe) if recipe else ""
         reasons = {
-            fingerprint: _reason(record, shards, record.recipe == key or fingerprint in former)
+            fingerprint: _reason(record, shards, recipe is None or record.recipe == key or fingerprint in former)
             for fingerprint, record in records.items()
         }
         return Held(

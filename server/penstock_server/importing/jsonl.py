@@ -25,7 +25,7 @@ T = TypeVar("T")
 _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
 _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
-_MEND_COLUMN = "Mend it, or keep all of the column as it is written, as text, with --text, or leave it out with --columns"
+_MEND_COLUMN = "Mend it, or keep all of the column{} as it is written, as text, with --text, or leave it out with --columns"
 _TWICE = " was specified twice"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?')  # or one that is never closed: else each quote in that would be tried anew
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{[]}"))
@@ -189,7 +189,7 @@ def _reason(error: ValueError) -> str:
     elif isinstance(error, _TooDeep):
         advice = "Write them as text, or remove the line"
     elif isinstance(error, ColumnsDiffer):
-        advice = _MEND_COLUMN
+        advice = _MEND_COLUMN.format("")
     elif found := _PARSE_ERROR.search(what):
         what, advice = _told_by_pyarrow(found[1], advice)
     return f"{what}. Nothing was written. {advice}."
@@ -203,9 +203,9 @@ def _told_by_pyarrow(told: str, usual: str) -> tuple[str, str]:
     path, before, here = column.groups()
     name, rest = path.replace("/[]", "[]").replace("/", "."), told[column.end() :]
     if here:
-        top = path.partition("/")[0]
-        advice = _MEND_COLUMN.replace("--text", f"--text {top}") if top != name else _MEND_COLUMN
-        return f"column {name!r} is {here} here, and {before} in what was read before", advice
+        is_inside = "[]" in name or "." in name
+        of = " that it is in" if is_inside else ""
+        return f"column {name!r} is {here} here, and {before} in what was read before", _MEND_COLUMN.format(of)
     if rest == _TWICE:
         return f"column {name!r} is given twice", "Remove one of the two"
     return f"column {name!r}{rest}", usual

@@ -101,8 +101,8 @@ class Block:
         return reduce(np.maximum, (feature.tokens.lengths for feature in self.features.values()))
 
     def prompt_lengths(self, rows: IntArray) -> IntArray:
-        """Tokens of these rows before their first response, which the sides of a pair have in common; shape of `rows`."""
-        return next(iter(self.features.values())).prompt_lengths(rows)
+        """Tokens of these rows before their first response, of a pair on the side that has fewer; shape of `rows`."""
+        return reduce(np.minimum, (feature.prompt_lengths(rows) for feature in self.features.values()))
 
     def side_lengths(self, row: int) -> dict[str, int] | None:
         """Tokens of each side of a preference pair; None of another row."""

@@ -21,7 +21,7 @@ from penstock_server.datasets import history as history_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.inflight import InFlight
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetRefused, SnapshotGone
 from penstock_server.snapshots.notes import drop_old_notes, write_note
 from penstock_server.snapshots.reading import Reading, read_folder
 from penstock_server.storage.cache import CacheFolder
@@ -178,6 +178,17 @@ def test_a_damaged_record_is_no_record(folder: Path, open_all: Callable[[], Cata
     [older] = [p for p in (tmp_path / "cache" / "notes").glob("*/*.snapshot") if p.stem != latest]
     older.write_bytes(older.read_bytes()[:-1])
     assert [record.fingerprint for record in open_all()["d"].held.snapshots] == [latest]
+
+
+def test_of_a_folder_that_was_removed_after_a_restart_the_shard_is_named(folder: Path, open_all: Callable[[], Catalog]) -> None:
+    catalog = open_all()
+    older = catalog["d"].latest.snapshot.fingerprint
+    write_shard(folder, 1, 0)
+    catalog.refresh("d")
+    dataset = open_all()["d"]
+    dataset.remove("d was removed")
+    with pytest.raises(SnapshotGone, match="part-9.parquet was removed since it was made"):
+        dataset.served(older)
 
 
 def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(
