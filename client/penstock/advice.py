@@ -19,7 +19,7 @@ from penstock.wording import counted
 _MOST_CHECKED = 64  # batches of an iteration, for whether anything is learned from them
 _RUN, _RUNS_SHARE = 8, 0.2  # what goes on beyond so many equal tokens is seldom text, and never such a share of it
 _SEQUENCES_CHECKED = 16  # of a batch, for such runs
-_UNLEARNED_SHARE = 0.25  # of a batch's sequences, which may be few
+_UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # of a batch's sequences: so few may be chance
 
 
 class Advice:
@@ -80,7 +80,7 @@ class Advice:
         if self._spec.cuts_rows or not self._had_labels or not isinstance(labels, torch.Tensor) or labels.is_cuda:
             return
         num_unlearned = int((labels == IGNORED).all(1).sum())
-        if num_unlearned > _UNLEARNED_SHARE * len(labels):
+        if num_unlearned > max(_FEW_UNLEARNED, _UNLEARNED_SHARE * len(labels)):
             _warn(
                 f"nothing is learned from {num_unlearned:,} of the {len(labels):,} sequences of a batch: prompts alone fill "
                 f"them. Raise seq_len={self._spec.seq_len:,}, or learn from the prompts, too, with loss='all'."
