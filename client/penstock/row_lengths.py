@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from penstock.spec import Spec
 from penstock.wording import counted
 
-_CUT_SHARE = 0.1  # of the tokens; who cuts fewer means to. For encoders and decoders of the lines: a model learns how they end
+_CUT_SHARE = 0.1  # of the tokens; who cuts fewer means to. In seq2seq of the lines, too: a model learns how they end
 _PADDING_SHARE = 0.9  # of what is trained on
 _UNLEARNED_SHARE = 0.1  # of rows
 _PAIRS = {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "labels")}

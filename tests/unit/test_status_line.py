@@ -31,7 +31,7 @@ def test_it_is_cut_to_the_terminal_and_cleared_where_it_was_drawn(monkeypatch: p
 def test_a_process_without_a_stderr_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
-    for stream in (None, closed, io.StringIO()):
+    for stream in (None, closed, io.StringIO(), object()):
         monkeypatch.setattr(sys, "stderr", stream)
         with StatusLine() as status:
             assert not status.is_seen

@@ -22,9 +22,11 @@ class StatusLine:
 
     @property
     def is_seen(self) -> bool:
-        """Whether anybody sees it. A process may have no stderr, or a closed one."""
-        stream = sys.stderr
-        return stream is not None and not stream.closed and stream.isatty()
+        """Whether anybody sees it."""
+        try:
+            return sys.stderr.isatty()
+        except (AttributeError, ValueError):  # there is none, or a closed one, or something else in its place
+            return False
 
     def draw(self, text: str) -> None:
         """Draws the line, or draws it anew."""
@@ -38,6 +40,7 @@ class StatusLine:
     def clear(self) -> None:
         """Clears the line, if it is drawn."""
         if stream := self._drawn_on:
-            stream.write("\r\x1b[K")
-            stream.flush()
             self._drawn_on = None
+            with suppress(ValueError):  # it was closed since
+                stream.write("\r\x1b[K")
+                stream.flush()
