@@ -158,7 +158,7 @@ class Held:
             former[self.latest.snapshot.fingerprint] = self.latest
         key = recipe_key(recipe) if recipe else ""
         reasons = {
-            fingerprint: _reason(record, shards, recipe is None or record.recipe == key or fingerprint in former)
+            fingerprint: _reason(record, shards, record.recipe == key or fingerprint in former)
             for fingerprint, record in records.items()
         }
         return Held(
@@ -174,13 +174,11 @@ class Held:
 
 
 def _reason(record: Record, shards: Mapping[str, Shard], has_recipe: bool) -> str | None:
-    """Why a snapshot can no longer be served: the recipe, or else the first of its shards that changed."""
-    if not has_recipe:  # first: the digests of shards are by the server's version, too
-        return _OTHER_RECIPE
+    """Why a snapshot can no longer be served: the first of its shards that changed, or else the recipe."""
     for name, size_bytes, digest in record.shards:
         shard = shards.get(name)
         if shard is None:
             return f"{name} was removed"
         if (shard.date.size_bytes, shard.digest) != (size_bytes, digest):
             return f"{name} was rewritten"
-    return None
+    return None if has_recipe else _OTHER_RECIPE
