@@ -20,9 +20,9 @@ settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts servers that are killed when the tests end."""
+    """Starts servers that are killed when the tests of a module end: dozens that idle take some of a core from the others."""
     with ExitStack() as stack:
 
         def start(data_dir: Path, *flags: str, cache_dir: Path | None = None) -> Server:

@@ -47,8 +47,10 @@ def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
         title="Penstock", version=__version__, description=_DESCRIPTION, openapi_tags=tags, docs_url=None, redoc_url=None
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
-    app.include_router(make_batch_router(catalog, in_flight))  # first, since routes are tried in their order
-    app.include_router(make_dataset_router(catalog))
+    # Batches first, since routes are tried in their order. As they are: include_router makes each route once more, which a
+    # server's first request would wait for.
+    app.router.routes.extend(make_batch_router(catalog, in_flight).routes)
+    app.router.routes.extend(make_dataset_router(catalog).routes)
     _add_probes(app, catalog)
     _add_documentation(app)
     _add_error_handlers(app)

@@ -13,7 +13,7 @@ from train_gpt import TinyGPT
 NUM_ROWS = 320  # twenty steps of sixteen
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def url(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A server of the dataset "numbers": 320 rows, whose first tokens are their numbers."""
     data = tmp_path_factory.mktemp("data")
