@@ -1,3 +1,4 @@
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,6 +19,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+
+
+def pytest_collection_finish() -> None:
+    """As in frozen: loader workers are forks of this process, and frameworks leave much behind."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ from penstock.cli import main
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
+        "anyio._backends._asyncio",
+        "h11",
         "penstock.cli",
         "penstock.commands.bench",
         "penstock.dataset",
@@ -30,10 +32,15 @@ _CONTEXT.set_forkserver_preload(
         "penstock_server.datasets.prepare",
         "penstock_server.datasets.watch",
         "penstock_server.importing.run",
+        "penstock_server.opening",
         "penstock_server.sample",
+        "penstock_server.serving.serve",
+        "pydantic.dataclasses",
         "pydantic.v1",  # FastAPI imports it for its first route
+        "uvicorn.lifespan.off",
         "uvicorn.loops.uvloop",
         "uvicorn.protocols.http.httptools_impl",
+        "frozen",
     ]
 )
 

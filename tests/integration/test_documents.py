@@ -28,6 +28,7 @@ from penstock_server.recipes.column_types import is_messages
 from penstock_server.recipes.recipe_file import read_recipe
 from penstock_server.recipes.transform import load_transform
 from serving import Server
+from trainers import Trainers
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -168,8 +169,10 @@ def test_every_curl_line_answers(server: Server) -> None:
 
 
 def test_every_python_snippet_runs_and_what_one_notes_is_proven(server: Server, tmp_path: Path) -> None:
-    for snippet in blocks("python"):
-        subprocess.run([sys.executable, "-W", "error", "-c", here(snippet, server)], cwd=tmp_path, check=True)
+    with Trainers(tmp_path) as trainers:
+        for snippet in blocks("python"):
+            status, _, errors = trainers.run(f"import os\nos.chdir({str(tmp_path)!r})\n{here(snippet, server)}").end()
+            assert status == 0, f"{snippet}\n{errors}"
     audited = subprocess.run(
         [sys.executable, "-m", "penstock.cli", *AUDIT.split()[1:]], cwd=tmp_path, check=True, capture_output=True, text=True
     )
