@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.feeding.pinned import allocate_pinned, tensor_over
 from penstock.network.buffers import LARGEST_BUFFER
-from penstock.wire.layout import TensorLayout, strided
-
-DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64"]
-
+from penstock.wire.layout import DTYPES, TensorLayout, strided
 
 @given(
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([*DTYPES]),
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     begin=st.integers(0, 70),
     gap=st.integers(0, 20),

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import WireError
+from penstock.errors import VersionMismatch, WireError
+from penstock.wording import cut
 
 ALIGNMENT = 64
 TEXTS = ("utf8", "binary")
 MOST_SEQUENCES = 1 << 17  # more than a batch has, and more bytes in a header than any fewer
 MISFIT = "the header of a frame does not fit its payload"
 _MOST_DIMENSIONS = 32
-_DTYPES = {
+DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
 }
@@ -40,7 +41,7 @@ class TensorLayout:
         if self.dtype in TEXTS:
             count, nbytes = self.shape
             return 8 * (count + 1) + nbytes
-        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def strided(
 
     Texts are bytes as they lie there, shape [count, nbytes]. It has no hold on memory that is no array.
     """
-    shape, dtype = tensor.shape, _DTYPES.get(tensor.dtype)
+    shape, dtype = tensor.shape, DTYPES.get(tensor.dtype)
     if dtype is None:  # texts lie there as bytes
         shape, dtype = (tensor.nbytes,), np.dtype(np.uint8)
     if count == 1:
@@ -108,7 +109,17 @@ def unpack_texts(tensor: TensorLayout, content: npt.NDArray[np.uint8]) -> list[s
 
 @lru_cache(maxsize=256)  # the frames of a run mostly have one
 def layout_of(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], nbytes: int) -> Layout:
-    """The layout that a header tells of. Raises WireError: it does not fit; and what things raise that are no such tuples."""
+    """The layout that a header tells of, which was not damaged on the way.
+
+    Raises WireError: it does not fit. Raises VersionMismatch: a tensor is of a type that is unknown here. Raises what things
+    raise that are no such tuples.
+    """
+    for name, dtype, *_ in tensors:
+        if isinstance(dtype, str) and dtype not in {*DTYPES, *TEXTS}:
+            told = cut(f"{name} is {dtype}")
+            raise VersionMismatch(
+                f"the server sends what this client does not know ({told}): install the same penstock on both"
+            )
     layout = Layout(tuple(TensorLayout(name=n, dtype=d, shape=tuple(s), offset=o) for n, d, s, o in tensors), nbytes)
     if not all(_fits(tensor, nbytes) for tensor in layout.tensors):
         raise WireError(MISFIT)

@@ -140,7 +140,8 @@ def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons
         return {"tokens": with_turns([prompts, tokenized(rows, "response", recipe, reasons, closes=True)])}
     if recipe.kind == "messages":
         asked = messages(rows, "messages", recipe, reasons)
-        return {"tokens": chats(asked, None, tools(rows, recipe, reasons), recipe, "messages", reasons)}
+        [(_, source)] = recipe.fields
+        return {"tokens": chats(asked, None, tools(rows, recipe, reasons), recipe, source.text, reasons)}
     return {side: preference(rows, side, recipe, reasons) for side in recipe.features}
 
 

@@ -25,7 +25,7 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
     fields = dict(recipe.fields)
     if recipe.chat:
         answers, prompts = _parted({role: messages(rows, role, recipe, reasons) for role in fields}, side)
-        return chats(answers, prompts, tools(rows, recipe, reasons), recipe, side, reasons)
+        return chats(answers, prompts, tools(rows, recipe, reasons), recipe, fields[side].text, reasons)
     texts = tokenized(rows, side, recipe, reasons, opens="prompt" not in fields, closes=True)
     if "prompt" not in fields:
         return with_turns([every([], rows.num_rows), texts])
@@ -34,15 +34,16 @@ def preference(rows: pa.RecordBatch, side: str, recipe: Recipe, reasons: Reasons
 
 def messages(rows: pa.RecordBatch, role: str, recipe: Recipe, reasons: Reasons) -> list[_Chat]:
     """The chats of a field, None for a bad one."""
+    source = dict(recipe.fields)[role]
     found: list[_Chat] = []
-    for row, value in enumerate(_nested(dict(recipe.fields)[role].array(rows), role, reasons)):
+    for row, value in enumerate(_nested(source.array(rows), source.text, reasons)):
         try:
             chat = _from_json(value)
         except (ValueError, RecursionError) as error:
-            reasons.add(row, f"{role} is no list of messages as JSON: {error}")
+            reasons.add(row, f"{source.text} is no list of messages as JSON: {error}")
             chat = None
         if chat is None:
-            reasons.add(row, f"{role} is null")
+            reasons.add(row, f"{source.text} is null")
         found.append(chat)
     return found
 

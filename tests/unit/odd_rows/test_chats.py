@@ -56,6 +56,21 @@ def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> Non
     assert block.bad == {1: "chosen is not valid UTF-8", 2: "prompt is null"}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "columns"),
+    [('messages = "talk"', ["talk"]), ('chosen = "talk"\nrejected = "poor"', ["talk", "poor"])],
+)
+def test_a_bad_chat_is_told_by_the_name_of_its_column(data: Path, recipe: str, columns: list[str]) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
+    write(data, recipe, {column: [ASKED, None, ASKED[:1]] for column in columns})
+    blocks = open_blocks(data)
+    [block] = blocks.get([0])
+    assert block.bad[1] == "talk is null"
+    assert block.bad[2].startswith("talk has a chat in which the assistant says nothing")
+    told = [str(blocks.quarantine.bad_row(block, 0, row)) for row in (1, 2)]
+    assert ["such rows can be left out by filter = \"" in message for message in told] == [True, False]
+
+
 @pytest.mark.parametrize("written", [as_text, as_texts, lambda tools: tools])
 @pytest.mark.parametrize("column", ["tools", "functions"])
 def test_tools_are_given_to_the_template_however_they_are_stored(

@@ -69,6 +69,10 @@ def test_a_recipe_names_columns_tokenizer_and_tokens(data: Path, tokenizer: Path
             'text = "<|endoftext|>{text}"\nsplit_special_tokens = true',
             r"would split <\|endoftext\|> in the template of text, too\. Remove it, and take spellings",
         ),
+        (
+            "prompt = '<|endoftext|>{text}'\nresponse = '{text}<|endoftext|>'\nsplit_special_tokens = true",
+            r"would split <\|endoftext\|> in the template of prompt and <\|endoftext\|> in the template of response, too\.",
+        ),
         ("vocab_size = 0", "vocab_size must be a whole number from 1"),
         ('on_bad_row = "ignore"', 'on_bad_row must be "fail" or "substitute"'),
         ("max_bad_share = 0.1", "max_bad_share limits what is substituted, but nothing is"),
