@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from penstock.wire import Alike, Frame
 
 IGNORED = -100  # the label of what is not learned: torch's cross entropy leaves it out
 SIDES = ("", "chosen_", "rejected_")  # how tensors' names begin: those of sequences, and of the two of a preference pair
-PARTS = ("input_ids", "lengths", "prompt_lengths", "loss_mask", "labels", "label_lengths")  # what may travel of a side
-# What a column must not be called: what travels, and what is made of it.
+
+
+class Parts(NamedTuple):
+    """The tensors that may travel of one side: the name of each, with the side's before it; "" for one that does not travel."""
+
+    input_ids: str
+    lengths: str
+    prompt_lengths: str
+    loss_mask: str
+    labels: str
+    label_lengths: str
+
+
+# No column may be called as a tensor is that travels, or that is made of one.
 TENSOR_NAMES = {
-    *(side + name for side in SIDES for name in (*PARTS, "attention_mask", "position_ids")),
+    *(side + name for side in SIDES for name in (*Parts._fields, "attention_mask", "position_ids")),
     *("document_starts", "cu_seqlens"),
 }
 

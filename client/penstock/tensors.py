@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.batch import IGNORED, PARTS, SIDES
+from penstock.batch import IGNORED, SIDES, Parts
 from penstock.errors import SpecError
 from penstock.wire import Frame
 
@@ -19,7 +19,6 @@ Batch = dict[str, Any]  # tensors, and lists of texts or bytes
 T = TypeVar("T")
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
-_LENGTHS, _TARGETS = PARTS.index("lengths"), PARTS.index("labels")
 # Torch has no arithmetic on these; nor on uint64, but no type with arithmetic holds all of that.
 _WIDENED = {"uint16": np.int32, "uint32": np.int64}
 
@@ -55,7 +54,7 @@ def expand(frame: Frame, *, pin_memory: bool, columns: Container[str] = ALL) -> 
     for side in kind.sides:
         ids, mask, labels = side.names
         if ids in columns:
-            made[ids] = _copied(arrays[side.parts[0]], np.int64, pin_memory)
+            made[ids] = _copied(arrays[side.parts.input_ids], np.int64, pin_memory)
         if mask not in columns and labels not in columns:
             continue
         lines = Lines(side, arrays, _numbers_of)
@@ -95,13 +94,10 @@ def names_of(travelling: Collection[str]) -> list[str]:
 
 
 class _Side(NamedTuple):
-    """What belongs to the sequences of one side: the names of its tensors, and those of the arrays that they are made of.
-
-    `names` are of ids, mask and labels. The parts are in the order of PARTS; what does not travel is "".
-    """
+    """The sequences of one side: what their ids, mask and labels are called, and what they are made of."""
 
     names: tuple[str, str, str]
-    parts: tuple[str, ...]
+    parts: Parts
 
 
 class Lines(Generic[Array]):
@@ -114,23 +110,25 @@ class Lines(Generic[Array]):
         self._parts = side.parts
         self._arrays: Mapping[str, Array] = arrays
         self._numbers_of: Callable[[Array], Array] = numbers_of
-        self.ids: Array = arrays[side.parts[0]]
+        self.ids: Array = arrays[side.parts.input_ids]
 
     @property
     def targets(self) -> Array:
         """What is learned from."""
-        return self._arrays.get(self._parts[_TARGETS], self.ids)
+        return self._arrays.get(self._parts.labels, self.ids)
 
     @cached_property
     def attended(self) -> Array | None:
         """Which of the ids are no padding, bool; None for all of them."""
-        lengths = self._arrays.get(self._parts[_LENGTHS])
+        lengths = self._arrays.get(self._parts.lengths)
         return None if lengths is None else self._numbers_of(self.ids) < lengths[:, None]
 
     @cached_property
     def learned(self) -> Array | None:
         """Which of the targets have a label, bool; None for all of them."""
-        _, _, prompt_lengths, loss_mask, targets, target_lengths = map(self._arrays.get, self._parts)
+        parts, travelled = self._parts, self._arrays.get
+        targets, target_lengths = travelled(parts.labels), travelled(parts.label_lengths)
+        loss_mask, prompt_lengths = travelled(parts.loss_mask), travelled(parts.prompt_lengths)
         if targets is not None and target_lengths is not None:
             return self._numbers_of(targets) < target_lengths[:, None]
         if loss_mask is not None:
@@ -155,7 +153,7 @@ def kind_of(travelling: tuple[str, ...]) -> Kind:
     sides = tuple(
         _Side(
             (f"{side}input_ids", f"{side}attention_mask", f"{side}labels"),
-            tuple(side + name if side + name in travelling else "" for name in PARTS),
+            Parts(*(side + name if side + name in travelling else "" for name in Parts._fields)),
         )
         for side in SIDES
         if f"{side}input_ids" in travelling
@@ -171,8 +169,8 @@ def travelled(frame: Frame, kind: Kind) -> dict[str, npt.NDArray[Any]]:
     """
     arrays = frame.tensors
     for side in kind.sides:
-        lengths = side.parts[_LENGTHS]
-        if lengths and frame.total(lengths) == arrays[side.parts[0]].size:
+        lengths = side.parts.lengths
+        if lengths and frame.total(lengths) == arrays[side.parts.input_ids].size:
             del arrays[lengths]
     if "document_starts" in arrays:
         starts = _unpacked(arrays.pop("document_starts"), arrays["input_ids"].shape[1])

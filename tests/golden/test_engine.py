@@ -15,9 +15,9 @@ from penstock_server.geometry.best_fit import pack
 from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.mixture import Mixture
 from penstock_server.geometry.order import EpochOrder
-from penstock_server.recipes.encode import Place, split_hashes
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.split_hashes import Place, split_hashes
 from penstock_server.snapshots.shard import _file_digest
 from planned import open_snapshot
 from synthetic import synthetic_plan

@@ -16,11 +16,11 @@ from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers, proce
 from corpora import EOS, write_tokenizer
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
-from penstock_server.recipes.encode import Place
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.fitting import Kind
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Reasons
+from penstock_server.recipes.split_hashes import Place, is_validation
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 
 ROLES: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "text": ("text",), "prompt_response": ("prompt", "response")}
@@ -51,7 +51,7 @@ def test_text_is_what_tokenizers_gives_and_an_eos(tokenizer: TokenizerFile) -> N
 
 def test_a_split_has_its_share_of_all_hashes_from_none_to_every_one() -> None:
     hashes = np.array([0, 1 << 31, (1 << 32) - 1], np.uint32)
-    shares = {share: encode_module.is_validation(hashes, share).tolist() for share in (0.0, 0.5, 1.0)}
+    shares = {share: is_validation(hashes, share).tolist() for share in (0.0, 0.5, 1.0)}
     assert shares == {0.0: [False, False, False], 0.5: [True, False, False], 1.0: [True, True, True]}
 
 

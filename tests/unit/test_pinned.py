@@ -14,6 +14,7 @@ from penstock.feeding.pinned import allocate_pinned, tensor_over
 from penstock.network.buffers import LARGEST_BUFFER
 from penstock.wire.layout import DTYPES, TensorLayout, strided
 
+
 @given(
     dtype=st.sampled_from([*DTYPES]),
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from corpora import write_tokenizer
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.encode import Place, encode
+from penstock_server.recipes.encode import encode
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.mask_columns import way_without
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.split_hashes import Place
 from planned import open_snapshot
 
 Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it is learned, and whether it is no padding

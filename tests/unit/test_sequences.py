@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.wire import Address, Heads, Layout
-from penstock_server.batches.batch import _add, _write
+from penstock_server.batches.batch import _add_ones, _add_tokens, _write
 from penstock_server.batches.body import Place, Places, of_one_width
 from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.sequences import LoadedBlock, Sequences
@@ -169,9 +169,12 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
             begin = 2 * first * layout.nbytes + layout.tensors[1].offset
             parts.append(Place(begin, (1 + (number == 1)) * layout.nbytes, last - first, layout.tensors[1]))
         places, nbytes = Places(parts), num_batches * 2 * layout.nbytes
-        if tensor.kind in ("tokens", "mask"):
+        if tensor.has_lines:
             pieces = Pieces()
-            _add(tensor, places, sequences, PAD, pieces)
+            if tensor.kind == "mask":
+                _add_ones(tensor, places, sequences, pieces)
+            else:
+                _add_tokens(tensor, places, sequences, PAD, pieces)
             body = pieces.join(nbytes)
         else:
             body = memoryview(bytearray(nbytes))

@@ -34,12 +34,14 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
     placed = [(tensor, Places([some.place(number) for some in alike])) for number, tensor in enumerate(plan.tensors)]
     pieces = Pieces()
     for tensor, places in placed:
-        if tensor.kind in ("tokens", "mask"):
-            _add(tensor, places, sequences, plan.pad_id, pieces)
+        if tensor.kind == "tokens":
+            _add_tokens(tensor, places, sequences, plan.pad_id, pieces)
+        elif tensor.kind == "mask":
+            _add_ones(tensor, places, sequences, pieces)
     with _waits.copying(pieces.spans()):
         body = pieces.join(alike[-1].stop)
     for tensor, places in placed:
-        if tensor.kind not in ("tokens", "mask"):
+        if not tensor.has_lines:
             _write(tensor, places, body, sequences, texts)
     num_substituted = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for some in alike:
@@ -79,7 +81,7 @@ def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> l
     num_batches = sequences.count // plan.spec.batch_size
     if tensor.is_ragged:
         widths = np.array([len(text) for text in texts[tensor.name]]).reshape(num_batches, -1).sum(axis=1)
-    elif tensor.kind not in ("tokens", "mask") or plan.has_fixed_widths:
+    elif not tensor.has_lines or plan.has_fixed_widths:
         widths = np.full(num_batches, tensor.longest)
     else:
         longest = sequences.lengths(tensor).reshape(num_batches, -1).max(axis=1)
@@ -89,13 +91,17 @@ def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> l
     return of_batches
 
 
-def _add(tensor: Tensor, places: Places, sequences: Sequences, pad_id: int, pieces: Pieces) -> None:
-    """Adds the lines of a tensor of tokens, of every batch, and their padding; of a mask the ones."""
+def _add_ones(tensor: Tensor, places: Places, sequences: Sequences, pieces: Pieces) -> None:
+    """Adds the ones of a mask, of every batch: where a token is learned."""
+    runs = sequences.runs(tensor)
+    begins = places.begins(runs.lines, runs.offsets)
+    pieces.fill(1, np.dtype(tensor.dtype), begins[runs.learned], runs.lengths[runs.learned])
+
+
+def _add_tokens(tensor: Tensor, places: Places, sequences: Sequences, pad_id: int, pieces: Pieces) -> None:
+    """Adds the lines of a tensor of tokens, of every batch, and their padding."""
     runs, dtype = sequences.runs(tensor), np.dtype(tensor.dtype)
     begins = places.begins(runs.lines, runs.offsets)
-    if tensor.kind == "mask":
-        pieces.fill(1, dtype, begins[runs.learned], runs.lengths[runs.learned])
-        return
     pieces.copy(sequences.tokens(tensor.feature), dtype, begins, runs.blocks, runs.starts, runs.lengths)
     lengths = sequences.lengths(tensor)
     missing = places.widths() - lengths
@@ -105,7 +111,7 @@ def _add(tensor: Tensor, places: Places, sequences: Sequences, pad_id: int, piec
 
 
 def _write(tensor: Tensor, places: Places, body: memoryview, sequences: Sequences, texts: Texts) -> None:
-    """Writes a tensor that is not of tokens, of every batch."""
+    """Writes a tensor without lines, of every batch."""
     if tensor.is_ragged:
         rest = iter(texts[tensor.name])
         size = sequences.count // places.num_frames

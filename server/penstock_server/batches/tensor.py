@@ -29,7 +29,7 @@ class Tensor:
     member   which dataset of the mixture each sequence is of, shape [batch_size]
     column   a column that travels, shape [batch_size, *item]; texts and bytes see penstock.wire
 
-    `turn` takes of the tokens only those that are no response, or only those that are; None takes all.
+    `turn` takes only the tokens of the prompt, or only those of the response; None takes all.
     """
 
     name: str
@@ -41,13 +41,18 @@ class Tensor:
     item: tuple[int, ...] = ()
 
     @property
+    def has_lines(self) -> bool:
+        """Whether it has a value a token, in lines that may be padded."""
+        return self.kind in ("tokens", "mask")
+
+    @property
     def is_ragged(self) -> bool:
         """Whether its size in bytes differs from batch to batch, whatever the padding."""
         return self.dtype in ("utf8", "binary")
 
     def shape(self, batch_size: int, width: Width) -> tuple[int | Width, ...]:
-        """The shape, where the lines of a tensor of tokens are `width` long, or texts that many bytes in all; None varies."""
-        if self.kind in ("tokens", "mask"):
+        """The shape, where its lines are `width` long, or its texts that many bytes in all; None varies."""
+        if self.has_lines:
             return (batch_size, width)
         if self.kind == "starts":
             return (batch_size, -(-self.longest // 8))

@@ -24,7 +24,7 @@ from penstock_server.counts.turn import turn
 from penstock_server.geometry.arrays import IntArray, find_one, starts_of
 from penstock_server.geometry.packing import SplitRows
 from penstock_server.machine import num_cores
-from penstock_server.recipes.encode import is_validation
+from penstock_server.recipes.split_hashes import is_validation
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block

@@ -149,12 +149,10 @@ class _Reader:
             reason = "would split the special tokens that the chat template writes, too"
         else:
             assert tokenizer
-            spelled = {
-                role: [token for text, _ in source.parts for token in tokenizer.spelled(text)] for role, source in fields
-            }
-            told = [
-                f"{', '.join(dict.fromkeys(tokens))} in the template of {role}" for role, tokens in spelled.items() if tokens
-            ]
+            told = []
+            for role, source in fields:
+                if spelled := [token for text, _ in source.parts for token in tokenizer.spelled(text)]:
+                    told.append(f"{', '.join(dict.fromkeys(spelled))} in the template of {role}")
             reason = f"would split {' and '.join(told)}, too" if told else ""
         if reason:
             raise DatasetRefused(f"{self._folder / FILE_NAME}: split_special_tokens {reason}. {way_out}")

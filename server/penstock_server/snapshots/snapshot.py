@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock_server.geometry.arrays import IntArray, begins_run, find, find_one, numbered, starts_of
 from penstock_server.geometry.best_fit import Pools, pools_of
-from penstock_server.recipes.encode import Place
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.split_hashes import Place
 from penstock_server.snapshots.shard import Shard
 
 _LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most

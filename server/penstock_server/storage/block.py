@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
-from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS, is_validation
+from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS
+from penstock_server.recipes.split_hashes import is_validation
 from penstock_server.sealed import SEAL_BYTES
 from penstock_server.storage.features import Feature
 from penstock_server.storage.lists import ListColumn
@@ -80,10 +81,7 @@ class Block:
         """The block of some of the rows."""
         return replace(
             self,
-            features={
-                name: Feature(feature.tokens.take(rows), feature.turns and feature.turns.take(rows))
-                for name, feature in self.features.items()
-            },
+            features={name: feature.take(rows) for name, feature in self.features.items()},
             columns={name: column.take(pa.array(rows)) for name, column in self.columns.items()},
             bad={number: self.bad[row] for number, row in enumerate(rows.tolist()) if row in self.bad} if self.bad else {},
             numbered=rows if self.numbered is None else self.numbered[rows],

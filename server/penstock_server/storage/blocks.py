@@ -20,7 +20,7 @@ from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
 from penstock_server.recipes import encode
-from penstock_server.recipes.encode import is_validation
+from penstock_server.recipes.split_hashes import is_validation
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder

@@ -13,7 +13,8 @@ import pyarrow as pa
 from penstock.wording import one_line
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
-from penstock_server.recipes.encode import select, split_hashes
+from penstock_server.recipes.encode import select
+from penstock_server.recipes.split_hashes import split_hashes
 from penstock_server.recipes.transform import TransformError
 from penstock_server.snapshots.folders import list_folder
 from penstock_server.snapshots.shard import Date, Shard, date_of, is_of, open_shard

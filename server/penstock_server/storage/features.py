@@ -42,6 +42,10 @@ class Feature(NamedTuple):
     tokens: ListColumn
     turns: ListColumn | None
 
+    def take(self, rows: IntArray) -> Feature:
+        """The feature of some of the rows."""
+        return Feature(self.tokens.take(rows), self.turns and self.turns.take(rows))
+
     def prompt_lengths(self, rows: IntArray) -> IntArray:
         """How many tokens each of these rows has before its first response, shape of `rows`."""
         lengths = np.zeros(len(rows), np.int64)

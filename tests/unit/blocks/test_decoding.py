@@ -20,6 +20,7 @@ from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_quarantine, show_row
 from penstock_server.problems import ShardUnreadable
 from penstock_server.recipes import encode
+from penstock_server.recipes.split_hashes import split_hashes
 from penstock_server.snapshots import snapshot as snapshot_module
 from penstock_server.snapshots.shard import numbers
 from penstock_server.snapshots.snapshot import Snapshot
@@ -147,7 +148,7 @@ def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
 ) -> None:
     folder = write_numbered(tmp_path / "data", 9, num_shards=3)
     (folder / "penstock.toml").write_text("validation = 0.5")
-    both, begun, split_hashes = threading.Barrier(2), list[str](), encode.split_hashes
+    both, begun = threading.Barrier(2), list[str]()
 
     def meeting(*args: Any) -> Any:
         begun.append(args[2].shard)

@@ -68,7 +68,7 @@ def test_a_bad_chat_is_told_by_the_name_of_its_column(data: Path, recipe: str, c
     assert block.bad[1] == "talk is null"
     assert block.bad[2].startswith("talk has a chat in which the assistant says nothing")
     told = [str(blocks.quarantine.bad_row(block, 0, row)) for row in (1, 2)]
-    assert ["such rows can be left out by filter = \"" in message for message in told] == [True, False]
+    assert ['such rows can be left out by filter = "' in message for message in told] == [True, False]
 
 
 @pytest.mark.parametrize("written", [as_text, as_texts, lambda tools: tools])
