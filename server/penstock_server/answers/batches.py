@@ -59,15 +59,15 @@ class LineAnswer(TypedDict):
     labels: NotRequired[list[int]]
     """what is learned, in the place of each token; -100 where nothing is"""
     lengths: NotRequired[int]
-    """tokens before the padding; this and the next four only where the tensor travels"""
+    """tokens before the padding, if that tensor travels"""
     prompt_lengths: NotRequired[int]
-    """tokens before the response"""
+    """tokens before the response, if that tensor travels"""
     label_lengths: NotRequired[int]
     """tokens of the response, with task=seq2seq"""
     loss_mask: NotRequired[list[int]]
-    """1 where a token is learned"""
+    """1 where a token is learned, if that tensor travels"""
     document_starts: NotRequired[list[int]]
-    """where a document, or the padding, begins"""
+    """where a document, or the padding, begins, if that tensor travels"""
     position_ids: NotRequired[list[int]]
     """the place of each token in its document, beside `document_starts`"""
     columns: NotRequired[dict[str, Any]]

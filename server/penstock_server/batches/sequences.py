@@ -113,8 +113,8 @@ class Sequences:
         return self._feature(feature).tokens
 
     def runs(self, tensor: Tensor) -> Runs:
-        """What the lines of a tensor of tokens are made of; of a mask or a count, what the tokens are that it is about."""
-        # Spans are cut to length already, but one turn of them has a length of its own.
+        """The runs of tokens that make a tensor's lines; of a mask or a count, those that it marks or counts."""
+        # Spans are cut to seq_len already, but a prompt or a response by itself is cut to a length of its own.
         key = tensor.feature, tensor.turn, tensor.longest if tensor.turn else 0
         # A cache around the method would hold this, and this the cache: both would stay until garbage is collected.
         if key not in self._runs:

@@ -70,9 +70,9 @@ def select(
 
 
 def bytes_beside(recipe: Recipe) -> int:
-    """What a row of `encode` takes beside its tokens and what travels: where its lists and its reason end, and the rest.
+    """About the bytes that a row of `encode` takes beside its tokens and what travels with them.
 
-    Of a row with turns it is told as if it had two.
+    They are where each of its lists ends and its turns, taken to be two; where its reason ends; its split hash and number.
     """
     a_feature = 8 + recipe.has_turns * (8 + 2 * 4)
     return len(recipe.features) * a_feature + 4 + 4 + 4 * (recipe.filter is not None)

@@ -20,7 +20,8 @@ def pretokenized(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reas
 
     Ids outside [0, bound), null ids and lists without an id make a bad row.
     """
-    named = {role: "" if role == "tokens" else f"{source.text} " for role, source in recipe.fields}  # before what is said of it
+    # How a reason begins: where there is but one list of ids, it needs no name.
+    named = {role: "" if role == "tokens" else f"{source.text} " for role, source in recipe.fields}
     ids = {role: _stored(source, rows, named[role], reasons) for role, source in recipe.fields}
     if recipe.masks:
         ids["tokens"] = masked(ids["tokens"], recipe.masks, rows, reasons)
@@ -38,7 +39,7 @@ def pretokenized(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reas
 def _stored(source: Field, rows: pa.RecordBatch, name: str, reasons: Reasons) -> Lists:
     """Lists of ids as they are, 0 for null; `name` begins what is said of them."""
     array = source.array(rows)
-    # Flattening drops the items of null lists, which fixed-size lists keep after their nulls.
+    # A null of fixed-size lists has items all the same; flattening drops them.
     lengths, items = list_lengths(array), array.flatten()
     if items.null_count:
         for row, _ in first_marked(items.is_null().to_numpy(zero_copy_only=False), lengths):
@@ -75,9 +76,9 @@ def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
     ends = np.cumsum(lengths)
     begins = ends - lengths
     borders, items = (ends, ends - 1) if at_end else (begins, begins)
-    # Of an empty list it is another's item, or beyond them all.
+    # An empty list has no item: what is looked at in its place is another's, or clipped, and does not count.
     bare = (lengths > 0) & (values[items.clip(0, len(values) - 1)] != token)
-    # Lists of bytes may be closed by an id that is none.
+    # Ids that fit into bytes may be closed by one that does not.
     longer = np.insert(values.astype(np.int64, copy=False), borders[bare], token)
     return Lists(longer, lengths + bare, lists.turns and _with_longer(*lists.turns, bare, at_end=at_end))
 

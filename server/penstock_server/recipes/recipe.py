@@ -32,7 +32,7 @@ class Recipe:
     """How rows become tokens. Equal identities make equal tokens of equal rows.
 
     kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
-                  and rejected. Of kind tokens are all that hold ids, whatever their roles
+                  and rejected. Rows of ids are of kind "tokens" whatever the roles: a prompt and a response of ids, too
     masks         of pre-tokenized rows: which fields tell what of their ids is learned or padding, see `mask_columns`
     vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
@@ -40,9 +40,9 @@ class Recipe:
     chat          renders messages
     tools         the definitions of tools that it is given, if rows have any
     columns       what travels beside the tokens
-    absent_masks  which masks the first shard has not, and nothing is said of: another shard may not have them, either
-    unused        columns that are masks of pre-tokenized rows by their names, and not used; or the prompts of pairs that are of
-                  another type; or chats or answers beside texts, of which every token is learned
+    absent_masks  masks that penstock.toml does not name and the first shard lacks: no other shard may have them
+    unused        columns that tell what is learned, by their names, and are not used. Of ids they are masks; of texts, of which
+                  every token is learned, chats or answers; of preference pairs, a prompt of another type than the answers
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all
@@ -171,7 +171,7 @@ class Recipe:
         return {key: value for key, value in settings.items() if value is not None}
 
     def is_like(self, other: Recipe) -> bool:
-        """Whether another recipe does the same, also with bad rows."""
+        """Whether another recipe makes the same of each row: tokens, a split, an error or a substitute."""
         mine, theirs = ((r.identity, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
         return mine == theirs
 

@@ -183,7 +183,7 @@ class _Reader:
         return ChatTemplate(text=text, special_tokens=special.of_template(text))
 
     def _is_chat(self, kind: Kind, fields: Fields) -> bool:
-        # Of preference pairs texts are chats as JSON only where that is said: they may be anything.
+        # A text of a preference pair may be anything: it is taken for a chat as JSON where a template of chats is declared.
         is_said = "chat_template" in self._given
         return kind == "messages" or (
             kind == "preference" and (is_said or is_messages(dict(fields)["chosen"].type(self._schema)))

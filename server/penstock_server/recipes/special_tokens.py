@@ -38,7 +38,7 @@ class SpecialTokens:
         return self._declared("bos") if self._given.get("bos", False) is not False else None
 
     def eos_id(self, *, is_closed: bool) -> int | None:
-        """What closes a text, a response or a row of ids; None for nothing, as where rows are closed already."""
+        """What closes a text, a response or a row of ids; None for nothing: rows are closed already, or it says so."""
         if "eos" in self._given:
             return None if self._given["eos"] is False else self._declared("eos")
         if is_closed:

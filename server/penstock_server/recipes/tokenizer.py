@@ -117,7 +117,7 @@ class TokenizerFile:
     ) -> list[_Made]:
         """What is made of the texts, about a hundred thousand characters at a time, on all cores.
 
-        Texts that the tokenizer fails on are taken for empty ones, and the rows of their numbers are bad.
+        A text that the tokenizer fails on is taken for an empty one, and the row of its number is bad.
         """
 
         def made(at: slice) -> _Made:

@@ -16,7 +16,7 @@ from penstock_server.geometry.arrays import IntArray, begins_run, concatenated_r
 class Lists:
     """A list a row, end to end: all values, and how many are each row's; the same of the lengths of its turns, if it has any.
 
-    Turns are runs of tokens that are not learned and that are, in turn: prompt, response, prompt, ...
+    Turns are runs of tokens, the first not learned, the second learned, and so on: prompt, response, prompt, ...
     """
 
     values: npt.NDArray[np.integer[Any]]

@@ -3,18 +3,23 @@
 import os
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from blocks_of import loading, rows_of
 from penstock_server import sealed
 from penstock_server.datasets.catalog import open_catalog
+from penstock_server.recipes.encode import REASON, SPLIT, TURNS
 from penstock_server.storage import maps as maps_module
+from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.splits import Splits
@@ -191,3 +196,19 @@ def test_a_split_of_a_block_is_that_of_its_share_and_splits_are_held_within_a_bu
     del block
     blocks.clear()
     assert splits.held_bytes == 0  # or what was evicted would stay mapped, and what no cache keeps in memory
+
+
+@pytest.mark.parametrize("features", [["tokens"], ["chosen", "rejected"]])
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_a_split_takes_about_the_memory_that_it_is_told_to(features: list[str], *, has_turns: bool) -> None:
+    num_rows = 20_000
+    ones = pa.LargeListArray.from_arrays(pa.array(np.arange(num_rows + 1)), pa.array(np.ones(num_rows, np.int32)))
+    lists = {name + suffix: ones for name in features for suffix in ["", *([TURNS] if has_turns else [])]}
+    others = {REASON: pa.nulls(num_rows, pa.string()), SPLIT: pa.array(np.arange(num_rows, dtype=np.uint32))}
+    block, splits = Block.of(pa.record_batch(lists | others)), Splits()
+    tracemalloc.start()
+    split = splits.of(block, "validation", 1.0)
+    assert len(split.stream) + len(split.substitutes) == 2 * num_rows + 1  # which are kept with it
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= splits.held_bytes <= 1.25 * taken
