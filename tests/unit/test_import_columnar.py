@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +24,7 @@ from penstock_server.importing import columnar
 from penstock_server.importing.run import Import
 from penstock_server.importing.shards import Shape
 from penstock_server.importing.source import ImportRefused
+from penstock_server.importing.token_formats import Documents
 
 FORMATS = ["file.arrow", "stream.arrow", "lz4.feather", "x.parquet", "x.ipc"]
 TEXT = pa.string()
@@ -335,6 +338,26 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
         strict=True,
     ):
         assert message.replace("{tmp}", str(tmp_path)) in line
+
+
+@pytest.mark.parametrize(
+    ("options", "ending", "told"),
+    [
+        ({"delimiter": ";"}, ".csv", "--delimiter is for CSV"),
+        ({"quoting": "none"}, ".csv", "--quoting is for CSV"),
+        ({"text": ["a"]}, ".jsonl", "--text is for CSV and JSON lines"),
+        ({"documents": Documents(type="uint16")}, ".bin", "--ids is for files of token ids"),
+        ({"documents": Documents(start=1)}, ".bin", "--document-start is for files of token ids"),
+        ({"documents": Documents(end=1)}, ".bin", "--document-end is for files of token ids"),
+    ],
+)
+def test_an_option_that_no_file_takes_is_refused(tmp_path: Path, options: dict[str, Any], ending: str, told: str) -> None:
+    path = write(tmp_path / "one.parquet", pa.table({"a": ["x"]}))
+    with pytest.raises(ImportRefused, match=f"{told}, and by its ending no file here is such"):
+        imported(tmp_path / "out", path, **options)
+    (tmp_path / f"two{ending}").write_bytes({".csv": b"a\ny", ".jsonl": b'{"a": "y"}', ".bin": bytes([1, 0, 1, 0])}[ending])
+    with nullcontext() if "documents" not in options else pytest.raises(ImportRefused, match="two.bin"):  # for other reasons
+        imported(tmp_path / "out", path, tmp_path / f"two{ending}", **options)
 
 
 @pytest.mark.parametrize("behind", [b"x", b"again"], ids=["anything", "another stream"])

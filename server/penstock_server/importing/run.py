@@ -83,7 +83,26 @@ class Import:
         found = [self._source(path) for path in self.files]
         if problems := [source for source in found if isinstance(source, str)]:
             raise ImportRefused("\n".join(problems))
-        return [source for source in found if not isinstance(source, str)]
+        sources = [source for source in found if not isinstance(source, str)]
+        self._check_options(sources)
+        return sources
+
+    def _check_options(self, sources: Sequence[Source]) -> None:
+        """Raises ImportRefused: an option is for files of another kind, so who gave it expects what will not be."""
+        ids = self.documents
+        of_csv, of_texts, of_ids = (Delimited,), (Delimited, JsonLines), (TokenFile,)
+        for option, is_given, kinds, what in (
+            ("--delimiter", self.delimiter is not None, of_csv, "CSV"),
+            ("--quoting", self.quoting != "doubled", of_csv, "CSV"),
+            ("--text", bool(self.text), of_texts, "CSV and JSON lines"),
+            ("--ids", ids.type is not None, of_ids, "files of token ids"),
+            ("--document-start", ids.start is not None, of_ids, "files of token ids"),
+            ("--document-end", ids.end is not None, of_ids, "files of token ids"),
+        ):
+            if is_given and not any(isinstance(source, kinds) for source in sources):
+                raise ImportRefused(
+                    f"{option} is for {what}, and by its ending no file here is such. Leave it out, or rename the file."
+                )
 
     def _source(self, path: Path) -> Source | str:
         """The source that reads a file by its ending, or why there is none."""
