@@ -64,7 +64,7 @@ def said_of(
         ({"seq_len": 90}, [101] * 9, ["docs: 9 of 9 sampled rows are longer than seq_len=90, and 11% of"]),
         ({"seq_len": 10}, [], []),
         ({"seq_len": 100}, [11] * 9, []),
-        ({"seq_len": 100}, [9] * 9, ["docs: 91% of the tokens of a batch are padding"]),
+        ({"seq_len": 100}, [9] * 9, ["docs: 91% of the tokens of a batch are padding: the mean of 9 sampled rows is 9 tokens"]),
         ({"seq_len": 100}, [1] * 99 + [1000], ["docs: 98% of the tokens of a batch are padding", "docs: 1 of 100 sampled"]),
         ({"seq_len": 10, "mix": "code:3,wiki:7"}, [20], ["code:3,wiki:7: 1 of 1 sampled row"]),
         ({"seq_len": 10}, [(10, 1), (10, 1), (3, 3)], ["docs: nothing is learned from 2 of 3 sampled rows, since"]),
