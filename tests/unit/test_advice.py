@@ -165,12 +165,16 @@ def test_padding_that_is_learned_is_told_of(row: list[int], share: str | None, n
     assert [text.partition(" of the tokens")[0] for text in said] == ([f"more than {share}"] if share else [])
 
 
-@pytest.mark.parametrize(("num_unlearned", "is_told"), [(2, False), (3, True), (8, False)])
-def test_packed_sequences_from_which_nothing_is_learned_are_told_of(num_unlearned: int, is_told: bool) -> None:
-    labels = torch.tensor([[IGNORED, IGNORED]] * num_unlearned + [[3, IGNORED]] * (8 - num_unlearned))
+@pytest.mark.parametrize(
+    ("num_unlearned", "num_lines", "is_told"), [(2, 8, False), (3, 8, True), (8, 8, False), (5, 20, False), (6, 20, True)]
+)
+def test_packed_sequences_from_which_nothing_is_learned_are_told_of(num_unlearned: int, num_lines: int, is_told: bool) -> None:
+    labels = torch.tensor([[IGNORED, IGNORED]] * num_unlearned + [[3, IGNORED]] * (num_lines - num_unlearned))
     said = said_of([{"labels": LEARNED}, {"labels": labels}], packing="best_fit")
-    assert [text for text in said if "sequences of a batch" in text] == said * is_told
-    assert said_of([{"labels": LEARNED}, {"labels": labels}], packing="rows", loss="all") == said * (num_unlearned == 8)
+    of_lines = f"nothing is learned from {num_unlearned} of the {num_lines} sequences of a batch"
+    assert [text.startswith(of_lines) for text in said] == [True] * is_told + [False] * (num_unlearned == num_lines)
+    in_rows = said_of([{"labels": LEARNED}, {"labels": labels}], packing="rows", loss="all")
+    assert in_rows == said * (num_unlearned == num_lines)
 
 
 def test_an_evaluation_may_repeat_its_epoch() -> None:

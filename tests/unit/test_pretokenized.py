@@ -175,7 +175,7 @@ def written(tmp_path: Path) -> Written:
         (tmp_path / "data").mkdir()
         (tmp_path / "data" / "penstock.toml").write_text(declared)
         pq.write_table(
-            pa.table(columns if "text" in columns else {"input_ids": [[1, 2, 3]], **columns}),
+            pa.table(columns if {"text", "prompt"} & columns.keys() else {"input_ids": [[1, 2, 3]], **columns}),
             tmp_path / "data" / "part-0.parquet",
         )
         return open_snapshot(tmp_path / "data", write_tokenizer(tmp_path / "tokenizer.json")).recipe
@@ -184,6 +184,7 @@ def written(tmp_path: Path) -> Written:
 
 
 ONES, LABELS = [[1, 1, 1]], [[-100, 2, 3]]
+SIDES = {"prompt": ONES, "response": ONES}
 
 
 @pytest.mark.parametrize(
@@ -207,6 +208,16 @@ ONES, LABELS = [[1, 1, 1]], [[-100, 2, 3]]
         ({"labels": [1]}, "", [], ("labels",)),
         ({"labels": [1], "loss_mask": ONES}, "", [("loss_mask", "loss_mask")], ("labels",)),
         ({"attention_mask": [[1.0, 1.0, 1.0]]}, "", [], ("attention_mask",)),
+        # Beside prompts and answers none is used, whatever it begins with.
+        (SIDES, "", [], ()),
+        (
+            {**SIDES, "attention_mask": ONES, "response_labels": ONES, "other": ONES},
+            "",
+            [],
+            ("attention_mask", "response_labels"),
+        ),
+        ({**SIDES, "attention_mask": ONES, "response_labels": ONES}, "labels = false", [], ("attention_mask",)),
+        ({"prompt": ONES, "labels": ONES}, 'prompt = "prompt"\nresponse = "labels"', [], ()),
     ],
 )
 def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
