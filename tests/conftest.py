@@ -1,7 +1,7 @@
-import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 
 import numpy.random  # noqa: F401
@@ -22,9 +22,8 @@ settings.load_profile("penstock")
 
 
 def pytest_collection_finish() -> None:
-    """As in frozen: loader workers are forks of this process, and frameworks leave much behind."""
-    gc.collect()
-    gc.freeze()
+    """Loader workers are forks of this process, and frameworks leave much behind."""
+    import_module("frozen")
 
 
 @pytest.fixture(scope="module")

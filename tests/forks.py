@@ -23,7 +23,6 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "anyio._backends._asyncio",
-        "h11",
         "penstock.cli",
         "penstock.commands.bench",
         "penstock.dataset",

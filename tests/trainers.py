@@ -6,13 +6,13 @@ interpreter does.
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 _SECONDS = 60.0  # for what takes a moment unless it hangs
@@ -103,8 +103,7 @@ def _next_script(tests: socket.socket) -> Path | None:
 if __name__ == "__main__":
     from penstock import RemoteDataset  # noqa: F401 (it imports torch)
 
-    gc.collect()
-    gc.freeze()  # or each exit would look through all that torch has made
+    import_module("frozen")
     with socket.socket(fileno=int(sys.argv[1])) as tests:
         script = _next_script(tests)
     if script:

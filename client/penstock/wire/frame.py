@@ -110,7 +110,7 @@ def decode(body: bytes | bytearray | memoryview, steps: Sequence[int] = ()) -> I
     """The frames of a body, in order; their tensors share the body's memory. If they are of these `steps`, it takes less time.
 
     Raises WireError: the bytes are not frames, a frame is cut short, or a digest does not match.
-    Raises VersionMismatch: the frames are of another version.
+    Raises VersionMismatch: the frames are of another version, or have a tensor of a type that is unknown here.
     """
     return chain.from_iterable(decode_alike(body, steps))
 
