@@ -35,6 +35,11 @@ def index_of(blocks: Blocks, folder: Path) -> Index:
     return Index("data", open_snapshot(folder, folder / "../tokenizer.json"), blocks)
 
 
+def none_is_bad(row: int, reason: str) -> None:
+    """A `Note` for texts that must all be tokenized."""
+    raise AssertionError(f"row {row} {reason}")
+
+
 def broken_text(*texts: bytes) -> pa.Array:
     """A column of text whose bytes nobody has checked."""
     return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts, pa.binary()).buffers())

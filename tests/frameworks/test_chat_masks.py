@@ -10,8 +10,8 @@ import pytest
 
 from chat_templates import STEADY, TOKENS, marked
 from corpora import write_tokenizer
+from odd_rows import none_is_bad
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.tokenizer import load_tokenizer
 
 LIBRARY = "transformers"
@@ -31,7 +31,7 @@ def test_what_is_learned_of_a_chat_is_what_transformers_masks_say(name: str, way
         chat = [{"role": role, "content": text} for role, text in (("user", asked), ("assistant", answered)) * 2]
 
         rendered = template.render(chat)
-        [(ids, runs)] = tokenizer.encode_marked([rendered.text], [rendered.spans], "messages", Reasons())
+        [(ids, runs)] = tokenizer.encode_marked([rendered.text], [rendered.spans], none_is_bad)
 
         expected = theirs.apply_chat_template(
             chat, chat_template=marked(STEADY[name]), return_assistant_tokens_mask=True, return_dict=True, **TOKENS

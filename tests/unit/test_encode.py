@@ -14,12 +14,12 @@ import pytest
 from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers, processors
 
 from corpora import EOS, write_tokenizer
+from odd_rows import none_is_bad
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.fitting import Kind
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.split_hashes import Place, is_validation
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 
@@ -111,14 +111,14 @@ def test_a_text_that_the_tokenizer_fails_on_is_bad_alone(
 
 
 def test_a_chat_that_the_tokenizer_fails_on_is_bad_alone(letters: TokenizerFile) -> None:
-    reasons = Reasons([None] * 4)
+    bad: dict[int, str] = {}
     texts = ["aab", "a\N{SNOWMAN}b", "", "ba"]
-    marked = letters.encode_marked(texts, [[(1, 3)], [(1, 3)], [], [(0, 1)]], "messages", reasons)
+    marked = letters.encode_marked(texts, [[(1, 3)], [(1, 3)], [], [(0, 1)]], bad.__setitem__)
     assert [(ids.tolist(), runs.tolist()) for ids, runs in marked] == [
         ([0, 0, 1], [1, 2]), ([], [0, 0]), ([], [0, 0]), ([1, 0], [0, 1, 1, 0]),
     ]  # fmt: skip
-    assert [reason is not None for reason in reasons] == [False, True, False, False]
-    assert str(reasons[1]).startswith("messages is a text that the tokenizer fails on: ")
+    assert list(bad) == [1]
+    assert bad[1].startswith("is a text that the tokenizer fails on: ")
 
 
 def test_a_text_on_which_the_tokenizer_panics_is_bad_alone() -> None:
@@ -130,10 +130,10 @@ def test_a_text_on_which_the_tokenizer_panics_is_bad_alone() -> None:
     assert batch["bad"][1].as_py().startswith("t is a text that the tokenizer fails on: the library panics: ")
 
 
-def test_a_tokenizer_that_fails_on_any_text_is_named_with_the_column() -> None:
+def test_a_tokenizer_that_fails_on_any_text_is_named() -> None:
     nothing: Any = object()
     failing = recipe("text", "t", tokenizer=TokenizerFile(Path("words.json"), "digest", nothing, 1))
-    with pytest.raises(ValueError, match=r"the tokenizer words.json fails on column 't'"):
+    with pytest.raises(ValueError, match=r"the tokenizer words.json fails: "):
         encode(pa.table({"t": ["dog"]}), failing, "uint16", 9)
 
 
@@ -165,8 +165,8 @@ def test_texts_are_tokenized_by_several_threads_and_stay_in_order(
         monkeypatch.setattr(tokenizer_module, "_threads", lambda: threads)
         monkeypatch.setattr(tokenizer_module, "num_cores", lambda: 2)
         monkeypatch.setattr(tokenizer_module, "_runs", runs_beside_another)
-        ids, lengths = tokenizer.encode(texts, "t", Reasons())
-        marked = tokenizer.encode_marked(texts, [()] * len(texts), "t", Reasons())
+        ids, lengths = tokenizer.encode(texts, none_is_bad)
+        marked = tokenizer.encode_marked(texts, [()] * len(texts), none_is_bad)
 
     assert ids.tolist() == [token for own in whole for token in own]
     assert lengths.tolist() == list(map(len, whole))
@@ -191,7 +191,7 @@ def test_a_token_is_learned_where_any_of_its_characters_is(spans: list[tuple[int
     split.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]+"), "isolated")
     words = TokenizerFile(Path("words.json"), "digest", split, 4)
 
-    [(ids, found)] = words.encode_marked(["the fox and dog"], [spans], "t", Reasons())
+    [(ids, found)] = words.encode_marked(["the fox and dog"], [spans], none_is_bad)
 
     assert ids.tolist() == [0, 1, 2, 3]
     assert found.tolist() == runs
@@ -213,7 +213,7 @@ def test_a_token_without_a_character_is_learned_within_a_span_alone(
     trimming = Tokenizer.from_file(str(write_tokenizer(tmp_path / "tokenizer.json", ["a"])))
     trimming.post_processor = processors.ByteLevel(trim_offsets=True)
     trimming.save(str(tmp_path / "tokenizer.json"))
-    [(ids, found)] = load_tokenizer(tmp_path / "tokenizer.json").encode_marked([text], [spans], "t", Reasons())
+    [(ids, found)] = load_tokenizer(tmp_path / "tokenizer.json").encode_marked([text], [spans], none_is_bad)
     assert found.tolist() == runs
     assert len(ids) == sum(runs)
 

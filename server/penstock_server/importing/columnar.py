@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.wording import one_line
+from penstock_server.arrow import take_rows
 from penstock_server.importing.columns import may_be_wide, normal_schema, wide_columns
 from penstock_server.importing.source import TABLE_BYTES, Advance, ImportRefused, Survey
 from penstock_server.importing.stream import unreadable
 from penstock_server.parquet import open_parquet
-from penstock_server.recipes.rows import take_rows
 
 _FILE_MAGIC, _OLD_FEATHER_MAGIC = b"ARROW1", b"FEA1"
 _MOST_ROWS = 65_536  # of a table, however small its rows

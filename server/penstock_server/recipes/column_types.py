@@ -29,7 +29,7 @@ def is_raw(type_: pa.DataType) -> bool:
 
 
 def travelling_as(type_: pa.DataType) -> pa.DataType:
-    """The type that a column which travels is stored and sent as, whatever Arrow calls it: see `rows.travelling`."""
+    """The type that a column which travels is stored and sent as, whatever Arrow calls it: see `travelling`."""
     if pa.types.is_dictionary(type_) and not is_text(type_):
         return travelling_as(type_.value_type)
     if is_raw(type_):

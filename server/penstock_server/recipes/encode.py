@@ -11,12 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock_server.arrow import take_rows
 from penstock_server.geometry.arrays import starts_of
+from penstock_server.recipes.chat_rows import chats, messages
 from penstock_server.recipes.ids import pretokenized
+from penstock_server.recipes.preferences import preference
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Reasons, take_rows, travelling
+from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.split_hashes import Place, split_hashes
-from penstock_server.recipes.texts import chats, messages, preference, tokenized, tools
+from penstock_server.recipes.texts import tokenized
+from penstock_server.recipes.travelling import travelling
 from penstock_server.recipes.turns import Lists, with_turns
 
 REASON = "bad"  # why a row cannot be used, null where it can
@@ -40,19 +44,19 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
     if recipe.transform:
         rows = recipe.transform(rows)
         recipe.check_made(rows.schema)
-    reasons = Reasons([None] * rows.num_rows)
-    features = _features(rows, recipe, token_bound, reasons)
+    found = Rows.of(rows, recipe)
+    features = _features(found, token_bound)
     for lists in features.values():
         for row in np.flatnonzero(lists.lengths > LONGEST_ROW).tolist():
-            reasons.add(row, f"has {lists.lengths[row]:,} tokens, more than {LONGEST_ROW:,}")
-    columns = {COLUMN + column.name: travelling(column.field.array(rows), column.name, reasons) for column in recipe.columns}
-    bad = np.array([reason is not None for reason in reasons], bool)
+            found.note(row, f"has {lists.lengths[row]:,} tokens, more than {LONGEST_ROW:,}")
+    columns = {COLUMN + column.name: travelling(found, column) for column in recipe.columns}
+    bad = np.array([reason is not None for reason in found.reasons], bool)
     arrays: dict[str, pa.Array] = {}
     for name, lists in features.items():
         arrays[name] = _list_array(lists.values, lists.lengths, bad, token_dtype)
         if lists.turns:
             arrays[name + TURNS] = _list_array(*lists.turns, bad, "int32")
-    arrays |= columns | {REASON: pa.array(reasons, pa.string()), SPLIT: pa.array(hashes)}
+    arrays |= columns | {REASON: pa.array(found.reasons, pa.string()), SPLIT: pa.array(hashes)}
     if recipe.filter:
         arrays[ROW] = pa.array(kept.astype(np.int32))
     return pa.record_batch(arrays)
@@ -78,19 +82,17 @@ def bytes_beside(recipe: Recipe) -> int:
     return len(recipe.features) * a_feature + 4 + 4 + 4 * (recipe.filter is not None)
 
 
-def _features(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons) -> dict[str, Lists]:
-    if recipe.kind == "tokens":
-        return pretokenized(rows, recipe, bound, reasons)
-    if recipe.kind == "text":
-        return {"tokens": tokenized(rows, "text", recipe, reasons, opens=True, closes=True)}
-    if recipe.kind == "prompt_response":
-        prompts = tokenized(rows, "prompt", recipe, reasons, opens=True)
-        return {"tokens": with_turns([prompts, tokenized(rows, "response", recipe, reasons, closes=True)])}
-    if recipe.kind == "messages":
-        asked = messages(rows, "messages", recipe, reasons)
-        [(_, source)] = recipe.fields
-        return {"tokens": chats(asked, None, tools(rows, recipe, reasons), recipe, source.text, reasons)}
-    return {side: preference(rows, side, recipe, reasons) for side in recipe.features}
+def _features(rows: Rows, bound: int) -> dict[str, Lists]:
+    kind = rows.recipe.kind
+    if kind == "tokens":
+        return pretokenized(rows, bound)
+    if kind == "text":
+        return {"tokens": tokenized(rows, "text", opens=True, closes=True)}
+    if kind == "prompt_response":
+        return {"tokens": with_turns([tokenized(rows, "prompt", opens=True), tokenized(rows, "response", closes=True)])}
+    if kind == "messages":
+        return {"tokens": chats(rows, "messages", messages(rows, "messages"))}
+    return {side: preference(rows, side) for side in rows.recipe.features}
 
 
 def _list_array(

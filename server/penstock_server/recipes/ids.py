@@ -2,59 +2,61 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock_server.arrow import list_lengths
 from penstock_server.geometry.arrays import IntArray, starts_of
-from penstock_server.recipes.fields import Field
 from penstock_server.recipes.masks import masked
-from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.rows import Reasons, list_lengths
+from penstock_server.recipes.rows import Rows
+from penstock_server.recipes.tokenizer import Note
 from penstock_server.recipes.turns import Lists, every, first_marked, with_turns
 
 
-def pretokenized(rows: pa.RecordBatch, recipe: Recipe, bound: int, reasons: Reasons) -> dict[str, Lists]:
+def pretokenized(rows: Rows, bound: int) -> dict[str, Lists]:
     """The features of rows of ids, opened and closed by the recipe's BOS and EOS unless they begin and end with them.
 
     Ids outside [0, bound), null ids and lists without an id make a bad row.
     """
-    # How a reason begins: where there is but one list of ids, it needs no name.
-    named = {role: "" if role == "tokens" else f"{source.text} " for role, source in recipe.fields}
-    ids = {role: _stored(source, rows, named[role], reasons) for role, source in recipe.fields}
+    recipe = rows.recipe
+    # Where there is but one list of ids, what is said of a row needs no name of a column.
+    notes = {role: partial(rows.note, of="" if role == "tokens" else source.text) for role, source in recipe.fields}
+    ids = {role: _stored(rows.values(source), notes[role]) for role, source in recipe.fields}
     if recipe.masks:
-        ids["tokens"] = masked(ids["tokens"], recipe.masks, rows, reasons)
+        ids["tokens"] = masked(ids["tokens"], rows)
     for role, lists in ids.items():
-        _note_outside(lists, bound, named[role], reasons)
+        _note_outside(lists, bound, notes[role])
     if "tokens" in ids:
         return {"tokens": _closed(_opened(ids["tokens"], recipe.bos_id), recipe.eos_id)}
     first = ["prompt"] if "prompt" in ids else [*ids]
     ids |= {role: _opened(ids[role], recipe.bos_id) for role in first}
-    prompts = ids.pop("prompt", every([], rows.num_rows))
+    prompts = ids.pop("prompt", every([], len(rows)))
     answers = zip(recipe.features, ids.values(), strict=True)
     return {feature: with_turns([prompts, _closed(own, recipe.eos_id)]) for feature, own in answers}
 
 
-def _stored(source: Field, rows: pa.RecordBatch, name: str, reasons: Reasons) -> Lists:
-    """Lists of ids as they are, 0 for null; `name` begins what is said of them."""
-    array = source.array(rows)
+def _stored(array: pa.Array, note: Note) -> Lists:
+    """Lists of ids as they are, 0 for null."""
     # A null of fixed-size lists has items all the same; flattening drops them.
     lengths, items = list_lengths(array), array.flatten()
     if items.null_count:
         for row, _ in first_marked(items.is_null().to_numpy(zero_copy_only=False), lengths):
-            reasons.add(row, f"{name}has a null token")
+            note(row, "has a null token")
         items = pc.fill_null(items, 0)
     for row in np.flatnonzero(lengths == 0).tolist():
-        reasons.add(row, f"{name}is {'empty' if array[row].is_valid else 'null'}")
+        note(row, f"is {'empty' if array[row].is_valid else 'null'}")
     return Lists(items.to_numpy(), lengths)
 
 
-def _note_outside(lists: Lists, bound: int, name: str, reasons: Reasons) -> None:
+def _note_outside(lists: Lists, bound: int, note: Note) -> None:
     ids = lists.values
     if len(ids) and (ids.min() < 0 or ids.max() >= bound):
         for row, at in first_marked((ids < 0) | (ids >= bound), lists.lengths):
-            reasons.add(row, f"{name}has token id {ids[at]}, outside 0 to {bound - 1}")
+            note(row, f"has token id {ids[at]}, outside 0 to {bound - 1}")
 
 
 def _opened(lists: Lists, token: int | None) -> Lists:

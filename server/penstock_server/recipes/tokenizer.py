@@ -19,12 +19,12 @@ from penstock_server.files import read_file
 from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.rows import Reasons
 from penstock_server.side_by_side import side_by_side
 
 _PORTION_CHARACTERS = 1 << 17  # tokenized at a time by a thread: an encoding takes some hundred bytes a token
 
 Ids = npt.NDArray[np.int64]
+Note = Callable[[int, str], None]  # told of bad rows: which one, and what is to be said of it
 _Made = TypeVar("_Made")
 
 
@@ -41,10 +41,10 @@ class TokenizerFile:
     tokenizer: Tokenizer
     vocab_size: int
 
-    def encode(self, texts: list[str], name: str, reasons: Reasons) -> tuple[Ids, Ids]:
-        """The ids of a column's texts, end to end, and how many are each text's; without the tokenizer's special tokens.
+    def encode(self, texts: list[str], note: Note) -> tuple[Ids, Ids]:
+        """The ids of texts, end to end, and how many are each text's; without the tokenizer's special tokens.
 
-        A text that the tokenizer fails on has no ids, and its row is bad. Raises ValueError: it fails on any text.
+        A text that the tokenizer fails on has no ids, and `note` is told. Raises ValueError: it fails on any text.
         """
 
         def ids_of(own: list[str], _: slice) -> tuple[Ids, list[int]]:
@@ -53,18 +53,16 @@ class TokenizerFile:
             lengths = list(map(len, ids))
             return np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths)), lengths
 
-        found = self._by_portion(ids_of, texts, name, reasons)
+        found = self._by_portion(ids_of, texts, note)
         lengths = chain.from_iterable(lengths for _, lengths in found)
         return np.concatenate([values for values, _ in found]), np.fromiter(lengths, np.int64, len(texts))
 
-    def encode_marked(
-        self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], name: str, reasons: Reasons
-    ) -> list[tuple[Ids, Ids]]:
+    def encode_marked(self, texts: list[str], spans: Sequence[Sequence[tuple[int, int]]], note: Note) -> list[tuple[Ids, Ids]]:
         """Each text's ids, and the lengths of the runs of them that lie outside and inside its spans, in turn.
 
         Spans are half-open ranges of characters, sorted and disjoint. A token is inside if any of its characters is: behind
         "Assistant: " the first word of an answer has the blank before it in its token. Runs are an even number, at least two;
-        some may be of length 0. A text that the tokenizer fails on has no ids, and its row is bad.
+        some may be of length 0. A text that the tokenizer fails on has no ids, and `note` is told.
         Raises ValueError: it fails on any text.
         """
 
@@ -72,7 +70,7 @@ class TokenizerFile:
             encodings = self.tokenizer.encode_batch(own, add_special_tokens=False)
             return [(np.array(e.ids, np.int64), _runs(e, inside)) for e, inside in zip(encodings, spans[at], strict=True)]
 
-        return list(chain.from_iterable(self._by_portion(marked, texts, name, reasons)))
+        return list(chain.from_iterable(self._by_portion(marked, texts, note)))
 
     @property
     def splits_special_tokens(self) -> bool:
@@ -112,12 +110,10 @@ class TokenizerFile:
         with library_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _by_portion(
-        self, make: Callable[[list[str], slice], _Made], texts: list[str], name: str, reasons: Reasons
-    ) -> list[_Made]:
+    def _by_portion(self, make: Callable[[list[str], slice], _Made], texts: list[str], note: Note) -> list[_Made]:
         """What is made of the texts, about a hundred thousand characters at a time, on all cores.
 
-        A text that the tokenizer fails on is taken for an empty one, and the row of its number is bad.
+        A text that the tokenizer fails on is taken for an empty one.
         """
 
         def made(at: slice) -> _Made:
@@ -126,22 +122,22 @@ class TokenizerFile:
                 with library_errors():
                     return make(own, at)
             except LibraryError:  # it does not say which text it was
-                own = [self._encodable(text, at.start + n, name, reasons) for n, text in enumerate(own)]
+                own = [self._encodable(text, at.start + n, note) for n, text in enumerate(own)]
             try:
                 with library_errors():
                     return make(own, at)
             except LibraryError as error:
-                raise ValueError(f"the tokenizer {self.path.name} fails on column {name!r}: {error}") from error
+                raise ValueError(f"the tokenizer {self.path.name} fails: {error}") from error
 
         return list(side_by_side(_threads(), num_cores(), made, _portions(texts)))
 
-    def _encodable(self, text: str, row: int, name: str, reasons: Reasons) -> str:
+    def _encodable(self, text: str, number: int, note: Note) -> str:
         """The text, or "" where the tokenizer fails on it, as where it has no token for a character, nor an unknown one."""
         try:
             with library_errors():
                 self.tokenizer.encode(text, add_special_tokens=False)
         except LibraryError as error:
-            reasons.add(row, f"{name} is a text that the tokenizer fails on: {error}")
+            note(number, f"is a text that the tokenizer fails on: {error}")
             return ""
         return text
 

@@ -8,9 +8,8 @@ import pyarrow as pa
 import pytest
 
 from blocks_of import rows_of
-from odd_rows import IDS, open_blocks, write
+from odd_rows import IDS, none_is_bad, open_blocks, write
 from penstock_server.problems import DatasetRefused, ShardUnreadable
-from penstock_server.recipes.rows import Reasons
 from penstock_server.recipes.tokenizer import load_tokenizer
 from planned import open_snapshot
 
@@ -19,7 +18,7 @@ def test_bytes_in_a_template_that_are_no_utf8_make_a_bad_row(data: Path) -> None
     write(data, 'text = "{raw}!"', {"raw": pa.array([b"fox", b"\xff"], pa.binary())})
     [block] = open_blocks(data).get([0])
     assert block.bad == {1: "{raw}! is not valid UTF-8 at byte 0"}
-    assert rows_of(block)[0] == [*load_tokenizer(data / "../tokenizer.json").encode(["fox!"], "raw", Reasons())[0], 0]
+    assert rows_of(block)[0] == [*load_tokenizer(data / "../tokenizer.json").encode(["fox!"], none_is_bad)[0], 0]
 
 
 def test_a_template_of_which_a_part_is_null_says_which(data: Path) -> None:
@@ -39,7 +38,7 @@ def test_a_number_as_text_is_refused_with_the_template_that_prints_it(data: Path
         open_blocks(data)
     write(data, str(refusal.value).split("prints it: ")[1].split(". Mend")[0], {"n": [7]})
     [block] = open_blocks(data).get([0])
-    assert rows_of(block) == [[*load_tokenizer(data / "../tokenizer.json").encode([" 7"], "n", Reasons())[0], 0]]
+    assert rows_of(block) == [[*load_tokenizer(data / "../tokenizer.json").encode([" 7"], none_is_bad)[0], 0]]
 
 
 def test_a_template_without_a_column_is_refused(data: Path) -> None:

@@ -1,0 +1,147 @@
+"""Rows of chats to tokens: messages as lists or as JSON, rendered with the tools of each row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock_server.recipes.chat import ChatError, Span, says_something
+from penstock_server.recipes.fields import Field
+from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.rows import Rows
+from penstock_server.recipes.texts import special
+from penstock_server.recipes.tokenizer import Ids, Note
+from penstock_server.recipes.turns import Lists
+from penstock_server.recipes.values import json_values
+
+Chat = list[Any] | None  # its messages, None for a bad one
+
+
+def messages(rows: Rows, role: str) -> list[Chat]:
+    """The chats of a field."""
+    source, found = rows.field(role), []
+    for row, value in enumerate(_nested(rows, source)):
+        try:
+            chat = _from_json(value)
+        except (ValueError, RecursionError) as error:
+            rows.note(row, f"is no list of messages as JSON: {error}", of=source.text)
+            chat = None
+        if chat is None:
+            rows.note(row, "is null", of=source.text)
+        found.append(chat)
+    return found
+
+
+def chats(rows: Rows, role: str, messages: Sequence[Chat], prompts: Sequence[Chat] | None = None) -> Lists:
+    """The chats of a field, rendered with the tools of each and tokenized. What the assistant says in `messages` is learned.
+
+    What it says in the `prompts` before them is not. So is the EOS of a chat that the assistant ends. BOS and EOS are added
+    where a chat does not begin and end with them.
+    """
+    recipe = rows.recipe
+    assert recipe.tokenizer
+    note = partial(rows.note, of=rows.field(role).text)
+    texts, spans, answered = [], [], []
+    for row, (chat, tools) in enumerate(zip(messages, _tools(rows), strict=True)):
+        try:
+            text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], tools, recipe)
+        except ChatError as error:
+            note(row, str(error))
+            text, learned, chat = "", (), None
+        texts.append(text)
+        spans.append(learned)
+        answered.append([message["role"] for message in chat or []][-1:] == ["assistant"])
+    ids, turns = [], []
+    bos, eos = special(recipe.bos_id), special(recipe.eos_id)
+    for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, note)):
+        if not len(tokens):
+            note(row, "has no tokens")
+        # The template may write them itself.
+        opening = [] if tokens[:1].tolist() == bos else bos
+        closing = [] if tokens[-1:].tolist() == eos else eos
+        ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
+        runs[0] += len(opening)
+        if answered[row] or runs[-1]:
+            runs[-1] += len(closing)
+        else:  # after the user's words an EOS is not learned
+            runs[-2] += len(closing)
+        turns.append(runs)
+    return Lists(*_end_to_end(ids), _end_to_end(turns))
+
+
+def _tools(rows: Rows) -> list[list[Any]]:
+    """The definitions of tools that each row has; [] for none, and for bad ones."""
+    source = rows.recipe.tools
+    if source is None:
+        return [[]] * len(rows)
+    found: list[list[Any]] = []
+    for row, value in enumerate(_nested(rows, source)):
+        try:
+            own = _from_json(value) or []
+            found.append([_parsed(tool) if isinstance(tool, str) else tool for tool in own])
+        except (ValueError, RecursionError) as error:
+            rows.note(row, f"is no list of tools as JSON: {error}", of=source.text)
+            found.append([])
+    return found
+
+
+def _from_json(value: Any) -> list[Any] | None:
+    """A list as it is, or what a text says; None for null or no text. Raises ValueError, RecursionError: it says no list."""
+    made = (_parsed(value) if value else None) if isinstance(value, str) else value
+    if not isinstance(made, list | None):
+        raise ValueError("it is no list")
+    return made
+
+
+def _parsed(text: str) -> Any:
+    """What JSON says. Raises ValueError, RecursionError: it is no JSON, or has half of a surrogate pair, which is no text."""
+    made = json.loads(text)
+    if "\\u" in text:
+        json.dumps(made, ensure_ascii=False).encode()
+    return made
+
+
+def _nested(rows: Rows, source: Field) -> list[Any]:
+    """The values of a nested column, or of a text, as JSON would have them, None for a bad one."""
+    array, note = rows.values(source), partial(rows.note, of=source.text)
+    try:
+        return json_values(array)
+    except (UnicodeDecodeError, OverflowError):
+        return [_one_nested(array[row : row + 1], row, note) for row in range(len(array))]
+
+
+def _one_nested(one: pa.Array, row: int, note: Note) -> Any:
+    try:
+        return json_values(one)[0]
+    except UnicodeDecodeError:
+        note(row, "is not valid UTF-8")
+    except OverflowError:
+        note(row, "has a date outside the years 1 to 9999")
+    return None
+
+
+def _rendered(chat: Chat, prompt: list[Any], tools: list[Any], recipe: Recipe) -> tuple[str, tuple[Span, ...]]:
+    """The text of a chat after a prompt, and the spans that are learned. Raises ChatError: there is none of them."""
+    assert recipe.chat
+    if chat is None:
+        raise ChatError("is null")
+    if None in [*prompt, *chat]:
+        raise ChatError("has a message that is null")
+    rendered = recipe.chat.render([*prompt, *chat], tools)
+    # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
+    answered = any(message["role"] == "assistant" for message in prompt)
+    spans = rendered.spans[len(recipe.chat.render(prompt, tools).spans) if answered else 0 :]
+    said = [message for message in chat if message["role"] == "assistant"]
+    if not spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
+        roles = dict.fromkeys(message["role"] for message in chat)
+        raise ChatError(f"has a chat in which the assistant says nothing, so nothing is learned; its roles: {', '.join(roles)}")
+    return rendered.text, spans
+
+
+def _end_to_end(arrays: Sequence[Ids]) -> tuple[Ids, Ids]:
+    return np.concatenate([*arrays, np.zeros(0, np.int64)]), np.fromiter(map(len, arrays), np.int64, len(arrays))

@@ -1,0 +1,38 @@
+"""Preference pairs to tokens, of texts or of chats: each side is an answer to the prompt of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock_server.recipes.chat_rows import Chat, chats, messages
+from penstock_server.recipes.rows import Rows
+from penstock_server.recipes.texts import tokenized
+from penstock_server.recipes.turns import Lists, every, with_turns
+
+
+def preference(rows: Rows, side: str) -> Lists:
+    """One side of each pair, after its prompt; chats without a prompt come after the messages that both begin with."""
+    roles = list(dict(rows.recipe.fields))
+    if rows.recipe.chat:
+        answers, prompts = _parted({role: messages(rows, role) for role in roles}, side)
+        return chats(rows, side, answers, prompts)
+    has_prompt = "prompt" in roles
+    answers_ids = tokenized(rows, side, opens=not has_prompt, closes=True)
+    return with_turns([tokenized(rows, "prompt", opens=True) if has_prompt else every([], len(rows)), answers_ids])
+
+
+def _parted(values: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[Chat]]:
+    """The answers of one side, and the messages before them, which are not learned."""
+    if "prompt" in values:
+        return values[side], values["prompt"]
+    shared = [
+        _shared(chosen or [], rejected or []) for chosen, rejected in zip(values["chosen"], values["rejected"], strict=True)
+    ]
+    answers = [None if chat is None else chat[length:] for chat, length in zip(values[side], shared, strict=True)]
+    return answers, [(chat or [])[:length] for chat, length in zip(values[side], shared, strict=True)]
+
+
+def _shared(chosen: list[Any], rejected: list[Any]) -> int:
+    """How many messages both begin with; at least the last one of each is an answer."""
+    longest = max(0, min(len(chosen), len(rejected)) - 1)
+    return next((i for i in range(longest) if chosen[i] != rejected[i]), longest)
