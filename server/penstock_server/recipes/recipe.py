@@ -24,6 +24,7 @@ from penstock_server.recipes.transform import Transform
 # To be raised where equal recipes come to make other tokens of equal rows: all runs end then, and all rows are tokenized anew.
 _READING = 1
 
+FEATURES = ("tokens", "chosen", "rejected")  # all token lists that a row may become: see `Recipe.features`
 DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
 
 

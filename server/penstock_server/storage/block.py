@@ -13,6 +13,7 @@ import pyarrow as pa
 from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS
+from penstock_server.recipes.recipe import FEATURES
 from penstock_server.recipes.split_hashes import is_validation
 from penstock_server.sealed import SEAL_BYTES
 from penstock_server.storage.features import Feature
@@ -46,8 +47,8 @@ class Block:
         names, reasons = batch.schema.names, batch.column(REASON)
         bad_rows = np.flatnonzero(reasons.is_valid().to_numpy(zero_copy_only=False))
         features = {}
-        for name in names:
-            if name not in (REASON, ROW, SPLIT) and not name.startswith(COLUMN) and not name.endswith(TURNS):
+        for name in FEATURES:
+            if name in names:
                 turns = ListColumn.of(batch.column(name + TURNS)) if name + TURNS in names else None
                 features[name] = Feature(ListColumn.of(batch.column(name)), turns)
         return cls(
