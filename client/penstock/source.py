@@ -16,6 +16,7 @@ import httpx
 from penstock import wire
 from penstock.errors import SpecError, VersionMismatch, WireError
 from penstock.network.aside import ask_aside
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
@@ -53,21 +54,24 @@ class Source:
         if not isinstance(dataset, str) or not dataset or "/" in dataset:
             raise SpecError(f"dataset must be a name (a folder a/b is the dataset a.b), not {dataset!r}", ("dataset",))
         self.dataset = dataset
-        self._servers = _addresses(servers)
+        self._addresses = _addresses(servers)
+        self._servers = Servers(self._addresses, rank)  # else each epoch would find out anew which of them fail
         self._rank = rank
         self._retry_seconds = retry_seconds
 
     def connect(self, allocate: Callable[[int], memoryview] | None = None) -> Transport:
         """Connections for one thread of this process. `allocate`: see Connection."""
-        return Transport(self._servers, retry_seconds=self._retry_seconds, rank=self._rank, allocate=allocate)
+        return Transport(self._servers, retry_seconds=self._retry_seconds, allocate=allocate)
 
     def resolve(self, spec: Spec) -> Resolved:
         """The spec with every parameter resolved. Raises the PenstockError that says why no server does."""
         # What the latest snapshot is all ranks ask the same server: another may be some seconds behind.
-        rank = self._rank if spec.snapshot else 0
-        transport = Transport(self._servers, retry_seconds=self._retry_seconds, rank=rank, first_contact=True)
-        with closing(transport):
-            return transport.get(f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}", partial(_decode_resolved, spec))
+        servers = self._servers if spec.snapshot else Servers(self._addresses)
+        target = f"{dataset_path(self.dataset)}/spec?{_query_of(spec)}"
+        with closing(Transport(servers, retry_seconds=self._retry_seconds, first_contact=True)) as transport:
+            resolved = transport.get(target, partial(_decode_resolved, spec))
+        self._servers.learn_from(servers)
+        return resolved
 
     def frames(self, transport: Transport, spec: Spec, epoch: int, steps: range, then: range = range(0)) -> list[wire.Frame]:
         """The frames of `steps`, in order, or only the first few of them, but at least one; of a spec that a server resolved.
@@ -93,7 +97,7 @@ class Source:
         few = replace(spec, batch_size=_FEW, world_size=1, tail="wrap", offset=0, skip=None, group_by_length=0)
         target = f"{batches_path(self.dataset, epoch, 0)}/0/provenance?{urlencode(few.to_query())}"
         try:
-            answer = ask_aside(self._servers[0] + target, _AT_ONCE_SECONDS).raise_for_status().json()
+            answer = ask_aside(self._servers.current + target, _AT_ONCE_SECONDS).raise_for_status().json()
             rows = [row for sequence in answer["sequences"] for row in sequence["sources"]]
             places = {(row["dataset"], row["shard"], row["row_group"], row["row"]): RowLength.of_source(row) for row in rows}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):

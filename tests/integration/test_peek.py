@@ -25,6 +25,7 @@ from corpora import write_numbered, write_pairs, write_text, write_tokenizer
 from penstock import RemoteDataset, Spec
 from penstock.commands.remote import get_json
 from penstock.display.batch_view import SequenceView, view
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 from penstock.urls import batches_path
 from penstock.wording import counted
@@ -80,7 +81,7 @@ def server(serve: Callable[..., Server], data_dir: Path) -> Server:
 def views(server: Server, dataset: str, step: int, **spec: Any) -> list[SequenceView]:
     path = f"{batches_path(dataset, 0, 0)}/{step}"
     query = {name: str(value) for name, value in spec.items()}
-    with closing(Transport((server.url,), retry_seconds=5)) as transport:
+    with closing(Transport(Servers((server.url,)), retry_seconds=5)) as transport:
         return view(get_json(transport, path, {**query, "format": "json"}), get_json(transport, f"{path}/provenance", query))
 
 

@@ -18,6 +18,7 @@ from penstock.commands.check import Check
 from penstock.commands.data_checks import check_cache, check_datasets
 from penstock.commands.doctor import checks
 from penstock.commands.machine_checks import check_machine
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 from penstock.wording import size
 
@@ -146,7 +147,7 @@ ABOUT = {
 def dataset(monkeypatch: pytest.MonkeyPatch, **about: Any) -> Check:
     monkeypatch.setattr(data_checks, "describe_dataset", lambda *_: {**ABOUT, **about})
     known = {"datasets": [{"name": "wiki"}], "mixtures": [], "refused": []}
-    with closing(Transport(("http://host",), retry_seconds=0)) as transport:
+    with closing(Transport(Servers(("http://host",)), retry_seconds=0)) as transport:
         [check] = check_datasets(transport, known, None)
     return check
 

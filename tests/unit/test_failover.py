@@ -15,6 +15,7 @@ import penstock.network.transport
 from answering import pages, problem, response, server
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone
 from penstock.network.connection import Connection
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 
 AWAY = "http://127.0.0.1:9"
@@ -43,7 +44,7 @@ def named(name: bytes) -> Answer:
 
 
 def get(*servers: str, retry_seconds: float = 20.0, rank: int = 0) -> tuple[bytes, int]:
-    with closing(Transport(servers, retry_seconds=retry_seconds, rank=rank)) as transport:
+    with closing(Transport(Servers(servers, rank), retry_seconds=retry_seconds)) as transport:
         return transport.get("/path", bytes), transport.num_retries
 
 
@@ -84,7 +85,7 @@ def test_a_server_that_answers_is_asked_again_and_the_one_that_failed_is_not() -
     with (
         pages(named(b"good")) as good,
         server(b"", response(b"bad")) as bad,
-        closing(Transport([bad, good], retry_seconds=9)) as transport,
+        closing(Transport(Servers([bad, good]), retry_seconds=9)) as transport,
     ):
         assert [transport.get("/", bytes) for _ in range(5)] == [b"good"] * 5
         assert transport.num_retries == 1
@@ -94,7 +95,7 @@ def test_retry_after_holds_for_the_server_that_said_so_and_for_the_next_request_
     with (
         server(response(b"", "503 Busy", "Retry-After: 1"), response(b"asked too soon")) as busy,
         server(b"", response(b"here")) as flaky,
-        closing(Transport([busy, flaky], retry_seconds=9)) as transport,
+        closing(Transport(Servers([busy, flaky]), retry_seconds=9)) as transport,
     ):
         assert transport.get_some("/", iter) == []
         assert transport.get("/", bytes) == b"here"
@@ -116,7 +117,7 @@ def test_it_comes_home_once_home_gives_what_another_gives(
     with (
         pages(lambda path: answers[path]) as home,
         pages(named(b"away")) as away,
-        closing(Transport([home, away], retry_seconds=9)) as transport,
+        closing(Transport(Servers([home, away]), retry_seconds=9)) as transport,
     ):
         given = [(transport.get("/", bytes), tried(transport)) for _ in range(4)]
         assert given == [(b"away", None), (b"away", False), (b"away", None), (b"away", False)]
@@ -143,7 +144,7 @@ def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytes
         return (200 if path == "/healthz" else 500), b""
 
     with pages(home) as first, pages(named(b"away")) as second:
-        with closing(Transport([first, second], retry_seconds=9)) as transport:
+        with closing(Transport(Servers([first, second]), retry_seconds=9)) as transport:
             assert [transport.get("/", bytes) for _ in range(9)] == [b"away"] * 9
             assert transport.num_retries == 1
             trial = transport._trial
@@ -162,7 +163,7 @@ def test_what_home_gave_aside_is_of_no_account_once_it_is_asked_itself(
     with (
         pages(lambda _: answers["home"]) as home,
         pages(lambda _: answers["away"]) as away,
-        closing(Transport([home, away], retry_seconds=9)) as transport,
+        closing(Transport(Servers([home, away]), retry_seconds=9)) as transport,
     ):
         assert transport.get("/", bytes) == b"away"
         answers["home"] = (200, b"home")
@@ -194,7 +195,7 @@ def test_whoever_asks_for_runs_comes_home_too_and_asks_for_home_no_sooner_than_i
         def some() -> bytes:
             return b"".join(transport.get_some("/", lambda body: [bytes(body)]))
 
-        with closing(Transport([first, second], retry_seconds=9)) as transport:
+        with closing(Transport(Servers([first, second]), retry_seconds=9)) as transport:
             transport._servers._clock = lambda: now
             assert transport.get("/", bytes) == b"away"
             now = 29.0
@@ -251,7 +252,7 @@ def test_what_is_counted_on_one_server_may_be_ready_on_another() -> None:
     with (
         server(problem("index-not-ready", 503)) as cold,
         server(response(b"here"), response(b"more")) as warm,
-        closing(Transport([cold, warm], retry_seconds=9)) as transport,
+        closing(Transport(Servers([cold, warm]), retry_seconds=9)) as transport,
     ):
         assert [transport.get("/", bytes) for _ in range(2)] == [b"here", b"more"]
         assert transport.num_retries == 0
@@ -265,7 +266,7 @@ def test_however_long_a_server_counts_time_is_not_up() -> None:
 def test_each_stage_of_an_outage_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with (
         server(*[b""] * 6, response(b"here"), response(b"more")) as flaky,
-        closing(Transport([AWAY, flaky], retry_seconds=20)) as transport,
+        closing(Transport(Servers([AWAY, flaky]), retry_seconds=20)) as transport,
     ):
         assert transport.get("/", bytes) == b"here"
         assert transport.get("/", bytes) == b"more"
@@ -279,7 +280,7 @@ def test_each_stage_of_an_outage_is_one_line(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_line_that_damages_every_other_answer_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with server(*[b"", response(b"here")] * 50) as flaky, closing(Transport([flaky], retry_seconds=20)) as transport:
+    with server(*[b"", response(b"here")] * 50) as flaky, closing(Transport(Servers([flaky]), retry_seconds=20)) as transport:
         for _ in range(50):
             assert transport.get("/", bytes) == b"here"
         assert transport.num_retries == 50
@@ -300,7 +301,7 @@ def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: py
         return (500 if path == "/" and asked["/"] == 2 else 200), b"home"
 
     with pages(home) as first, pages(named(b"away")) as second:
-        transport = Transport([first, second], retry_seconds=600)
+        transport = Transport(Servers([first, second]), retry_seconds=600)
         assert [transport.get("/", bytes) for _ in range(3)] == [b"home", b"away", b"away"]
         assert tried(transport)
         caught: list[BaseException] = []
@@ -322,7 +323,7 @@ def test_an_interrupt_wakes_a_read_on_whichever_connection_it_is(monkeypatch: py
 
 
 def test_a_fork_that_closes_its_copy_leaves_the_connection_to_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pages(named(b"here")) as url, closing(Transport([url], retry_seconds=9)) as transport:
+    with pages(named(b"here")) as url, closing(Transport(Servers([url]), retry_seconds=9)) as transport:
         assert transport.get("/", bytes) == b"here"
         child = os.fork()
         if child == 0:
@@ -337,11 +338,14 @@ def test_a_fork_that_closes_its_copy_leaves_the_connection_to_its_parent(monkeyp
 
 def test_passwords_of_addresses_are_in_no_log_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
     away = AWAY.replace("http://", "http://me:se@cret@")
-    with pytest.raises(ServerUnavailable) as told, closing(Transport([away, f"{away}9"], retry_seconds=0.1)) as transport:
+    with (
+        pytest.raises(ServerUnavailable) as told,
+        closing(Transport(Servers([away, f"{away}9"]), retry_seconds=0.1)) as transport,
+    ):
         transport.get("/", bytes)
     with (
         server(response(b"", "404 No")) as other,
-        closing(Transport([other.replace("//", "//me:secret@")], retry_seconds=9, first_contact=True)) as transport,
+        closing(Transport(Servers([other.replace("//", "//me:secret@")]), retry_seconds=9, first_contact=True)) as transport,
         pytest.raises(PenstockError, match="answered 404") as refused,
     ):
         transport.get("/v1/datasets", bytes)

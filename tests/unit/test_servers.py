@@ -114,6 +114,25 @@ def test_the_way_home_is_not_put_off_where_another_server_fails_and_the_one_that
     assert servers.return_is_due()
 
 
+def test_home_is_left_where_it_failed_another_and_stays_where_it_did_not(clock: Clock) -> None:
+    asked = Servers(NAMES, 0, clock)
+    for failing in "ab":
+        asked.failed(failing)
+    asked.answered("c")
+    ranks = [Servers(NAMES, rank, clock) for rank in range(6)]
+    for servers in ranks:
+        servers.learn_from(asked)
+    assert [servers.current for servers in ranks] == ["b", "c", "c", "c", "a", "c"]
+    ranks[0].answered("b")
+    clock.now += 30
+    assert ranks[0].return_is_due()
+    asked.answered("a")
+    another = Servers(NAMES, 0, clock)
+    another.learn_from(asked)
+    another.learn_from(another)
+    assert another.current == "a"
+
+
 def test_home_that_failed_once_more_is_left_alone_from_then_on(clock: Clock) -> None:
     servers = Servers(NAMES, 0, clock)
     servers.failed("a")

@@ -120,6 +120,27 @@ def test_of_a_batch_of_another_address_a_cache_is_suspected(other: bytes, reason
             source.frames(transport, SPEC, 1, range(4, 5))
 
 
+@pytest.mark.parametrize("spec", [SPEC, Spec()], ids=["of a snapshot", "of the latest"])
+def test_a_server_that_failed_once_is_asked_first_by_no_later_transport(spec: Spec) -> None:
+    asked: list[str] = []
+
+    def home(path: str) -> tuple[int, bytes]:
+        asked.append(path)
+        return 500, b""
+
+    def other(path: str) -> tuple[int, bytes]:
+        return 200, json.dumps({**ANSWER, "spec": SPEC.to_dict()}).encode() if path.endswith("/spec") else run(STEPS)
+
+    with pages(home) as first, pages(other) as second:
+        source = Source([first, second], "docs", rank=0, retry_seconds=9)
+        source.resolve(spec)
+        for _ in range(2):
+            with closing(source.connect()) as transport:
+                assert len(source.frames(transport, SPEC, 1, STEPS)) == len(STEPS)
+                assert transport.num_retries == 0
+    assert asked == ["/v1/datasets/docs/spec"]
+
+
 ASKED = {"skip": "1-2", "mix": "docs:2,more:1"}
 ANSWER = {"spec": ASKED, "num_steps": 3, "num_sequences": 24, "vocab_size": None, "tensors": [], "advice": []}
 

@@ -32,11 +32,12 @@ from penstock import (
 )
 from penstock.network.answers import Fault, NotYet, Stranger, failure_of
 from penstock.network.retry_log import RetryLog
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 
 
 def get(*servers: str, retry_seconds: float = 20.0) -> tuple[bytes, int]:
-    with closing(Transport(servers, retry_seconds=retry_seconds)) as transport:
+    with closing(Transport(Servers(servers), retry_seconds=retry_seconds)) as transport:
         return transport.get("/path", bytes), transport.num_retries
 
 
@@ -61,7 +62,7 @@ def test_a_fault_and_a_refusal_leave_nothing_to_the_garbage_collector(last: byte
     gc.disable()
     try:
         with server(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", last) as url:
-            transport = Transport([url], retry_seconds=20.0)
+            transport = Transport(Servers([url]), retry_seconds=20.0)
             with closing(transport), suppress(DataError):
                 transport.get("/path", bytes)
             assert transport.num_retries == 1
@@ -78,7 +79,10 @@ def test_a_body_that_does_not_decode_is_fetched_again() -> None:
             raise WireError("damaged")
         return bytes(body)
 
-    with server(response(b"damaged"), response(b"sound")) as url, closing(Transport([url], retry_seconds=9)) as transport:
+    with (
+        server(response(b"damaged"), response(b"sound")) as url,
+        closing(Transport(Servers([url]), retry_seconds=9)) as transport,
+    ):
         assert transport.get("/", decode) == b"sound"
 
 
@@ -133,7 +137,7 @@ def test_a_refusal_is_raised_at_once_with_the_servers_words(slug: str, status: i
 def test_a_stranger_on_the_port_is_named_when_a_run_begins() -> None:
     with (
         server(response(b"<html>", "404 Not Found")) as url,
-        closing(Transport([url], retry_seconds=600, first_contact=True)) as transport,
+        closing(Transport(Servers([url]), retry_seconds=600, first_contact=True)) as transport,
         pytest.raises(PenstockError, match="answered 404: .* Is there a penstock server at this address"),
     ):
         transport.get("/", bytes)
@@ -147,7 +151,7 @@ def test_a_run_that_is_under_way_rides_out_a_load_balancer_whose_servers_are_awa
         return bytes(body)
 
     page = response(b"" if status.startswith("204") else b"<html>", status)
-    with server(page, page, response(b"here")) as url, closing(Transport([url], retry_seconds=20)) as transport:
+    with server(page, page, response(b"here")) as url, closing(Transport(Servers([url]), retry_seconds=20)) as transport:
         assert transport.get("/", decode) == b"here"
         assert (transport.num_retries, transport.num_damaged) == (2, 2 if status.startswith("200") else 0)
 
@@ -166,7 +170,7 @@ def test_an_outage_is_two_lines_in_the_log_and_not_a_flood(caplog: pytest.LogCap
 def test_an_interrupt_ends_a_get_at_once(state: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1] if state == 'reading' else 9}"
-        transport = Transport([url], retry_seconds=600)
+        transport = Transport(Servers([url]), retry_seconds=600)
         caught: list[BaseException] = []
 
         def run() -> None:
@@ -277,7 +281,7 @@ def test_when_time_is_up_a_server_is_asked_that_wanted_to_be_left_alone_for_long
 
 def test_a_server_that_wanted_to_be_left_alone_is_asked_before_a_run_ends_even_without_any_patience() -> None:
     busy = problem("busy", 503, "Retry-After: 1")
-    with server(busy, response(b"here")) as url, closing(Transport([url], retry_seconds=0)) as transport:
+    with server(busy, response(b"here")) as url, closing(Transport(Servers([url]), retry_seconds=0)) as transport:
         assert transport.get_some("/", bytes) == []
         assert transport.get("/", bytes) == b"here"
 
@@ -286,7 +290,7 @@ def test_of_a_busy_and_a_free_server_the_free_one_is_asked_for_the_rest_at_once(
     with (
         server(problem("busy", 503, "Retry-After: 3600")) as busy,
         server(response(b"one"), response(b"more")) as free,
-        closing(Transport([busy, free], retry_seconds=9)) as transport,
+        closing(Transport(Servers([busy, free]), retry_seconds=9)) as transport,
     ):
         assert transport.get_some("/", bytes) == []
         assert transport.get("/", bytes) == b"one"
@@ -303,7 +307,7 @@ def test_one_attempt_brings_what_is_sound_before_a_fault() -> None:
 
     cut = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
     answers = [b"", cut + b"123", cut + b"12x4", response(b"12x4"), response(b"1234"), problem("bad-row", 500)]
-    with server(*answers) as url, closing(Transport([url], retry_seconds=9)) as transport:
+    with server(*answers) as url, closing(Transport(Servers([url]), retry_seconds=9)) as transport:
         assert [transport.get_some("/", decode) for _ in answers] == [[], [1, 2, 3], [1, 2], [1, 2], [1, 2, 3, 4], []]
         assert (transport.num_retries, transport.num_damaged, transport.num_bytes) == (4, 1, 3 + 4 + 4 + 4)
 
@@ -313,7 +317,7 @@ def test_an_answer_of_another_version_that_breaks_off_ends_no_run() -> None:
         raise VersionMismatch(f"{len(body)} bytes of another version")
 
     cut = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n123"
-    with server(cut) as url, closing(Transport([url], retry_seconds=9)) as transport:
+    with server(cut) as url, closing(Transport(Servers([url]), retry_seconds=9)) as transport:
         assert transport.get_some("/", decode) == []
 
 

@@ -15,6 +15,7 @@ import penstock.network.watch
 from answering import pages, response, server
 from penstock import ServerUnavailable
 from penstock.network.connection import Connection
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 
 SLOW_SECONDS = 2.0
@@ -50,7 +51,7 @@ def slowly() -> bytes:
 
 
 def get(*servers: str, retry_seconds: float = 60.0) -> tuple[bytes, int]:
-    with closing(Transport(servers, retry_seconds=retry_seconds)) as transport:
+    with closing(Transport(Servers(servers), retry_seconds=retry_seconds)) as transport:
         return transport.get("/path", bytes), transport.num_retries
 
 
@@ -75,7 +76,7 @@ def test_one_that_hangs_on_a_connection_that_was_kept_is_not_asked_the_same_agai
     with (
         pages(answer) as hanging,
         pages(lambda _: (200, b"there")) as good,
-        closing(Transport([hanging, good], retry_seconds=60)) as transport,
+        closing(Transport(Servers([hanging, good]), retry_seconds=60)) as transport,
     ):
         assert [transport.get("/path", bytes) for _ in range(2)] == [b"here", b"there"]
         assert len(asked) == 2
@@ -90,7 +91,7 @@ def test_one_that_stops_in_the_middle_of_an_answer_gives_way_too_and_what_came_i
         yield from (bytes(body[n : n + 1]) for n in range(len(body)))
 
     cut = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"
-    with server(cut, hold=over) as hanging, closing(Transport([hanging], retry_seconds=60)) as transport:
+    with server(cut, hold=over) as hanging, closing(Transport(Servers([hanging]), retry_seconds=60)) as transport:
         assert transport.get_some("/", stop) == [b"a", b"b", b"c"]
         over.set()
 
@@ -237,7 +238,7 @@ def test_one_with_nobody_behind_it_does_not() -> None:
 def test_closing_ends_the_watch_also_while_it_asks() -> None:
     before = threading.active_count()
     with server() as hanging:
-        transport = Transport([hanging], retry_seconds=600)
+        transport = Transport(Servers([hanging]), retry_seconds=600)
 
         def run() -> None:
             with pytest.raises(ServerUnavailable, match="interrupted"):

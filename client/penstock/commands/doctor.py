@@ -15,6 +15,7 @@ from penstock.commands.remote import RETRY_SECONDS, get_json, greet
 from penstock.commands.server_checks import check_proxies, check_versions, check_way
 from penstock.display.terminal import BOLD, GREEN, RED, YELLOW, Terminal
 from penstock.errors import PenstockError
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 from penstock.printable import printable
 from penstock.urls import DATASETS
@@ -53,7 +54,7 @@ def checks(server: str, dataset: str | None) -> Iterator[Check]:
     yield from check_proxies(server)
     yield from check_way(server)
     yield from check_machine()
-    with closing(Transport((server,), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
+    with closing(Transport(Servers((server,)), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
         try:
             known = get_json(transport, DATASETS)
             yield from check_datasets(transport, known, dataset)

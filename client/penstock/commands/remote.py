@@ -14,6 +14,7 @@ from penstock.commands.address import Address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
 from penstock.network.answers import doubt
 from penstock.network.aside import ask_aside, by_proxy, plain_address
+from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 from penstock.urls import DATASETS, dataset_path
 from penstock.wording import listed
@@ -51,7 +52,7 @@ def greet(server: str) -> dict[str, Any]:
 def connected(server: str) -> Iterator[Transport]:
     """A transport to a server that answers. Raises what `greet` raises."""
     greet(server)
-    with closing(Transport((server,), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
+    with closing(Transport(Servers((server,)), retry_seconds=RETRY_SECONDS, first_contact=True)) as transport:
         yield transport
 
 

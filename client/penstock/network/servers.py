@@ -14,10 +14,10 @@ _LONGEST_AWAY_SECONDS = 300.0
 class Servers:
     """The addresses in the order in which one rank tries them, and what it knows of each.
 
-    Ranks have their homes spread over the addresses, and those of one home spread over the others when it is away.
+    Rank r is at home at address r modulo their number, and the ranks of one home are spread over the others when it is away.
     """
 
-    def __init__(self, addresses: Sequence[str], rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, addresses: Sequence[str], rank: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         home = rank % len(addresses)
         others = [*addresses[home + 1 :], *addresses[:home]]
         first = rank // len(addresses) % max(len(others), 1)
@@ -25,6 +25,7 @@ class Servers:
         self.current = self.home
         self._clock = clock
         self._not_before = dict.fromkeys(self.addresses, 0.0)
+        self._failing: set[str] = set()  # since they last answered
         self._away_seconds = _AWAY_SECONDS
         self._return_at = math.inf
 
@@ -52,6 +53,7 @@ class Servers:
     def failed(self, address: str, after_seconds: float = 0.0) -> str:
         """An address failed; it asks to be left alone for so long. Returns the one that is asked next."""
         self.leave_alone(address, after_seconds)
+        self._failing.add(address)
         if address == self.home:
             self._return_at = math.inf  # until another has answered
         self.current = self.addresses[(self.addresses.index(address) + 1) % len(self)]
@@ -60,10 +62,16 @@ class Servers:
     def answered(self, address: str) -> None:
         """An address gave what it was asked for; it is the one to ask from now on."""
         self.current = address
+        self._failing.discard(address)
         if address == self.home:
             self._away_seconds, self._return_at = _AWAY_SECONDS, math.inf
         elif self._return_at == math.inf:
             self.stay_away()
+
+    def learn_from(self, other: Servers) -> None:
+        """Leaves home if it failed another who asked the same addresses."""
+        if other is not self and self.current == self.home and self.home in other._failing:
+            self.failed(self.home)
 
     def return_is_due(self) -> bool:
         """Whether it is time to see if home is back."""

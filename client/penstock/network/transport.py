@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from random import uniform
@@ -43,7 +43,7 @@ class _Question(Generic[T]):
 
 
 class Transport:
-    """GETs from one or more servers that hold the same data; rank r begins with server r modulo their number.
+    """GETs from servers that hold the same data. What they do is remembered in `servers`, which may outlive this.
 
     A server that fails gives way to the next at once, and only after all have failed does the run wait. One that refuses gives
     way, too: it may have another snapshot than the others, or a broken disk. With `first_contact` an answer that no penstock
@@ -57,15 +57,14 @@ class Transport:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        servers: Servers,
         *,
         retry_seconds: float,
-        rank: int = 0,
         first_contact: bool = False,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
         self.num_retries = self.num_damaged = self.num_bytes = 0
-        self._servers = Servers(addresses, rank)
+        self._servers = servers
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds)
