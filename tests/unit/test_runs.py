@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+import pytest
+
+import penstock.feeding.runs
 from penstock.feeding.runs import OBJECT_BYTES, fetch_ahead, fetch_runs
 from penstock.network.transport import Transport
 from penstock.source import Source
@@ -38,6 +41,42 @@ def test_a_run_has_one_frame_at_least_however_large() -> None:
     assert [len(run) for run in fetch_runs(large, range(4), TARGET)] == [1] * 4
     assert [len(run) for run in fetch_runs(frames, range(3), 0)] == [1] * 3
     assert list(fetch_runs(frames, range(0), KIB)) == []
+
+
+@dataclass
+class Clock:
+    """Time as it is told to go on."""
+
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(penstock.feeding.runs, "time", clock)
+    return clock
+
+
+def test_on_a_slow_way_runs_are_as_large_as_comes_in_half_a_second_and_grow_again_once_it_is_fast(clock: Clock) -> None:
+    def fetch(steps: range, then: range) -> list[Frame]:
+        clock.now += len(steps) * (0.12 if steps[0] < 100 else 0.001)
+        return frames(steps)
+
+    runs = [len(run) for run in fetch_runs(fetch, range(400), TARGET)]
+    assert runs[:6] == [1, 1, 2, 4, 4, 4]
+    assert max(runs[: runs.index(16)]) < 16
+    assert runs[-2] == 16
+
+
+def test_on_a_long_way_where_a_large_run_takes_no_longer_than_a_small_one_runs_grow_all_the_same(clock: Clock) -> None:
+    def fetch(steps: range, then: range) -> list[Frame]:
+        clock.now += 1.0 if steps[0] else 2.0  # with the time to connect
+        return frames(steps)
+
+    assert [len(run) for run in fetch_runs(fetch, range(100), TARGET)][:8] == [1, 1, 2, 4, 8, 16, 16, 16]
 
 
 def test_what_is_fetched_next_is_known_before() -> None:

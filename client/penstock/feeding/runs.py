@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 
 from penstock.feeding.prefetch import Prefetch
@@ -13,6 +14,8 @@ from penstock.wire import Frame
 PREFETCH_BYTES = 64 << 20  # the default of prefetch_bytes
 OBJECT_BYTES = 2048  # about what Python's objects for one batch that waits take
 RUN_BYTES = 8 << 20  # a response of a few MiB: the cost of a request vanishes in it
+_RUN_SECONDS = 0.5  # that a run may take to come
+_FIRST_TIMES = 3.0  # or so many times as long as the first batch took: on a long way short runs would be all round trips
 _LEAST_RUNS = 4  # that fit into a budget: one that the loop takes from, one that waits, one that is read, one that is asked for
 
 
@@ -44,23 +47,45 @@ def fetch_ahead(
 def fetch_runs(
     fetch: Callable[[range, range], Sequence[Frame]], steps: range, target_bytes: int
 ) -> Generator[Sequence[Frame], None, None]:
-    """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes` of memory.
+    """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes` of memory or a while's worth.
 
     `fetch(steps, then)` gives the frames of `steps`, or only the first few of them, but at least one. Where it gives all, it
     is asked for `then` next. Raises what it raises.
     """
+    pace = _Pace(target_bytes)
     start = 0
     run = following = 1  # the first batch comes alone, so that the loop starts at once
     while start < len(steps):
         behind = start + run
+        began = time.perf_counter()
         frames = fetch(steps[start:behind], steps[behind : behind + following])
+        seconds = time.perf_counter() - began
         yield frames
         start += len(frames)
-        largest = max(1, target_bytes * len(frames) // _nbytes(frames))
+        nbytes = _nbytes(frames)
+        largest = max(1, int(pace.run_bytes(nbytes, seconds) * len(frames) / nbytes))
         if start < behind:  # the run broke off: begin with a small one again
             run = following = min(len(frames), largest)
         else:
             run, following = following, min(2 * following, largest)
+
+
+class _Pace:
+    """How large a run may be: `target_bytes`, or what comes within a while if that is less.
+
+    A run is handed over as a whole: the loop would wait for the end of one that takes longer than what it has in hand.
+    """
+
+    def __init__(self, target_bytes: int) -> None:
+        self._target_bytes = target_bytes
+        self._run_seconds = 0.0
+        self._nbytes = self._seconds = 0.0  # of late: each run counts half as much as the one after it
+
+    def run_bytes(self, nbytes: int, seconds: float) -> float:
+        """The most that a run may have, now that one of so many bytes took so many seconds."""
+        self._run_seconds = self._run_seconds or max(_RUN_SECONDS, _FIRST_TIMES * seconds)
+        self._nbytes, self._seconds = self._nbytes / 2 + nbytes, self._seconds / 2 + max(seconds, 1e-9)
+        return min(self._target_bytes, self._run_seconds * self._nbytes / self._seconds)
 
 
 def _nbytes(frames: Sequence[Frame]) -> int:
