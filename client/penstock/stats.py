@@ -14,7 +14,7 @@ class Stats:
     num_bytes       bytes fetched, batches ahead of the loop included
     num_retries     fetches that failed, and were tried again if there was time
     num_damaged     those among them whose answer was damaged on the way, or was not what was asked for
-    wait_seconds    how long the loop waited for batches
+    wait_seconds    how long the loop waited for batches, a wait that is under way included
     busy_seconds    how long the loop worked with batches, each time until it asked for the next
     buffered_bytes  host memory of batches that are ready and wait for the loop, as they travelled
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import closing
@@ -65,9 +66,9 @@ def fail_at(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.feeding.feed, "expand", expanded)
 
 
-def feed(num_steps: int, replay: int | None = None) -> Feed:
+def feed(num_steps: int, replay: int | None = None, asked: Asked | None = None) -> Feed:
     return Feed(
-        cast(Source, Asked()), Spec(), 0, range(num_steps), prefetch_bytes=1 << 20, destination=PINNED, replay=replay,
+        cast(Source, asked or Asked()), Spec(), 0, range(num_steps), prefetch_bytes=1 << 20, destination=PINNED, replay=replay,
         columns=("input_ids",),
     )  # fmt: skip
 
@@ -89,6 +90,32 @@ def test_what_was_pinned_before_a_failure_is_given_before_it(monkeypatch: pytest
         with closing(feed(100)) as items, pytest.raises(RuntimeError, match="out of memory"):
             found.extend(steps_of(iter(items)))
         assert found == list(range(last))
+
+
+class Held(Asked):
+    """Answers once it is told to."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def frames(self, *asked: Any) -> list[wire.Frame]:
+        assert self.over.wait(60)
+        return super().frames(*asked)
+
+
+def test_a_wait_is_counted_while_it_lasts() -> None:
+    held = Held()
+    with closing(feed(1, asked=held)) as items:
+        loop = threading.Thread(target=lambda: list(items))
+        loop.start()
+        seen = [0.0]
+        while len(seen) < 5:
+            if (waited := items.stats().wait_seconds) > seen[-1]:
+                seen.append(waited)
+        held.over.set()
+        loop.join(60)
+        assert items.stats().num_batches == 1
+        assert items.stats().wait_seconds == items.stats().wait_seconds > seen[-1]
 
 
 def test_what_a_loop_takes_out_of_a_batch_is_there_again_in_a_replay() -> None:

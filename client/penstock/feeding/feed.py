@@ -45,6 +45,7 @@ class Feed:
         self._columns = columns
         self._num_batches = self._num_tokens = 0
         self._wait_seconds = self._busy_seconds = 0.0
+        self._asked_at: float | None = None  # while the loop waits
         device = destination.device
         self._transport = source.connect(None if device == CPU else partial(allocate_pinned, device))
         try:
@@ -60,9 +61,11 @@ class Feed:
         items = self._items()
         asked_at = time.perf_counter()
         while True:
+            self._asked_at = asked_at
             try:
                 item = next(items, None)
             finally:
+                self._asked_at = None
                 given_at = time.perf_counter()
                 self._wait_seconds += given_at - asked_at
             if item is None:
@@ -93,14 +96,16 @@ class Feed:
         return Item.of(frame, expand(frame, pin_memory=self._destination.pin_memory, columns=self._columns))
 
     def stats(self) -> Stats:
-        """What this feed has done so far."""
+        """What this feed has done so far. Another thread may ask, too, such as one that watches whether the loop hangs."""
+        asked_at = self._asked_at
+        waits = 0.0 if asked_at is None else time.perf_counter() - asked_at
         return Stats(
             num_batches=self._num_batches,
             num_tokens=self._num_tokens,
             num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
             num_damaged=self._transport.num_damaged,
-            wait_seconds=self._wait_seconds,
+            wait_seconds=self._wait_seconds + waits,
             busy_seconds=self._busy_seconds,
             buffered_bytes=self._frames.buffered_bytes,
         )
