@@ -95,6 +95,15 @@ def test_the_borders_move_from_epoch_to_epoch(server: Server) -> None:
     assert len(set(firsts)) > 1
 
 
+def test_as_stored_the_stream_is_cut_from_its_first_token_on_in_every_epoch_and_for_every_seed(server: Server) -> None:
+    whole = stream()
+    cut = [whole[at : at + SEQ_LEN] for at in range(0, len(whole) - SEQ_LEN + 1, SEQ_LEN)]
+    for seed, epoch in ((0, 0), (0, 1), (7, 0)):
+        data = dataset(server, shuffle="none", tail="wrap", seed=seed)
+        data.set_epoch(epoch)
+        assert lines(data)[: len(cut)] == cut
+
+
 def test_labels_and_mask_cover_every_token(server: Server) -> None:
     for batch in dataset(server):
         assert batch["attention_mask"].all()

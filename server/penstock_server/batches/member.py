@@ -114,7 +114,9 @@ def _plan(member: Member, epoch: int) -> PlannedEpoch:
 def _packing(member: Member, epoch: int) -> Packing:
     of, index = member.order_key, member.index
     if of.packing == "concat":
-        return Concat(index.tokens_per_block(of.split), of.seq_len, key(of.seed, epoch, "shift") % of.seq_len)
+        # As stored is from the first token on, as others cut who are to be compared with.
+        shift = 0 if of.shuffle == "none" else key(of.seed, epoch, "shift") % of.seq_len
+        return Concat(index.tokens_per_block(of.split), of.seq_len, shift)
     if of.packing == "best_fit":
         bins, rows = index.bins(of.split, of.seq_len), index.rows_per_block(of.split)
         return BestFit(member.snapshot.pools.starts, bins, rows, of.seq_len)
