@@ -34,7 +34,9 @@ class DPOTrainer(RemoteTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         if "chosen_input_ids" not in inputs:
-            raise SystemExit("these are no preference pairs: rows need the columns chosen and rejected")
+            raise SystemExit(
+                "these are no preference pairs: rows need the columns chosen and rejected, and args remove_unused_columns=False"
+            )
         with torch.no_grad():
             reference = margins(self._reference, inputs)
         rewards = self._beta * (margins(model, inputs) - reference)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from itertools import repeat
 from math import ceil
 from typing import Any
@@ -62,6 +63,8 @@ class RemoteTrainer(Trainer):
     Raises StateMismatch, from train(): the checkpoint is of other data or counts other batches, or training begins without a
     checkpoint though a state was loaded into the data.
     """
+
+    _signature_columns: Any  # of Trainer's: what _set_signature_columns_if_needed finds
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -175,8 +178,7 @@ class RemoteTrainer(Trainer):
     def _check_that_rows_stay_apart(self) -> None:
         if self.args.use_cache:
             raise SpecError("leave use_cache=True out: with a cache, models do not tell rows apart by position_ids")
-        self._set_signature_columns_if_needed()
-        if self.args.remove_unused_columns and "position_ids" not in self._signature_columns:
+        if self.args.remove_unused_columns and "position_ids" not in self._taken:
             raise SpecError(
                 f"{type(self.model).__name__} takes no position_ids, so rows of one sequence would attend to the rows before "
                 "them. Give each row its own sequence, with packing='rows' (group_by_length saves padding); if rows may attend "
@@ -184,14 +186,25 @@ class RemoteTrainer(Trainer):
                 ("packing",),
             )
 
+    @cached_property
+    def _taken(self) -> frozenset[str]:
+        """The tensors that the model's forward takes, and those that a subclass of Trainer says it does.
+
+        TRL's say which columns their own preparation of a dataset gives, and no more.
+        """
+        self._set_signature_columns_if_needed()
+        said, self._signature_columns = self._signature_columns, None
+        Trainer._set_signature_columns_if_needed(self)
+        taken, self._signature_columns = frozenset([*said, *self._signature_columns]), said
+        return taken
+
     def _for_the_model(self, batch: Batch) -> Batch:
         if "position_ids" in batch:  # with a mask beside them, transformers lets a row attend to those before it
             self._check_that_rows_stay_apart()
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         if not self.args.remove_unused_columns:
             return batch
-        self._set_signature_columns_if_needed()
-        taken = {name: value for name, value in batch.items() if name in self._signature_columns}
+        taken = {name: value for name, value in batch.items() if name in self._taken}
         if not taken:
             raise SpecError(
                 f"{type(self.model).__name__} takes none of {', '.join(batch)}. Of preference pairs make the loss in a loop of "

@@ -49,4 +49,4 @@ def _library(request: pytest.FixtureRequest) -> None:
     """Skips the tests of a module whose LIBRARY is missing."""
     library = getattr(request.module, "LIBRARY", "torch")
     if not find_spec(library):
-        pytest.skip(f"{library} is not installed; make test installs penstock[frameworks]")
+        pytest.skip(f"{library} is not installed; make {'trl-test' if library == 'trl' else 'test'} installs it")

@@ -146,6 +146,25 @@ def test_a_model_that_would_not_keep_rows_apart_is_refused(url: str, tmp_path: P
     one.evaluate(RemoteDataset(url, "numbers", **SPEC, packing="concat", tail="wrap"))
 
 
+def test_a_trainer_that_names_columns_of_its_own_preparation_takes_nothing_from_the_model(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL's do."""
+    from penstock.huggingface import RemoteTrainer
+
+    def named(self: Any) -> None:
+        self._signature_columns = ["input_ids", "labels", "mine"]
+
+    monkeypatch.setattr(RemoteTrainer, "_set_signature_columns_if_needed", named, raising=False)
+    one = trainer(url, tmp_path)
+    given = next(iter(one.get_train_dataloader()))
+    assert given.keys() == {"input_ids", "attention_mask", "labels"}
+    packed = RemoteDataset(url, "numbers", **SPEC, packing="best_fit", tail="wrap")
+    assert next(iter(one.get_eval_dataloader(packed))).keys() == {"input_ids", "position_ids", "labels"}
+    batch = one._for_the_model(dict(given, mine=given["labels"], cu_seqlens=given["labels"]))
+    assert batch.keys() == {"input_ids", "attention_mask", "labels", "mine"}
+
+
 def test_arguments_that_do_not_fit_the_data_are_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(
         SpecError, match=r"gives each of 1 rank\(s\) 16 sequences a step, but by its arguments Trainer counts 8"

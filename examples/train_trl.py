@@ -1,0 +1,82 @@
+"""Fine-tunes a Llama on chats with TRL's SFTTrainer and LoRA, on one device or, under torchrun, on several.
+
+    python examples/train_trl.py http://localhost:8000 chats --model FOLDER --out lora
+
+`chats` are rows with the column messages, of which what the assistant says is learned. --model names a folder with a pretrained
+model of transformers and its tokenizer, the one that the server tokenizes with. Started again with the same folder it goes on
+from the last checkpoint in it, at the very next batch. Needs trl and peft.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+from penstock import RemoteDataset
+from penstock.huggingface import RemoteTrainer
+
+
+class ShownOneRow(SFTTrainer):
+    """TRL's trainers prepare a dataset of the library `datasets`, and refuse others: this one is shown a row of such a one."""
+
+    def __init__(self, *args: Any, train_dataset: RemoteDataset, eval_dataset: Any = None, **options: Any) -> None:
+        row = Dataset.from_list([{"input_ids": [0], "labels": [0]}])
+        shown = None if eval_dataset is None else row
+        super().__init__(*args, train_dataset=row, eval_dataset=shown, data_collator=default_data_collator, **options)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+
+
+class RemoteSFTTrainer(RemoteTrainer, ShownOneRow):
+    """SFTTrainer with its losses, metrics and LoRA, on a RemoteDataset."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    training = SFTConfig(
+        str(args.out),
+        per_device_train_batch_size=args.batch_size,
+        num_train_epochs=args.epochs,
+        learning_rate=args.learning_rate,
+        save_steps=args.save_steps,
+        logging_steps=10,
+        report_to="none",
+        dataset_kwargs={"skip_prepare_dataset": True},  # of rows that the server has tokenized there is nothing to prepare
+        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        use_cpu=not torch.cuda.is_available(),
+    )
+    data = RemoteDataset(
+        args.server, args.dataset, batch_size=training.train_batch_size, seq_len=args.seq_len, packing="best_fit", seed=7
+    )
+    trainer = RemoteSFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(args.model),
+        args=training,
+        train_dataset=data,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if args.out.is_dir() else None)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("server", help="address of the server, http://host:port")
+    parser.add_argument("dataset", help="its name on the server")
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model to fine-tune, and of its tokenizer")
+    parser.add_argument("--batch-size", type=int, default=8, help="packed sequences in a batch of one device")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a packed sequence")
+    parser.add_argument("--learning-rate", type=float, default=2e-4, help="of LoRA")
+    parser.add_argument("--epochs", type=float, default=1, help="how long to train; 0.2 is a fifth of an epoch")
+    parser.add_argument("--out", type=Path, default=Path("lora"), help="folder for checkpoints")
+    parser.add_argument("--save-steps", type=int, default=500, help="steps between checkpoints")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
