@@ -318,10 +318,12 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
     (tmp_path / "x.txt").touch()
     (tmp_path / "x.parquet.gz").touch()
     (tmp_path / "folder.csv").mkdir()
-    for name in ("saved/dataset_info.json", "saved/data-0.arrow", "zipped/a.csv.gz", "zipped/b.csv.gz", "zipped/c.csv"):
+    in_folders = ["saved/dataset_info.json", "saved/data-0.arrow", "zipped/a.csv.gz", "zipped/b.csv.gz", "zipped/c.csv"]
+    for name in (*in_folders, "mds/index.json", "mds/shard.00000.mds"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    files = [tmp_path / name for name in ("none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved", "zipped")]
+    names = ["none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved", "zipped", "mds", "mds/shard.00000.mds"]
+    files = [tmp_path / name for name in names]
     with pytest.raises(ImportRefused) as refused:
         imported(tmp_path / "out", *files, Path("/dev/null"))
     for line, message in zip(
@@ -333,6 +335,8 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
             "folder.csv is a folder. Name its files, such as {tmp}/folder.csv/*.jsonl.",
             "saved is a folder. Name its files, such as {tmp}/saved/*.arrow.",
             "zipped is a folder. Name its files, such as {tmp}/zipped/*.csv.gz.",
+            "{tmp}/mds: files that end in .mds are MosaicML's MDS, which is not read here. Write their rows as Parquet",
+            "{tmp}/mds/shard.00000.mds: files that end in .mds are MosaicML's MDS",
             "no regular file",
         ],
         strict=True,

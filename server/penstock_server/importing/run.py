@@ -32,6 +32,12 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _ARROW = (".arrow", ".feather", ".ipc")
 _PARQUET = (".parquet",)
 _TOKENS = (".bin", ".npy", ".ds")
+_FOREIGN = {  # what other loaders read
+    ".mds": "MosaicML's MDS",
+    ".tar": "WebDataset's tar",
+    ".tfrecord": "TensorFlow's TFRecord",
+    ".array_record": "Grain's ArrayRecord",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +119,8 @@ class Import:
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}."
         if S_ISDIR(mode):
-            return f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
+            ending = _ending_in(path)
+            return _foreign(path, ending) or f"{path} is a folder. Name its files, such as {path}/*{ending}."
         if not S_ISREG(mode):
             return f"{path} is no regular file, and files are read twice."
         ending, compressed = _endings_of(path)
@@ -130,7 +137,7 @@ class Import:
         if ending == ".idx":
             ids = path.with_suffix(".bin" if path.suffix == ".idx" else ".BIN")
             return f"{path} is an index. Name the file of ids beside it, {ids}."
-        return (
+        return _foreign(path, ending) or (
             f"{path}: its ending is not one that is read: {', '.join([*_DELIMITERS, *_JSON])} (also "
             f"with {' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET + _TOKENS)}. Rename the file if it holds one of these; "
             f'write plain text as JSON lines, a document a line: {{"text": "..."}}.'
@@ -170,12 +177,23 @@ def _endings_of(path: Path) -> tuple[str, str]:
 
 
 def _ending_in(folder: Path) -> str:
-    """What most files in a folder end in of those that an import reads; beside others .json is of their metadata."""
+    """What most files in a folder end in of those that hold data; beside others .json is of their metadata."""
     found = Counter[str]()
     with suppress(OSError):
         endings = [_endings_of(path) for path in folder.iterdir() if path.is_file()]
-        found.update("".join(own) for own in endings if own[0] in (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET, *_TOKENS))
+        known = (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET, *_TOKENS, *_FOREIGN)
+        found.update("".join(own) for own in endings if own[0] in known)
     return max(found, key=lambda ending: (ending != ".json", found[ending]), default=_JSON[0])
+
+
+def _foreign(path: Path, ending: str) -> str:
+    """What is said of files that have such an ending, "" if nothing is known of it."""
+    if not (kind := _FOREIGN.get(ending)):
+        return ""
+    return (
+        f"{path}: files that end in {ending} are {kind}, which is not read here. Write their rows as Parquet from Python, some "
+        f'thousand at a time; docs/data.md, "Other files than Parquet", has the lines for it.'
+    )
 
 
 @contextmanager
