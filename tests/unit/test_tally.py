@@ -12,6 +12,8 @@ from penstock.stats import Stats
 class Counted:
     """A feed of 3 batches; `seen` is what another thread might see when it is asked after it was closed."""
 
+    is_left = False
+
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
         self._is_closed = False

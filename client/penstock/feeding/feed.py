@@ -55,7 +55,8 @@ class Feed:
             raise
         # An iterator that is still referenced is only closed when modules are taken apart. Daemon threads run no more then:
         # who waits for one, or for a lock that it holds, waits for ever.
-        atexit.register(self._close)
+        self.is_left = False  # by an interpreter that exits
+        atexit.register(self._leave)
 
     def __iter__(self) -> Iterator[Item]:
         items = self._items()
@@ -121,9 +122,13 @@ class Feed:
         else:
             self._close()
 
+    def _leave(self) -> None:
+        self.is_left = True
+        self._close()
+
     def _close(self) -> None:
         with closing(self._transport), closing(self._frames):
-            atexit.unregister(self._close)
+            atexit.unregister(self._leave)
 
 
 def _next(items: Iterator[Item]) -> Item:

@@ -28,10 +28,11 @@ class Tally:
         try:
             yield feed
         finally:
-            feed.close()
-            ended, feeds = self._counted
-            own = replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
-            self._counted = ended + own, tuple(other for other in feeds if other is not feed)
+            if not feed.is_left:  # else modules may be taken apart, and what is called here is gone
+                feed.close()
+                ended, feeds = self._counted
+                own = replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
+                self._counted = ended + own, tuple(other for other in feeds if other is not feed)
 
     def total(self) -> Stats:
         """The figures of all together, now."""
