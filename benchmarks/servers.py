@@ -9,7 +9,7 @@ from pathlib import Path
 
 from processes import Server, run, serving
 
-_PENSTOCK = [sys.executable, "-m", "penstock.cli"]
+_PENSTOCK = [sys.executable, "-m", "penstock"]
 
 
 def serve_command(data_dir: Path, cache_dir: Path) -> list[str]:

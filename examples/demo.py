@@ -27,7 +27,7 @@ from train_gpt import fingerprint
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-PENSTOCK = [sys.executable, "-m", "penstock.cli"]
+PENSTOCK = [sys.executable, "-m", "penstock"]
 DATASET, BATCH_SIZE, SEQ_LEN, SEED = "stories", 16, 128, 7
 PREFETCH_BYTES = 400_000  # eight batches: half a second of training, so that the outage is felt and not hidden
 OUTAGE_SECONDS = 1.0

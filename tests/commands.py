@@ -37,7 +37,7 @@ def penstock_in_terminal(columns: int, *arguments: str, **environment: str) -> t
     """The exit status, and all that the terminal got."""
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    command = [sys.executable, "-m", "penstock.cli", *arguments]
+    command = [sys.executable, "-m", "penstock", *arguments]
     env = {**_plain_environment(), "TERM": "xterm-256color", **environment}
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env)
     os.close(terminal)

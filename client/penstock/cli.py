@@ -77,7 +77,3 @@ def _add_server_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
     from penstock_server.cli import add_commands as add_server_commands
 
     add_server_commands(commands)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -223,7 +223,7 @@ def test_a_recipe_that_belongs_to_no_dataset_is_told_at_the_start(serve: Callabl
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_a_person_starts_answers_and_stops_without_a_word(tmp_path: Path, how: signal.Signals) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)
-    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
     with subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         first = process.stdout.readline()
@@ -257,7 +257,7 @@ def test_a_server_that_is_to_stop_waits_for_no_row_group(tmp_path: Path, how: si
         f"        pathlib.Path({str(has_begun)!r}).touch()\n        time.sleep(600)\n    return batch"
     )
     (folder / "penstock.toml").write_text('transform = "slow:function"')
-    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
     command = [*(_AS_PROCESS_1 if is_process_1 else []), *command, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -329,7 +329,7 @@ def test_a_full_disk_behind_stdout_is_an_error_and_no_answer(tmp_path: Path, num
     write_numbered(tmp_path / "data" / "numbers", num_rows)
     command = ["inspect", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache"), "--rows", str(num_rows)]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-m", "penstock.cli", *command], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([sys.executable, "-m", "penstock", *command], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (
         2,
         "penstock inspect: what is printed cannot be written: No space left on device\n",
@@ -347,7 +347,7 @@ def test_a_stdout_that_is_full_and_that_nobody_reads_keeps_no_server_from_servin
     os.set_blocking(full, True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
     with subprocess.Popen([*command, "--port", str(port), "--processes", processes], stdout=full) as process:
         try:
             deadline, status = time.monotonic() + 60, 0
@@ -367,7 +367,7 @@ def test_a_stdout_that_is_full_and_that_nobody_reads_keeps_no_server_from_servin
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_log_that_cannot_hold_a_name_keeps_no_server_from_starting(tmp_path: Path, processes: str) -> None:
     write_numbered(tmp_path / "data" / "中文", 9)
-    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
     with subprocess.Popen(
         [*command, "--port", "0", "--processes", processes],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},
@@ -398,7 +398,7 @@ def test_a_greeting_that_cannot_be_written_keeps_no_server_from_serving(tmp_path
     write_numbered(tmp_path / "data" / "numbers", 9)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
     shell = ["bash", "-c", f'exec "$@" {where}', "bash", *command, "--port", port, "--processes", processes]
     with subprocess.Popen(shell, stderr=subprocess.PIPE, text=True) as process:
         until_ready(f"http://127.0.0.1:{port}", process)
@@ -409,7 +409,7 @@ def test_a_greeting_that_cannot_be_written_keeps_no_server_from_serving(tmp_path
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_more_connections_are_taken_than_a_shell_has_files_open(tmp_path: Path, processes: str) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)
-    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
     shell = ["bash", "-c", 'ulimit -S -n 64; exec "$@"', "bash", *command, "--port", "0", "--processes", processes]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process, ExitStack() as stack:
         stack.callback(process.kill)
@@ -424,7 +424,7 @@ def test_more_connections_are_taken_than_a_shell_has_files_open(tmp_path: Path, 
 
 def test_a_connection_that_there_is_no_room_for_waits_until_there_is(tmp_path: Path) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)
-    command = [sys.executable, "-m", "penstock.cli", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "serve", str(tmp_path / "data"), "--cache-dir", str(tmp_path / "cache")]
     shell = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *command, "--port", "0"]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process, ExitStack() as stack:
         stack.callback(process.kill)
@@ -492,7 +492,7 @@ def test_the_image_serves_a_sample_where_the_data_folder_is_empty_and_there_alon
 
 
 def test_a_sample_that_the_disk_has_no_room_for_is_told_of(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "penstock.cli", "sample", str(tmp_path / "sample")]
+    command = [sys.executable, "-m", "penstock", "sample", str(tmp_path / "sample")]
     limited = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command]  # no file may be longer than a KiB
     done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2

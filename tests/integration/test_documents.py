@@ -52,7 +52,7 @@ def shell_lines() -> list[str]:
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     [line] = [line for line in shell_lines() if line.startswith("penstock sample")]
-    subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(line)[1:]], cwd=folder, check=True)
+    subprocess.run([sys.executable, "-m", "penstock", *shlex.split(line)[1:]], cwd=folder, check=True)
     return folder / shlex.split(line)[-1]
 
 
@@ -94,7 +94,7 @@ def test_the_lines_that_import_make_what_can_be_served(sample: Path, serve: Call
     (tmp_path / "more.csv").write_text("text\nthree\n")
     shutil.copy(sample / "tokenizer.json", tmp_path)
     for line in (IMPORT, PREPARE):
-        subprocess.run([sys.executable, "-m", "penstock.cli", *shlex.split(line)[1:]], cwd=tmp_path, check=True)
+        subprocess.run([sys.executable, "-m", "penstock", *shlex.split(line)[1:]], cwd=tmp_path, check=True)
     server = serve(tmp_path / "data", "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert server.json("/v1/datasets/stories")["rows"] == 3
 
@@ -114,7 +114,7 @@ def test_the_lines_that_import_token_ids_make_documents_of_them(tmp_path: Path) 
     np.array([1, 50256, 2, 3, 50256], "<u2").tofile(tmp_path / "train.bin")
     rows = []
     for line in importing_ids():
-        run = f'penstock() {{ {shlex.quote(sys.executable)} -m penstock.cli "$@"; }}; {line}'
+        run = f'penstock() {{ {shlex.quote(sys.executable)} -m penstock "$@"; }}; {line}'
         subprocess.run(["bash", "-c", run], cwd=tmp_path, check=True)
         rows.append(read_back(tmp_path / line.split()[-2 - 2 * line.count("--") + 1])["tokens"].to_pylist())
     assert rows == [[[1, 2], [3]], [[4, 5], [6]], [[50256, 1], [50256, 2], [50256, 3, 3, 3]], [[1, 50256], [2, 3, 50256]]]
@@ -174,7 +174,7 @@ def test_every_python_snippet_runs_and_what_one_notes_is_proven(server: Server, 
             status, _, errors = trainers.run(f"import os\nos.chdir({str(tmp_path)!r})\n{here(snippet, server)}").end()
             assert status == 0, f"{snippet}\n{errors}"
     audited = subprocess.run(
-        [sys.executable, "-m", "penstock.cli", *AUDIT.split()[1:]], cwd=tmp_path, check=True, capture_output=True, text=True
+        [sys.executable, "-m", "penstock", *AUDIT.split()[1:]], cwd=tmp_path, check=True, capture_output=True, text=True
     )
     assert audited.stdout.startswith("PROVEN: each sample that was due, 24,000 in 1 epoch, was trained on exactly once\n")
 

@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "penstock.cli", "import", *map(str, arguments)]
+    return [sys.executable, "-m", "penstock", "import", *map(str, arguments)]
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -102,7 +102,7 @@ def test_in_a_terminal_what_is_not_learned_is_dimmed(data: Path, tmp_path: Path)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(data: Path, tmp_path: Path) -> None:
-    inspect = f"{sys.executable} -m penstock.cli inspect {data} --cache-dir {tmp_path} --dataset numbers --rows 5"
+    inspect = f"{sys.executable} -m penstock inspect {data} --cache-dir {tmp_path} --dataset numbers --rows 5"
     done = subprocess.run(
         ["bash", "-c", f"{inspect} | (exec 0<&-; sleep 3); echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=True
     )

@@ -343,7 +343,7 @@ def test_what_goes_wrong_is_one_clear_line_and_status_2(server: Server, argument
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(server: Server) -> None:
-    peek = f"{sys.executable} -m penstock.cli peek {server.url}/numbers --batch-size 150 --lines 0"
+    peek = f"{sys.executable} -m penstock peek {server.url}/numbers --batch-size 150 --lines 0"
     for reader in ("head -1 >/dev/null", "true"):
         command = f"{peek} | ({reader}); echo ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)

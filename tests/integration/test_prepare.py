@@ -128,7 +128,7 @@ def test_the_budget_holds_and_what_fits_is_kept(data: Path, tmp_path: Path) -> N
 
 
 def test_a_cache_that_cannot_be_written_to_is_not_called_full(data: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "penstock.cli", "prepare", str(data), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "penstock", "prepare", str(data), "--cache-dir", str(tmp_path / "cache")]
     limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *command]  # no file may be longer than 8 KiB
     done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=60)
     assert "the block cache cannot be written to: [Errno 27] File too large" in done.stderr

@@ -137,7 +137,7 @@ def test_no_process_outlives_the_one_that_was_started(serve: Callable[..., Serve
 @contextmanager
 def started(data: Path, cache: Path, redirected: str = "") -> Iterator[subprocess.Popen[bytes]]:
     """A server of two processes, in the process group of the tests."""
-    command = f"exec {sys.executable} -m penstock.cli serve {data} --cache-dir {cache} --port 0 --processes 2 {redirected}"
+    command = f"exec {sys.executable} -m penstock serve {data} --cache-dir {cache} --port 0 --processes 2 {redirected}"
     with subprocess.Popen(["sh", "-c", command]) as process:
         try:
             wait_for(lambda: len(serving_below(process.pid)) == 2)

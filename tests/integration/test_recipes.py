@@ -185,7 +185,7 @@ def test_how_many_rows_a_filter_keeps_is_told_at_the_start_once_it_is_known(
     assert f"  pages: {len(kept()):,} of {NUM_ROWS:,} rows in 1 shard" in serve(data_dir, *flags, cache_dir=tmp_path).greeting
 
 
-@pytest.mark.filterwarnings("ignore:nothing is learned from batch")  # of a chat that is cut before the assistant speaks
+@pytest.mark.filterwarnings("ignore:nothing is learned from")  # of a chat that is cut before the assistant speaks
 def test_a_chat_is_rendered_as_a_whole_and_the_assistant_is_learned(server: Server, tokenizer: Tokenizer) -> None:
     rows = rows_of(dataset(server, "chats"))
     for number, row in enumerate(rows):
