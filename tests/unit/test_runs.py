@@ -2,6 +2,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, cycle
 from typing import cast
 
 import pytest
@@ -77,6 +78,21 @@ def test_on_a_long_way_where_a_large_run_takes_no_longer_than_a_small_one_runs_g
         return frames(steps)
 
     assert [len(run) for run in fetch_runs(fetch, range(100), TARGET)][:8] == [1, 1, 2, 4, 8, 16, 16, 16]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("seconds", [0.3, 0.45, 0.6, 2.0])
+def test_a_way_that_becomes_long_after_the_first_batch_leaves_runs_large(
+    clock: Clock, seconds: float, *, is_ahead: bool
+) -> None:
+    """Also where what was asked for ahead is there at once."""
+    took = chain([0.01], cycle([0.0, 2 * seconds] if is_ahead else [seconds]))
+
+    def fetch(steps: range, then: range) -> list[Frame]:
+        clock.now += next(took)
+        return frames(steps)
+
+    assert len(list(fetch_runs(fetch, range(1_000), TARGET))) < 1_000 // 16 + 20
 
 
 def test_what_is_fetched_next_is_known_before() -> None:

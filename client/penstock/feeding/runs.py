@@ -15,7 +15,7 @@ PREFETCH_BYTES = 64 << 20  # the default of prefetch_bytes
 OBJECT_BYTES = 2048  # about what Python's objects for one batch that waits take
 RUN_BYTES = 8 << 20  # a response of a few MiB: the cost of a request vanishes in it
 _RUN_SECONDS = 0.5  # that a run may take to come
-_FIRST_TIMES = 3.0  # or so many times as long as the first batch took: on a long way short runs would be all round trips
+_ALONE_TIMES = 3.0  # or so many times as long as a batch alone took: on a long way short runs would be all round trips
 _LEAST_RUNS = 4  # that fit into a budget: one that the loop takes from, one that waits, one that is read, one that is asked for
 
 
@@ -63,7 +63,7 @@ def fetch_runs(
         yield frames
         start += len(frames)
         nbytes = _nbytes(frames)
-        largest = max(1, int(pace.run_bytes(nbytes, seconds) * len(frames) / nbytes))
+        largest = max(1, int(pace.run_bytes(len(frames), nbytes, seconds) * len(frames) / nbytes))
         if start < behind:  # the run broke off: begin with a small one again
             run = following = min(len(frames), largest)
         else:
@@ -78,12 +78,15 @@ class _Pace:
 
     def __init__(self, target_bytes: int) -> None:
         self._target_bytes = target_bytes
-        self._run_seconds = 0.0
+        self._run_seconds = _RUN_SECONDS
+        self._last_seconds = 0.0
         self._nbytes = self._seconds = 0.0  # of late: each run counts half as much as the one after it
 
-    def run_bytes(self, nbytes: int, seconds: float) -> float:
-        """The most that a run may have, now that one of so many bytes took so many seconds."""
-        self._run_seconds = self._run_seconds or max(_RUN_SECONDS, _FIRST_TIMES * seconds)
+    def run_bytes(self, num_frames: int, nbytes: int, seconds: float) -> float:
+        """The most that a run may have, now that one of so many frames and bytes took so many seconds."""
+        if num_frames == 1:  # what was asked for ahead may be there at once, after what took the time of both
+            self._run_seconds = max(self._run_seconds, _ALONE_TIMES * max(seconds, self._last_seconds))
+        self._last_seconds = seconds
         self._nbytes, self._seconds = self._nbytes / 2 + nbytes, self._seconds / 2 + max(seconds, 1e-9)
         return min(self._target_bytes, self._run_seconds * self._nbytes / self._seconds)
 
