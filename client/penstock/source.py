@@ -59,6 +59,10 @@ class Source:
         self._rank = rank
         self._retry_seconds = retry_seconds
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is known of the servers: times of this machine's clock mean nothing on another."""
+        return {**self.__dict__, "_servers": Servers(self._addresses, self._rank)}
+
     def connect(self, allocate: Callable[[int], memoryview] | None = None) -> Transport:
         """Connections for one thread of this process. `allocate`: see Connection."""
         return Transport(self._servers, retry_seconds=self._retry_seconds, allocate=allocate)

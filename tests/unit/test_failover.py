@@ -131,6 +131,43 @@ def test_it_comes_home_once_home_gives_what_another_gives(
     assert caplog.text.count(f"{home} answers again") == 1
 
 
+def test_who_asks_once_and_closes_comes_home_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a loop over an evaluation set of one batch; each has a transport of its own, on the same servers."""
+    monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
+    answers = [(500, b"")]
+    with pages(lambda _: answers[-1]) as home, pages(named(b"away")) as away:
+        servers = Servers([home, away])
+        given = []
+        for turn in range(4):
+            with closing(Transport(servers, retry_seconds=9)) as transport:
+                given.append((transport.get("/", bytes), tried(transport)))
+            if turn == 1:
+                answers.append((200, b"home"))
+    assert given == [(b"away", None), (b"away", False), (b"away", True), (b"home", None)]
+
+
+def test_a_trial_that_is_cut_off_is_made_again_some_time_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, over, asked = 0.0, threading.Event(), Counter[str]()
+    monkeypatch.setattr(penstock.network.servers, "uniform", lambda *_: 1.0)
+
+    def home(path: str) -> tuple[int, bytes]:
+        asked[path] += 1
+        if asked[path] > 1:
+            over.wait(60)
+        return 500, b""
+
+    with pages(home) as first, pages(named(b"away")) as second:
+        servers = Servers([first, second], clock=lambda: now)
+        tries = []
+        for _ in range(12):
+            with closing(Transport(servers, retry_seconds=9)) as transport:
+                assert transport.get("/", bytes) == b"away"
+                tries.append(transport._trial is not None)
+            now += 20
+        over.set()
+    assert tries == [number in (2, 5, 11) for number in range(12)]  # after 30, 60 and 120 seconds
+
+
 def test_nobody_waits_for_a_home_that_lives_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.network.servers, "_AWAY_SECONDS", 0.0)
     monkeypatch.setattr(penstock.network.transport, "_HURRY_SECONDS", 0.5)

@@ -114,6 +114,14 @@ def test_the_way_home_is_not_put_off_where_another_server_fails_and_the_one_that
     assert servers.return_is_due()
 
 
+def test_who_has_answered_is_not_left_alone_any_longer(clock: Clock) -> None:
+    servers = Servers(["a"], 0, clock)
+    servers.failed("a", after_seconds=3600)
+    assert servers.turn() == []
+    servers.answered("a")
+    assert (servers.turn(), servers.seconds_until_ready()) == (["a"], 0)
+
+
 def test_home_is_left_where_it_failed_another_and_stays_where_it_did_not(clock: Clock) -> None:
     asked = Servers(NAMES, 0, clock)
     for failing in "ab":
@@ -122,8 +130,8 @@ def test_home_is_left_where_it_failed_another_and_stays_where_it_did_not(clock: 
     ranks = [Servers(NAMES, rank, clock) for rank in range(6)]
     for servers in ranks:
         servers.learn_from(asked)
-    assert [servers.current for servers in ranks] == ["b", "c", "c", "c", "a", "c"]
-    ranks[0].answered("b")
+    assert [servers.current for servers in ranks] == ["c"] * 6
+    ranks[0].answered("c")
     clock.now += 30
     assert ranks[0].return_is_due()
     asked.answered("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -139,6 +140,13 @@ def test_a_server_that_failed_once_is_asked_first_by_no_later_transport(spec: Sp
                 assert len(source.frames(transport, SPEC, 1, STEPS)) == len(STEPS)
                 assert transport.num_retries == 0
     assert asked == ["/v1/datasets/docs/spec"]
+
+
+def test_what_is_known_of_servers_stays_on_the_machine_that_found_out() -> None:
+    source = Source("http://a:1", "docs", rank=0, retry_seconds=9)
+    source._servers.failed("http://a:1", after_seconds=3600)
+    elsewhere = pickle.loads(pickle.dumps(source))
+    assert (source._servers.turn(), elsewhere._servers.turn()) == ([], ["http://a:1"])
 
 
 ASKED = {"skip": "1-2", "mix": "docs:2,more:1"}

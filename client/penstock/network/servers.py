@@ -63,15 +63,18 @@ class Servers:
         """An address gave what it was asked for; it is the one to ask from now on."""
         self.current = address
         self._failing.discard(address)
+        self._not_before[address] = 0.0
         if address == self.home:
             self._away_seconds, self._return_at = _AWAY_SECONDS, math.inf
         elif self._return_at == math.inf:
             self.stay_away()
 
     def learn_from(self, other: Servers) -> None:
-        """Leaves home if it failed another who asked the same addresses."""
-        if other is not self and self.current == self.home and self.home in other._failing:
-            self.failed(self.home)
+        """Leaves home, and those next to it, if they failed another who asked the same addresses and was answered."""
+        if other is self or self.current != self.home:
+            return
+        while self.current in other._failing:
+            self.failed(self.current)
 
     def return_is_due(self) -> bool:
         """Whether it is time to see if home is back."""

@@ -158,6 +158,7 @@ class Transport:
     def close(self) -> None:
         """Closes the connections; nothing can be fetched afterwards."""
         if os.getpid() == self._process:  # a fork would close those of the process that it came from
+            self._end_trial()
             self._connection.interrupt()
             self._watch.close()
             if self._trial:
@@ -205,23 +206,20 @@ class Transport:
 
     def _come_home(self, target: str) -> None:
         """Once it is due, home is tried with what is asked for next, and asked again after it has answered."""
-        home = self._servers.home
-        if not self._trial:
-            if self._servers.return_is_due():
-                with suppress(RuntimeError):  # another time there may be a thread for it
-                    self._trial = Trial(self._connection, home, target, _HOME_SECONDS)
-            return
-        outcome = self._trial.outcome
-        if outcome is None:
-            return
-        self._trial = None
-        if self._servers.current == home:  # as others failed, it was asked in its turn
-            return
-        if outcome:
-            self._servers.go_home()
-            self._log.came_home(home)
-        else:
-            self._servers.stay_away()
+        if self._trial:
+            self._end_trial()
+        elif self._servers.return_is_due():
+            self._servers.stay_away()  # until the next trial, whether or not this one comes to an end
+            with suppress(RuntimeError):  # another time there may be a thread for it
+                self._trial = Trial(self._connection, self._servers.home, target, _HOME_SECONDS)
+
+    def _end_trial(self) -> None:
+        """Goes home if that has answered by now; nothing while the trial lasts."""
+        if self._trial and self._trial.outcome is not None:
+            is_back, self._trial = self._trial.outcome, None
+            if is_back and self._servers.current != self._servers.home:  # else, as others failed, it was asked in its turn
+                self._servers.go_home()
+                self._log.came_home(self._servers.home)
 
     def _unavailable(self, failures: Mapping[str, Exception]) -> ServerUnavailable:
         reasons = "; ".join(f"{server}: {failure}".removesuffix(".") for server, failure in failures.items())
