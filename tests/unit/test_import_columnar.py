@@ -322,7 +322,10 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
     for name in (*in_folders, "mds/index.json", "mds/shard.00000.mds"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    names = ["none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved", "zipped", "mds", "mds/shard.00000.mds"]
+    (tmp_path / "x.TFRecord-00000-of-00002").touch()
+    (tmp_path / "x.tar.gz").touch()
+    names = ["none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved", "zipped"]
+    names += ["mds", "mds/shard.00000.mds", "x.TFRecord-00000-of-00002", "x.tar.gz"]
     files = [tmp_path / name for name in names]
     with pytest.raises(ImportRefused) as refused:
         imported(tmp_path / "out", *files, Path("/dev/null"))
@@ -335,8 +338,10 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
             "folder.csv is a folder. Name its files, such as {tmp}/folder.csv/*.jsonl.",
             "saved is a folder. Name its files, such as {tmp}/saved/*.arrow.",
             "zipped is a folder. Name its files, such as {tmp}/zipped/*.csv.gz.",
-            "{tmp}/mds: files that end in .mds are MosaicML's MDS, which is not read here. Write their rows as Parquet",
-            "{tmp}/mds/shard.00000.mds: files that end in .mds are MosaicML's MDS",
+            "{tmp}/mds/shard.00000.mds is a shard of MosaicML's MDS, which is not read here. Write its rows as Parquet from",
+            "{tmp}/mds/shard.00000.mds is a shard of MosaicML's MDS",
+            "{tmp}/x.TFRecord-00000-of-00002 is TensorFlow's TFRecord, which is not read here. Write its rows as Parquet",
+            "{tmp}/x.tar.gz is an archive, such as a shard of WebDataset, which is not read here. Unpack it and name the",
             "no regular file",
         ],
         strict=True,

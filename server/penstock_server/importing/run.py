@@ -32,9 +32,9 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _ARROW = (".arrow", ".feather", ".ipc")
 _PARQUET = (".parquet",)
 _TOKENS = (".bin", ".npy", ".ds")
-_FOREIGN = {  # what other loaders read
-    ".mds": "MosaicML's MDS",
-    ".tar": "WebDataset's tar",
+_FOREIGN = {  # what other loaders read, by what their files' names have in them
+    ".mds": "a shard of MosaicML's MDS",
+    ".tar": "an archive, such as a shard of WebDataset",
     ".tfrecord": "TensorFlow's TFRecord",
     ".array_record": "Grain's ArrayRecord",
 }
@@ -119,8 +119,8 @@ class Import:
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}."
         if S_ISDIR(mode):
-            ending = _ending_in(path)
-            return _foreign(path, ending) or f"{path} is a folder. Name its files, such as {path}/*{ending}."
+            shards = sorted(path.glob("*.mds*"))  # beside .json of their metadata
+            return _foreign(shards[0]) if shards else f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
         if not S_ISREG(mode):
             return f"{path} is no regular file, and files are read twice."
         ending, compressed = _endings_of(path)
@@ -137,7 +137,7 @@ class Import:
         if ending == ".idx":
             ids = path.with_suffix(".bin" if path.suffix == ".idx" else ".BIN")
             return f"{path} is an index. Name the file of ids beside it, {ids}."
-        return _foreign(path, ending) or (
+        return _foreign(path) or (
             f"{path}: its ending is not one that is read: {', '.join([*_DELIMITERS, *_JSON])} (also "
             f"with {' or '.join(CODECS)}), {', '.join(_ARROW + _PARQUET + _TOKENS)}. Rename the file if it holds one of these; "
             f'write plain text as JSON lines, a document a line: {{"text": "..."}}.'
@@ -177,23 +177,24 @@ def _endings_of(path: Path) -> tuple[str, str]:
 
 
 def _ending_in(folder: Path) -> str:
-    """What most files in a folder end in of those that hold data; beside others .json is of their metadata."""
+    """What most files in a folder end in of those that an import reads; beside others .json is of their metadata."""
     found = Counter[str]()
     with suppress(OSError):
         endings = [_endings_of(path) for path in folder.iterdir() if path.is_file()]
-        known = (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET, *_TOKENS, *_FOREIGN)
-        found.update("".join(own) for own in endings if own[0] in known)
+        found.update("".join(own) for own in endings if own[0] in (*_DELIMITERS, *_JSON, *_ARROW, *_PARQUET, *_TOKENS))
     return max(found, key=lambda ending: (ending != ".json", found[ending]), default=_JSON[0])
 
 
-def _foreign(path: Path, ending: str) -> str:
-    """What is said of files that have such an ending, "" if nothing is known of it."""
-    if not (kind := _FOREIGN.get(ending)):
-        return ""
-    return (
-        f"{path}: files that end in {ending} are {kind}, which is not read here. Write their rows as Parquet from Python, some "
-        f'thousand at a time; docs/data.md, "Other files than Parquet", has the lines for it.'
-    )
+def _foreign(path: Path) -> str:
+    """What is said of a file of another loader, "" of one that is none by its name."""
+    for part, kind in _FOREIGN.items():
+        if part in path.name.lower():  # there may be -00000-of-00008 behind it, or an ending of compression
+            unpacked = "Unpack it and name the files in it, or write its rows" if part == ".tar" else "Write its rows"
+            return (
+                f"{path} is {kind}, which is not read here. {unpacked} as Parquet from Python, some thousand at a time: "
+                f'docs/data.md, "Other files than Parquet", has the lines for it.'
+            )
+    return ""
 
 
 @contextmanager
