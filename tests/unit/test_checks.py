@@ -6,8 +6,9 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing
+from itertools import chain, repeat
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +16,7 @@ from answering import pages
 from penstock import __version__, wire
 from penstock.commands import data_checks, machine_checks
 from penstock.commands.check import Check
-from penstock.commands.data_checks import check_cache, check_datasets
+from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
 from penstock.commands.doctor import checks
 from penstock.commands.machine_checks import check_machine
 from penstock.network.servers import Servers
@@ -169,6 +170,36 @@ def test_bad_rows_and_data_that_is_kept_out_are_told(monkeypatch: pytest.MonkeyP
     assert refused == Check("fail", "dataset", "every batch is refused. wiki: 7 of 9 rows are bad.")
     unread = dataset(monkeypatch, bad_rows=BAD_ROWS | {"unread_row_groups": 2})
     assert (unread.level, "2 row groups could not be read" in unread.text, "quarantine" in unread.fix) == ("fail", True, True)
+
+
+@pytest.mark.parametrize(("first", "others"), [(5.0, 0.5), (5.0, 4.0), (0.5, 0.5)], ids=["cold", "a slow way", "warm"])
+def test_a_first_batch_that_took_long_is_laid_to_the_server_unless_the_next_does_too(
+    monkeypatch: pytest.MonkeyPatch, first: float, others: float
+) -> None:
+    seconds, now = chain([first], repeat(others)), [0.0]
+    asked: list[tuple[range, range]] = []
+    transport = SimpleNamespace(num_bytes=0)
+
+    class Pulled:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def resolve(self, spec: Any) -> Any:
+            return SimpleNamespace(spec=spec, num_steps=100)
+
+        def frames(self, transport: Any, _spec: Any, _epoch: int, steps: range, then: range) -> list[Any]:
+            asked.append((steps, then))
+            now[0] += next(seconds)
+            transport.num_bytes += len(steps) << 20
+            return [SimpleNamespace(nbytes=1 << 20)] * len(steps)
+
+    monkeypatch.setattr(data_checks, "Source", Pulled)
+    monkeypatch.setattr(data_checks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    known = {"datasets": [{"name": "wiki", "rows_served": 9, "size_bytes": 9}], "mixtures": []}
+    [bandwidth] = check_bandwidth("http://host", cast(Transport, transport), known, None)
+    assert ("the first batch took 5.0 s, while the server made its block" in bandwidth.text) == ((first, others) == (5.0, 0.5))
+    rate = 8 * (1 << 20) / others / 1e6
+    assert bandwidth.text.startswith(f"{rate:,.0f} MB/s: ")
+    assert asked[2:] == [(range(8), range(8))] * len(asked[2:])  # as a loop does that is short of batches
 
 
 def torch_with(monkeypatch: pytest.MonkeyPatch, *, gpu: bool, pins: bool = True, sign: str = "/none") -> Check:

@@ -44,8 +44,9 @@ class Feed:
         self._destination, self._num_steps, self._replay = destination, len(steps), replay
         self._columns = columns
         self._num_batches = self._num_tokens = 0
-        self._wait_seconds = self._busy_seconds = 0.0
-        self._asked_at: float | None = None  # while the loop waits
+        self._busy_seconds = 0.0
+        # Until it asked last, and when, while it waits for that. One tuple: another thread must not count a wait twice.
+        self._waits: tuple[float, float | None] = (0.0, None)
         device = destination.device
         self._transport = source.connect(None if device == CPU else partial(allocate_pinned, device))
         try:
@@ -62,13 +63,13 @@ class Feed:
         items = self._items()
         asked_at = time.perf_counter()
         while True:
-            self._asked_at = asked_at
+            waited, _ = self._waits
+            self._waits = waited, asked_at
             try:
                 item = next(items, None)
             finally:
-                self._asked_at = None
                 given_at = time.perf_counter()
-                self._wait_seconds += given_at - asked_at
+                self._waits = waited + given_at - asked_at, None
             if item is None:
                 return
             self._num_batches += 1
@@ -98,7 +99,7 @@ class Feed:
 
     def stats(self) -> Stats:
         """What this feed has done so far. Another thread may ask, too, such as one that watches whether the loop hangs."""
-        asked_at = self._asked_at
+        waited, asked_at = self._waits
         waits = 0.0 if asked_at is None else time.perf_counter() - asked_at
         return Stats(
             num_batches=self._num_batches,
@@ -106,7 +107,7 @@ class Feed:
             num_bytes=self._transport.num_bytes,
             num_retries=self._transport.num_retries,
             num_damaged=self._transport.num_damaged,
-            wait_seconds=self._wait_seconds + waits,
+            wait_seconds=waited + waits,
             busy_seconds=self._busy_seconds,
             buffered_bytes=self._frames.buffered_bytes,
         )
