@@ -15,7 +15,7 @@ from penstock_server.arrow import take_rows
 from penstock_server.geometry.arrays import starts_of
 from penstock_server.recipes.chat_rows import chats, messages
 from penstock_server.recipes.ids import pretokenized
-from penstock_server.recipes.preferences import preference
+from penstock_server.recipes.preferences import preferences
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.split_hashes import Place, split_hashes
@@ -92,7 +92,7 @@ def _features(rows: Rows, bound: int) -> dict[str, Lists]:
         return {"tokens": with_turns([tokenized(rows, "prompt", opens=True), tokenized(rows, "response", closes=True)])}
     if kind == "messages":
         return {"tokens": chats(rows, "messages", messages(rows, "messages"))}
-    return {side: preference(rows, side) for side in rows.recipe.features}
+    return preferences(rows)
 
 
 def _list_array(

@@ -10,15 +10,17 @@ from penstock_server.recipes.texts import tokenized
 from penstock_server.recipes.turns import Lists, every, with_turns
 
 
-def preference(rows: Rows, side: str) -> Lists:
-    """One side of each pair, after its prompt; chats without a prompt come after the messages that both begin with."""
-    roles = list(dict(rows.recipe.fields))
+def preferences(rows: Rows) -> dict[str, Lists]:
+    """Both sides of each pair, after its prompt; chats without a prompt come after the messages that both begin with."""
+    roles = dict(rows.recipe.fields)
     if rows.recipe.chat:
-        answers, prompts = _parted({role: messages(rows, role) for role in roles}, side)
-        return chats(rows, side, answers, prompts)
+        values = {role: messages(rows, role) for role in roles}
+        return {side: chats(rows, side, *_parted(values, side)) for side in rows.recipe.features}
     has_prompt = "prompt" in roles
-    answers_ids = tokenized(rows, side, opens=not has_prompt, closes=True)
-    return with_turns([tokenized(rows, "prompt", opens=True) if has_prompt else every([], len(rows)), answers_ids])
+    chosen = tokenized(rows, "chosen", opens=not has_prompt, closes=True)
+    prompts = tokenized(rows, "prompt", opens=True) if has_prompt else every([], len(rows))
+    rejected = tokenized(rows, "rejected", opens=not has_prompt, closes=True)
+    return {"chosen": with_turns([prompts, chosen]), "rejected": with_turns([prompts, rejected])}
 
 
 def _parted(values: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[Chat]]:
