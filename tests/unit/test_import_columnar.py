@@ -324,8 +324,10 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "x.TFRecord-00000-of-00002").touch()
     (tmp_path / "x.tar.gz").touch()
+    (tmp_path / "x.target").touch()
+    (tmp_path / "saved/notes.mdsum").touch()
     names = ["none.csv", "x.txt", "x.parquet.gz", "folder.csv", "saved", "zipped"]
-    names += ["mds", "mds/shard.00000.mds", "x.TFRecord-00000-of-00002", "x.tar.gz"]
+    names += ["mds", "mds/shard.00000.mds", "x.TFRecord-00000-of-00002", "x.tar.gz", "x.target"]
     files = [tmp_path / name for name in names]
     with pytest.raises(ImportRefused) as refused:
         imported(tmp_path / "out", *files, Path("/dev/null"))
@@ -341,7 +343,8 @@ def test_every_file_that_cannot_be_taken_is_listed(tmp_path: Path) -> None:
             "{tmp}/mds/shard.00000.mds is a shard of MosaicML's MDS, which is not read here. Write its rows as Parquet from",
             "{tmp}/mds/shard.00000.mds is a shard of MosaicML's MDS",
             "{tmp}/x.TFRecord-00000-of-00002 is TensorFlow's TFRecord, which is not read here. Write its rows as Parquet",
-            "{tmp}/x.tar.gz is an archive, such as a shard of WebDataset, which is not read here. Unpack it and name the",
+            "{tmp}/x.tar.gz is an archive (unpack it, unless it is a shard of WebDataset), which is not read here. Write its",
+            "{tmp}/x.target: its ending is not one that is read",
             "no regular file",
         ],
         strict=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +35,7 @@ _PARQUET = (".parquet",)
 _TOKENS = (".bin", ".npy", ".ds")
 _FOREIGN = {  # what other loaders read, by what their files' names have in them
     ".mds": "a shard of MosaicML's MDS",
-    ".tar": "an archive, such as a shard of WebDataset",
+    ".tar": "an archive (unpack it, unless it is a shard of WebDataset)",
     ".tfrecord": "TensorFlow's TFRecord",
     ".array_record": "Grain's ArrayRecord",
 }
@@ -119,8 +120,8 @@ class Import:
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}."
         if S_ISDIR(mode):
-            shards = sorted(path.glob("*.mds*"))  # beside .json of their metadata
-            return _foreign(shards[0]) if shards else f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
+            told = next(filter(None, map(_foreign, sorted(path.glob("*.mds*")))), "")  # beside .json of their metadata
+            return told or f"{path} is a folder. Name its files, such as {path}/*{_ending_in(path)}."
         if not S_ISREG(mode):
             return f"{path} is no regular file, and files are read twice."
         ending, compressed = _endings_of(path)
@@ -188,10 +189,9 @@ def _ending_in(folder: Path) -> str:
 def _foreign(path: Path) -> str:
     """What is said of a file of another loader, "" of one that is none by its name."""
     for part, kind in _FOREIGN.items():
-        if part in path.name.lower():  # there may be -00000-of-00008 behind it, or an ending of compression
-            unpacked = "Unpack it and name the files in it, or write its rows" if part == ".tar" else "Write its rows"
+        if re.search(rf"\{part}s?(?![a-z])", path.name.lower()):  # behind it is -00000-of-00008, or an ending of compression
             return (
-                f"{path} is {kind}, which is not read here. {unpacked} as Parquet from Python, some thousand at a time: "
+                f"{path} is {kind}, which is not read here. Write its rows as Parquet from Python, some thousand at a time: "
                 f'docs/data.md, "Other files than Parquet", has the lines for it.'
             )
     return ""
