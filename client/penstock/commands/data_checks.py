@@ -138,16 +138,16 @@ def check_bandwidth(server: str, transport: Transport, known: Mapping[str, Any],
 
 def _pull(server: str, transport: Transport, dataset: str) -> Check:
     source = Source(server, dataset, rank=0, retry_seconds=RETRY_SECONDS)
+    # Long lines of padding do: of a small dataset the usual ones would measure how many requests can be made.
+    resolved = source.resolve(Spec(seq_len=_SEQ_LEN, tail="wrap"))
+    if not resolved.num_steps:
+        return Check("warn", "bandwidth", f"{dataset} holds no sequence", "check its filter and its shards")
 
     def pull(steps: range, then: range = range(0)) -> tuple[list[Frame], float]:
         began = time.perf_counter()
         frames = source.frames(transport, resolved.spec, 0, steps, then)
         return frames, time.perf_counter() - began
 
-    # Long lines of padding do: of a small dataset the usual ones would measure how many requests can be made.
-    resolved = source.resolve(Spec(seq_len=_SEQ_LEN, tail="wrap"))
-    if not resolved.num_steps:
-        return Check("warn", "bandwidth", f"{dataset} holds no sequence", "check its filter and its shards")
     [frame], first = pull(range(1))
     _, again = pull(range(1))
     steps = range(min(resolved.num_steps, max(2, RUN_BYTES // max(frame.nbytes, 1))))

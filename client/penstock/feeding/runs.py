@@ -47,7 +47,7 @@ def fetch_ahead(
 def fetch_runs(
     fetch: Callable[[range, range], Sequence[Frame]], steps: range, target_bytes: int
 ) -> Generator[Sequence[Frame], None, None]:
-    """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes` of memory or a while's worth.
+    """The frames of `steps`, in order, in runs that grow from one frame to `target_bytes` of memory, or less: see _Pace.
 
     `fetch(steps, then)` gives the frames of `steps`, or only the first few of them, but at least one. Where it gives all, it
     is asked for `then` next. Raises what it raises.
@@ -62,8 +62,7 @@ def fetch_runs(
         seconds = time.perf_counter() - began
         yield frames
         start += len(frames)
-        nbytes = _nbytes(frames)
-        largest = max(1, int(pace.run_bytes(len(frames), nbytes, seconds) * len(frames) / nbytes))
+        largest = pace.largest(len(frames), _nbytes(frames), seconds)
         if start < behind:  # the run broke off: begin with a small one again
             run = following = min(len(frames), largest)
         else:
@@ -82,13 +81,14 @@ class _Pace:
         self._last_seconds = 0.0
         self._nbytes = self._seconds = 0.0  # of late: each run counts half as much as the one after it
 
-    def run_bytes(self, num_frames: int, nbytes: int, seconds: float) -> float:
-        """The most that a run may have, now that one of so many frames and bytes took so many seconds."""
+    def largest(self, num_frames: int, nbytes: int, seconds: float) -> int:
+        """The most frames that a run may have, at least one, now that one of so many frames and bytes took so many seconds."""
         if num_frames == 1:  # what was asked for ahead may be there at once, after what took the time of both
             self._run_seconds = max(self._run_seconds, _ALONE_TIMES * max(seconds, self._last_seconds))
         self._last_seconds = seconds
         self._nbytes, self._seconds = self._nbytes / 2 + nbytes, self._seconds / 2 + max(seconds, 1e-9)
-        return min(self._target_bytes, self._run_seconds * self._nbytes / self._seconds)
+        run_bytes = min(self._target_bytes, self._run_seconds * self._nbytes / self._seconds)
+        return max(1, int(run_bytes * num_frames / nbytes))
 
 
 def _nbytes(frames: Sequence[Frame]) -> int:
