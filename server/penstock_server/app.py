@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import swagger_ui_bundle
@@ -15,17 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
-from penstock import __version__, wire
+from penstock import __version__
 from penstock.errors import SpecError
 from penstock.wording import cut
-from penstock_server.answers.service import HealthAnswer, ReadyAnswer
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.logs import Seldom
 from penstock_server.openapi import for_page
 from penstock_server.problems import MORE_THREADS, BadParameter, IndexNotReady, OutOfMemory, Problem, lacks_threads
-from penstock_server.routes.batches import make_batch_router
-from penstock_server.routes.datasets import make_dataset_router
+from penstock_server.routes import batches, datasets, probes
+from penstock_server.routes.service import Service
 
 log = logging.getLogger("penstock.app")
 _telling_of_memory = Seldom()
@@ -47,29 +45,14 @@ def create_app(catalog: Catalog, in_flight: InFlight) -> FastAPI:
         title="Penstock", version=__version__, description=_DESCRIPTION, openapi_tags=tags, docs_url=None, redoc_url=None
     )
     app.openapi_version = "3.0.3"  # the newest that the bundled Swagger UI can render
+    app.state.service = Service(catalog, in_flight)
     # Batches first, since routes are tried in their order. As they are: include_router makes each route once more, which a
     # server's first request would wait for.
-    app.router.routes.extend(make_batch_router(catalog, in_flight).routes)
-    app.router.routes.extend(make_dataset_router(catalog).routes)
-    _add_probes(app, catalog)
+    for part in (batches, datasets, probes):
+        app.router.routes.extend(part.router.routes)
     _add_documentation(app)
     _add_error_handlers(app)
     return app
-
-
-def _add_probes(app: FastAPI, catalog: Catalog) -> None:
-    # HEAD is what load balancers and `wget --spider` ask.
-    @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz", tags=["probes"])
-    async def healthz() -> HealthAnswer:
-        """Whether the process is alive; its versions, and its clock in seconds since 1970."""
-        return {"status": "ok", "version": __version__, "wire": wire.VERSION, "time": time.time()}
-
-    @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", tags=["probes"])
-    async def readyz() -> ReadyAnswer:
-        """Whether datasets are served: how many are, and how many were refused."""
-        return {"status": "ready", "datasets": len(catalog.datasets), "refused": len(catalog.refused)}
 
 
 def _add_documentation(app: FastAPI) -> None:

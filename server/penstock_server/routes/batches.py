@@ -13,13 +13,12 @@ from penstock.spec import Spec
 from penstock.urls import DATASETS
 from penstock_server.answers.batches import BatchAnswer, ProvenanceAnswer
 from penstock_server.batches import readable
-from penstock_server.datasets.catalog import Catalog
-from penstock_server.inflight import InFlight
 from penstock_server.problems import BadParameter
 from penstock_server.respond import BatchFormat, Run, respond
 from penstock_server.routes.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Epoch, Name, Rank, Step, spec_of
 from penstock_server.routes.plain import PlainRoute
-from penstock_server.threads import Epochs, InThread, in_waiting_threads, while_asked
+from penstock_server.routes.service import service_of
+from penstock_server.threads import InThread, in_waiting_threads, while_asked
 
 # An example is what the documentation page fills in: with the defaults a try would fetch a whole epoch, and the page hang.
 Format = Annotated[
@@ -42,73 +41,75 @@ def _responses(shown: Any) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def make_batch_router(catalog: Catalog, in_flight: InFlight) -> APIRouter:
-    """The routes over one catalog; batches are held against one budget of bytes in flight."""
-    router = APIRouter(prefix=DATASETS, responses=PROBLEMS, route_class=PlainRoute)
-    epochs = Epochs()
+router = APIRouter(prefix=DATASETS, responses=PROBLEMS, route_class=PlainRoute)
+_batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": SPEC_PARAMETERS}
 
-    async def answer(
-        request: Request, dataset: str, epoch: int, format: BatchFormat, find: Callable[[Spec], Run], *own: str
-    ) -> Response:
-        if format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
-            return await respond(request, in_flight, lambda: find(spec_of(request, *own)), in_waiting_threads, at_once=False)
-        spec = spec_of(request, *own)
-        # Who may have a copy may be told so without anything being planned.
-        may_wait = spec.group_by_length or "If-None-Match" in request.headers or catalog.may_wait(dataset, spec)
-        in_thread: InThread = in_waiting_threads if may_wait else epochs.thread_of((dataset, spec, epoch))
-        return await respond(request, in_flight, lambda: find(spec), in_thread, at_once=not may_wait)
 
-    batch: dict[str, Any] = {"tags": ["batches"], "openapi_extra": SPEC_PARAMETERS}
+@router.head(_BATCHES + "/{step}", include_in_schema=False)
+@router.get(_BATCHES + "/{step}", summary="One batch", responses=_responses(BatchAnswer), **_batch)
+async def one_batch(
+    request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
+) -> Response:
+    """One batch. A run of batches holds the same bytes for this step."""
 
-    @router.head(_BATCHES + "/{step}", include_in_schema=False)
-    @router.get(_BATCHES + "/{step}", summary="One batch", responses=_responses(BatchAnswer), **batch)
-    async def one_batch(
-        request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step, format: Format = "msgpack"
-    ) -> Response:
-        """One batch. A run of batches holds the same bytes for this step."""
+    def find(spec: Spec) -> Run:
+        plan = service_of(request).catalog.plan(dataset, spec)
+        return Run(plan, epoch, rank, range(step, step + 1), format, plan.is_named_by(spec))
 
-        def find(spec: Spec) -> Run:
-            plan = catalog.plan(dataset, spec)
-            return Run(plan, epoch, rank, range(step, step + 1), format, plan.is_named_by(spec))
+    return await _answer(request, dataset, epoch, format, find, "format")
 
-        return await answer(request, dataset, epoch, format, find, "format")
 
-    @router.head(_BATCHES, include_in_schema=False)
-    @router.get(_BATCHES, summary="A run of batches", responses=_responses(BatchAnswer | list[BatchAnswer]), **batch)
-    async def run_of_batches(
-        request: Request,
-        dataset: Name,
-        epoch: Epoch,
-        rank: Rank,
-        start: Annotated[int, Query(ge=0, description="the first step")] = 0,
-        stop: Stop = None,
-        stride: Annotated[int, Query(ge=1, description="the distance from one step to the next, as in range()")] = 1,
-        format: Format = "msgpack",
-    ) -> Response:
-        """A run of batches, one frame after the other: the steps start, start + stride, ... that are below stop."""
+@router.head(_BATCHES, include_in_schema=False)
+@router.get(_BATCHES, summary="A run of batches", responses=_responses(BatchAnswer | list[BatchAnswer]), **_batch)
+async def run_of_batches(
+    request: Request,
+    dataset: Name,
+    epoch: Epoch,
+    rank: Rank,
+    start: Annotated[int, Query(ge=0, description="the first step")] = 0,
+    stop: Stop = None,
+    stride: Annotated[int, Query(ge=1, description="the distance from one step to the next, as in range()")] = 1,
+    format: Format = "msgpack",
+) -> Response:
+    """A run of batches, one frame after the other: the steps start, start + stride, ... that are below stop."""
 
-        def find(spec: Spec) -> Run:
-            plan = catalog.plan(dataset, spec)
-            behind = plan.schedule.num_steps if stop is None else stop
-            if start >= behind:
-                raise BadParameter(f"start={start} must be below stop={behind}: a run has at least one step.")
-            plan.check(epoch, behind - 1, rank)  # before the first byte is sent
-            return Run(plan, epoch, rank, range(start, behind, stride), format, plan.is_named_by(spec))
+    def find(spec: Spec) -> Run:
+        plan = service_of(request).catalog.plan(dataset, spec)
+        behind = plan.schedule.num_steps if stop is None else stop
+        if start >= behind:
+            raise BadParameter(f"start={start} must be below stop={behind}: a run has at least one step.")
+        plan.check(epoch, behind - 1, rank)  # before the first byte is sent
+        return Run(plan, epoch, rank, range(start, behind, stride), format, plan.is_named_by(spec))
 
-        return await answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
+    return await _answer(request, dataset, epoch, format, find, "format", "start", "stop", "stride")
 
-    @router.get(
-        _BATCHES + "/{step}/provenance",
-        summary="Where a batch comes from",
-        responses={200: {"model": ProvenanceAnswer}},
-        **batch,
-    )
-    async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> Response:
-        """The rows that each sequence of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
 
-        def make() -> Response:
-            return JSONResponse(readable.provenance(catalog.plan(dataset, spec_of(request)), epoch, step, rank))
+@router.get(
+    _BATCHES + "/{step}/provenance",
+    summary="Where a batch comes from",
+    responses={200: {"model": ProvenanceAnswer}},
+    **_batch,
+)
+async def provenance(request: Request, dataset: Name, epoch: Epoch, rank: Rank, step: Step) -> Response:
+    """The rows that each sequence of a batch is made of; `dataset_row` is the number that the URLs of a row take."""
 
-        return await while_asked(request, make)
+    def make() -> Response:
+        plan = service_of(request).catalog.plan(dataset, spec_of(request))
+        return JSONResponse(readable.provenance(plan, epoch, step, rank))
 
-    return router
+    return await while_asked(request, make)
+
+
+async def _answer(
+    request: Request, dataset: str, epoch: int, format: BatchFormat, find: Callable[[Spec], Run], *own: str
+) -> Response:
+    service = service_of(request)
+    if format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
+        return await respond(
+            request, service.in_flight, lambda: find(spec_of(request, *own)), in_waiting_threads, at_once=False
+        )
+    spec = spec_of(request, *own)
+    # Who may have a copy may be told so without anything being planned.
+    may_wait = spec.group_by_length or "If-None-Match" in request.headers or service.catalog.may_wait(dataset, spec)
+    in_thread: InThread = in_waiting_threads if may_wait else service.epochs.thread_of((dataset, spec, epoch))
+    return await respond(request, service.in_flight, lambda: find(spec), in_thread, at_once=not may_wait)

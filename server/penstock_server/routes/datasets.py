@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -17,128 +16,135 @@ from penstock_server.answers.rows import QuarantineAnswer, RowAnswer, ScheduleAn
 from penstock_server.answers.shuffling import ReportAnswer
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import check_room
-from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.dataset import Change
 from penstock_server.datasets.describe import describe_dataset, describe_held, describe_mixture, describe_spec
 from penstock_server.datasets.lookup import find_row, show_quarantine, show_row
 from penstock_server.problems import BadParameter
 from penstock_server.routes.parameters import BINARY, PROBLEMS, SPEC_PARAMETERS, Name, Row, check_once, spec_of
+from penstock_server.routes.service import service_of
 from penstock_server.shuffling.picture import draw_png
 from penstock_server.shuffling.report import report
 from penstock_server.threads import while_asked
 
 
-def make_dataset_router(catalog: Catalog) -> APIRouter:
-    """The routes over one catalog."""
-    router = APIRouter(prefix=DATASETS, responses=PROBLEMS)
+def _no_parameters(request: Request) -> None:
+    _check_parameters(request)
 
-    def plan_of(request: Request, dataset: str, *own: str) -> Plan:
-        return catalog.plan(dataset, spec_of(request, *own))
 
-    def check_parameters(request: Request, *known: str) -> None:
-        if unknown := [name for name in request.query_params if name not in known]:
-            takes = f"takes only {' and '.join(known)}" if known else "takes no parameter"
-            raise BadParameter(f"{', '.join(unknown)}: this URL {takes}. Remove {'it' if len(unknown) == 1 else 'them'}.")
-        check_once([name for name, _ in request.query_params.multi_items()], known)
+router = APIRouter(prefix=DATASETS, responses=PROBLEMS)
+_bare = [Depends(_no_parameters)]
 
-    def no_parameters(request: Request) -> None:
-        check_parameters(request)
 
-    bare = [Depends(no_parameters)]
+@router.get("", summary="List the datasets", tags=["datasets"], dependencies=_bare)
+def list_datasets(request: Request) -> DatasetsAnswer:
+    """Every dataset and mixture that is served, and those that could not be opened, with the reason."""
+    catalog = service_of(request).catalog
+    return {
+        "datasets": [describe_dataset(dataset) for dataset in catalog.datasets.values()],
+        "mixtures": [describe_mixture(mixture) for mixture in catalog.mixtures.values()],
+        "refused": [{"name": name, "error": reason} for name, reason in catalog.refused.items()],
+    }
 
-    @router.get("", summary="List the datasets", tags=["datasets"], dependencies=bare)
-    def list_datasets() -> DatasetsAnswer:
-        """Every dataset and mixture that is served, and those that could not be opened, with the reason."""
-        return {
-            "datasets": [describe_dataset(dataset) for dataset in catalog.datasets.values()],
-            "mixtures": [describe_mixture(mixture) for mixture in catalog.mixtures.values()],
-            "refused": [{"name": name, "error": reason} for name, reason in catalog.refused.items()],
+
+@router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=_bare)
+def show_dataset(request: Request, dataset: Name) -> DatasetAnswer | MixtureAnswer:
+    """Rows, shards, columns, recipe and snapshot; older snapshots still served; the error that keeps new data out."""
+    catalog = service_of(request).catalog
+    if mixture := catalog.mixtures.get(dataset):
+        return describe_mixture(mixture)
+    return describe_held(catalog[dataset].held)
+
+
+@router.post("/{dataset}/refresh", summary="Look for new data", tags=["datasets"], dependencies=_bare)
+async def refresh(request: Request, dataset: Name) -> Change:
+    """Takes in now what has changed in the folder: shards that were added, removed or rewritten, and the recipe."""
+    service = service_of(request)
+    async with service.refreshing:
+        return await run_in_threadpool(service.catalog.refresh, dataset)
+
+
+@router.get(
+    "/{dataset}/spec",
+    summary="Resolve a spec",
+    tags=["datasets"],
+    responses={200: {"model": SpecAnswer}},
+    openapi_extra=SPEC_PARAMETERS,
+)
+def show_spec(request: Request, dataset: Name) -> Response:
+    """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
+    plan = _plan_of(request, dataset)
+    check_room(plan)
+    answer = JSONResponse(describe_spec(plan))
+    # A run counts its steps by it: with a digit flipped on the way it would end early, and nobody would notice.
+    answer.headers["Content-Digest"] = wire.content_digest(bytes(answer.body))
+    return answer
+
+
+@router.get(
+    "/{dataset}/shuffle-report",
+    summary="How well an order mixes",
+    tags=["datasets"],
+    responses={
+        200: {
+            "model": ReportAnswer,
+            "content": {"image/png": BINARY},
+            "description": "the measures and a verdict, or a picture",
         }
+    },
+    openapi_extra=SPEC_PARAMETERS,
+)
+async def shuffle_report(
+    request: Request,
+    dataset: Name,
+    epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+    format: Annotated[Literal["json", "png"], Query(description="json: numbers and sentences; png: a picture")] = "json",
+) -> Response:
+    """How far apart neighbours in the source are served, how evenly shards are spread, and a verdict."""
 
-    @router.get("/{dataset}", summary="Show a dataset", tags=["datasets"], dependencies=bare)
-    def show_dataset(dataset: Name) -> DatasetAnswer | MixtureAnswer:
-        """Rows, shards, columns, recipe and snapshot; older snapshots still served; the error that keeps new data out."""
-        if mixture := catalog.mixtures.get(dataset):
-            return describe_mixture(mixture)
-        return describe_held(catalog[dataset].held)
+    def make() -> Response:
+        found = report(_plan_of(request, dataset, "epoch", "format"), epoch)
+        return JSONResponse(found.to_dict()) if format == "json" else Response(draw_png(found), media_type="image/png")
 
-    refreshing = asyncio.Lock()  # those who wait for it need no thread
+    return await while_asked(request, make)
 
-    @router.post("/{dataset}/refresh", summary="Look for new data", tags=["datasets"], dependencies=bare)
-    async def refresh(dataset: Name) -> Change:
-        """Takes in now what has changed in the folder: shards that were added, removed or rewritten, and the recipe."""
-        async with refreshing:
-            return await run_in_threadpool(catalog.refresh, dataset)
 
-    @router.get(
-        "/{dataset}/spec",
-        summary="Resolve a spec",
-        tags=["datasets"],
-        responses={200: {"model": SpecAnswer}},
-        openapi_extra=SPEC_PARAMETERS,
-    )
-    def show_spec(request: Request, dataset: Name) -> Response:
-        """The spec with every parameter resolved, the number of steps and the tensors of a batch."""
-        plan = plan_of(request, dataset)
-        check_room(plan)
-        answer = JSONResponse(describe_spec(plan))
-        # A run counts its steps by it: with a digit flipped on the way it would end early, and nobody would notice.
-        answer.headers["Content-Digest"] = wire.content_digest(bytes(answer.body))
-        return answer
+@router.get(
+    "/{dataset}/rows/{row}", summary="One row", tags=["rows"], responses={200: {"model": RowAnswer}}, dependencies=_bare
+)
+def one_row(request: Request, dataset: Name, row: Row) -> Response:
+    """A row with its tokens and its text; rows are counted over all shards in their order."""
+    return JSONResponse(show_row(service_of(request).catalog[dataset].latest, row))
 
-    @router.get(
-        "/{dataset}/shuffle-report",
-        summary="How well an order mixes",
-        tags=["datasets"],
-        responses={
-            200: {
-                "model": ReportAnswer,
-                "content": {"image/png": BINARY},
-                "description": "the measures and a verdict, or a picture",
-            }
-        },
-        openapi_extra=SPEC_PARAMETERS,
-    )
-    async def shuffle_report(
-        request: Request,
-        dataset: Name,
-        epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
-        format: Annotated[Literal["json", "png"], Query(description="json: numbers and sentences; png: a picture")] = "json",
-    ) -> Response:
-        """How far apart neighbours in the source are served, how evenly shards are spread, and a verdict."""
 
-        def make() -> Response:
-            found = report(plan_of(request, dataset, "epoch", "format"), epoch)
-            return JSONResponse(found.to_dict()) if format == "json" else Response(draw_png(found), media_type="image/png")
+@router.get("/{dataset}/rows/{row}/schedule", summary="When a row is seen", tags=["rows"], openapi_extra=SPEC_PARAMETERS)
+def schedule(
+    request: Request,
+    dataset: Name,
+    row: Row,
+    epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
+) -> ScheduleAnswer:
+    """Every (step, rank, index) at which an epoch shows a row or a part of it; if they are many, only the first."""
+    return {"occurrences": find_row(_plan_of(request, dataset, "epoch"), dataset, row, epoch)}
 
-        return await while_asked(request, make)
 
-    @router.get(
-        "/{dataset}/rows/{row}", summary="One row", tags=["rows"], responses={200: {"model": RowAnswer}}, dependencies=bare
-    )
-    def one_row(dataset: Name, row: Row) -> Response:
-        """A row with its tokens and its text; rows are counted over all shards in their order."""
-        return JSONResponse(show_row(catalog[dataset].latest, row))
+@router.get("/{dataset}/quarantine", summary="What is bad in a dataset", tags=["datasets"])
+def quarantine(
+    request: Request,
+    dataset: Name,
+    start: Annotated[int, Query(ge=0, description="how many rows to pass over first")] = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="how many rows to list at most")] = 1000,
+) -> QuarantineAnswer:
+    """Rows that cannot be used and row groups that cannot be read, with the reasons, as far as they are known yet."""
+    _check_parameters(request, "start", "limit")
+    return show_quarantine(service_of(request).catalog[dataset].latest, start, limit)
 
-    @router.get("/{dataset}/rows/{row}/schedule", summary="When a row is seen", tags=["rows"], openapi_extra=SPEC_PARAMETERS)
-    def schedule(
-        request: Request,
-        dataset: Name,
-        row: Row,
-        epoch: Annotated[int, Query(ge=0, le=LARGEST_COUNT, description="which epoch")] = 0,
-    ) -> ScheduleAnswer:
-        """Every (step, rank, index) at which an epoch shows a row or a part of it; if they are many, only the first."""
-        return {"occurrences": find_row(plan_of(request, dataset, "epoch"), dataset, row, epoch)}
 
-    @router.get("/{dataset}/quarantine", summary="What is bad in a dataset", tags=["datasets"])
-    def quarantine(
-        request: Request,
-        dataset: Name,
-        start: Annotated[int, Query(ge=0, description="how many rows to pass over first")] = 0,
-        limit: Annotated[int, Query(ge=1, le=10_000, description="how many rows to list at most")] = 1000,
-    ) -> QuarantineAnswer:
-        """Rows that cannot be used and row groups that cannot be read, with the reasons, as far as they are known yet."""
-        check_parameters(request, "start", "limit")
-        return show_quarantine(catalog[dataset].latest, start, limit)
+def _plan_of(request: Request, dataset: str, *own: str) -> Plan:
+    return service_of(request).catalog.plan(dataset, spec_of(request, *own))
 
-    return router
+
+def _check_parameters(request: Request, *known: str) -> None:
+    if unknown := [name for name in request.query_params if name not in known]:
+        takes = f"takes only {' and '.join(known)}" if known else "takes no parameter"
+        raise BadParameter(f"{', '.join(unknown)}: this URL {takes}. Remove {'it' if len(unknown) == 1 else 'them'}.")
+    check_once([name for name, _ in request.query_params.multi_items()], known)
