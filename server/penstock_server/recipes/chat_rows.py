@@ -20,9 +20,10 @@ from penstock_server.recipes.turns import Lists
 from penstock_server.recipes.values import json_values
 
 Chat = list[Any] | None  # its messages, None for a bad one
+Tools = list[Any]  # the definitions of those that a chat may call
 
 
-def messages(rows: Rows, role: str) -> list[Chat]:
+def read_chats(rows: Rows, role: str) -> list[Chat]:
     """The chats of a field."""
     source, found = rows.field(role), []
     for row, value in enumerate(_nested(rows, source)):
@@ -37,8 +38,26 @@ def messages(rows: Rows, role: str) -> list[Chat]:
     return found
 
 
-def chats(rows: Rows, role: str, messages: Sequence[Chat], prompts: Sequence[Chat] | None = None) -> Lists:
-    """The chats of a field, rendered with the tools of each and tokenized. What the assistant says in `messages` is learned.
+def read_tools(rows: Rows) -> list[Tools]:
+    """The definitions of tools that each row has; [] for none, and for bad ones."""
+    source = rows.recipe.tools
+    if source is None:
+        return [[]] * len(rows)
+    found: list[Tools] = []
+    for row, value in enumerate(_nested(rows, source)):
+        try:
+            own = _from_json(value) or []
+            found.append([_parsed(tool) if isinstance(tool, str) else tool for tool in own])
+        except (ValueError, RecursionError) as error:
+            rows.note(row, f"is no list of tools as JSON: {error}", of=source.text)
+            found.append([])
+    return found
+
+
+def tokenized_chats(
+    rows: Rows, role: str, chats: Sequence[Chat], tools: Sequence[Tools], prompts: Sequence[Chat] | None = None
+) -> Lists:
+    """The chats of a field, rendered with the tools of each and tokenized. What the assistant says in them is learned.
 
     What it says in the `prompts` before them is not. So is the EOS of a chat that the assistant ends. BOS and EOS are added
     where a chat does not begin and end with them.
@@ -47,9 +66,9 @@ def chats(rows: Rows, role: str, messages: Sequence[Chat], prompts: Sequence[Cha
     assert recipe.tokenizer
     note = partial(rows.note, of=rows.field(role).text)
     texts, spans, answered = [], [], []
-    for row, (chat, tools) in enumerate(zip(messages, _tools(rows), strict=True)):
+    for row, (chat, own_tools) in enumerate(zip(chats, tools, strict=True)):
         try:
-            text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], tools, recipe)
+            text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], own_tools, recipe)
         except ChatError as error:
             note(row, str(error))
             text, learned, chat = "", (), None
@@ -72,22 +91,6 @@ def chats(rows: Rows, role: str, messages: Sequence[Chat], prompts: Sequence[Cha
             runs[-2] += len(closing)
         turns.append(runs)
     return Lists(*_end_to_end(ids), _end_to_end(turns))
-
-
-def _tools(rows: Rows) -> list[list[Any]]:
-    """The definitions of tools that each row has; [] for none, and for bad ones."""
-    source = rows.recipe.tools
-    if source is None:
-        return [[]] * len(rows)
-    found: list[list[Any]] = []
-    for row, value in enumerate(_nested(rows, source)):
-        try:
-            own = _from_json(value) or []
-            found.append([_parsed(tool) if isinstance(tool, str) else tool for tool in own])
-        except (ValueError, RecursionError) as error:
-            rows.note(row, f"is no list of tools as JSON: {error}", of=source.text)
-            found.append([])
-    return found
 
 
 def _from_json(value: Any) -> list[Any] | None:

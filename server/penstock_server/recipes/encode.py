@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from penstock_server.arrow import take_rows
 from penstock_server.geometry.arrays import starts_of
-from penstock_server.recipes.chat_rows import chats, messages
+from penstock_server.recipes.chat_rows import read_chats, read_tools, tokenized_chats
 from penstock_server.recipes.ids import pretokenized
 from penstock_server.recipes.preferences import preferences
 from penstock_server.recipes.recipe import Recipe
@@ -91,7 +91,7 @@ def _features(rows: Rows, bound: int) -> dict[str, Lists]:
     if kind == "prompt_response":
         return {"tokens": with_turns([tokenized(rows, "prompt", opens=True), tokenized(rows, "response", closes=True)])}
     if kind == "messages":
-        return {"tokens": chats(rows, "messages", messages(rows, "messages"))}
+        return {"tokens": tokenized_chats(rows, "messages", read_chats(rows, "messages"), read_tools(rows))}
     return preferences(rows)
 
 

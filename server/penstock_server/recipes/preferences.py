@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_server.recipes.chat_rows import Chat, chats, messages
+from penstock_server.recipes.chat_rows import Chat, read_chats, read_tools, tokenized_chats
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.texts import tokenized
 from penstock_server.recipes.turns import Lists, every, with_turns
@@ -14,8 +14,9 @@ def preferences(rows: Rows) -> dict[str, Lists]:
     """Both sides of each pair, after its prompt; chats without a prompt come after the messages that both begin with."""
     roles = dict(rows.recipe.fields)
     if rows.recipe.chat:
-        values = {role: messages(rows, role) for role in roles}
-        return {side: chats(rows, side, *_parted(values, side)) for side in rows.recipe.features}
+        chats, tools = {role: read_chats(rows, role) for role in roles}, read_tools(rows)
+        parted = {side: _parted(chats, side) for side in rows.recipe.features}
+        return {side: tokenized_chats(rows, side, answers, tools, prompts) for side, (answers, prompts) in parted.items()}
     has_prompt = "prompt" in roles
     chosen = tokenized(rows, "chosen", opens=not has_prompt, closes=True)
     prompts = tokenized(rows, "prompt", opens=True) if has_prompt else every([], len(rows))
@@ -23,15 +24,15 @@ def preferences(rows: Rows) -> dict[str, Lists]:
     return {"chosen": with_turns([prompts, chosen]), "rejected": with_turns([prompts, rejected])}
 
 
-def _parted(values: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[Chat]]:
+def _parted(chats: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[Chat]]:
     """The answers of one side, and the messages before them, which are not learned."""
-    if "prompt" in values:
-        return values[side], values["prompt"]
+    if "prompt" in chats:
+        return chats[side], chats["prompt"]
     shared = [
-        _shared(chosen or [], rejected or []) for chosen, rejected in zip(values["chosen"], values["rejected"], strict=True)
+        _shared(chosen or [], rejected or []) for chosen, rejected in zip(chats["chosen"], chats["rejected"], strict=True)
     ]
-    answers = [None if chat is None else chat[length:] for chat, length in zip(values[side], shared, strict=True)]
-    return answers, [(chat or [])[:length] for chat, length in zip(values[side], shared, strict=True)]
+    answers = [None if chat is None else chat[length:] for chat, length in zip(chats[side], shared, strict=True)]
+    return answers, [(chat or [])[:length] for chat, length in zip(chats[side], shared, strict=True)]
 
 
 def _shared(chosen: list[Any], rejected: list[Any]) -> int:
