@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),  # that save: a test resumes without
     pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path="),  # of a checkpoint that a fit may have meant
     pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),  # where tests run on a node of a cluster
 ]
 
 
