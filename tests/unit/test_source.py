@@ -334,6 +334,7 @@ def test_who_is_sent_elsewhere_or_asked_for_a_password_is_told_so(answer: bytes,
     ("scheme", "path", "message"),
     [
         ("https", "", r"https://127.0.0.1:\d+ does not speak TLS: is http://127.0.0.1:\d+ meant\?"),
+        ("http", "/v1/datasets/docs", r"The address has a path, /v1/datasets/docs: is http://127.0.0.1:\d+ meant\?"),
         ("http", "/docs", r"The address has a path, /docs: is http://127.0.0.1:\d+ meant\?"),
         ("http", "", r"Is there a penstock server at this address\?"),
     ],

@@ -335,3 +335,10 @@ def test_the_bar_of_work_that_was_waited_for_goes_with_the_answer(
     assert "##########.........." in capsys.readouterr().err
     retry_log.answered("http://a")
     assert capsys.readouterr().err == "\r\x1b[K"
+
+
+def test_where_nobody_has_ever_answered_the_first_line_doubts_the_address(caplog: pytest.LogCaptureFixture) -> None:
+    doubt = "Is it started (penstock serve DATA_DIR), and is this its address?"
+    for first_contact, failure in ((True, Fault("refused", is_silence=True)), (True, Fault("busy")), (False, Fault("refused"))):
+        RetryLog(600.0, first_contact=first_contact).failed("http://a", failure, "http://a")
+    assert [doubt in line for line in caplog.messages] == [True, False, False]

@@ -92,12 +92,12 @@ def doubt(url: str, status: int, location: str) -> str:
         is_there = api and root != url.partition(DATASETS)[0] and "?" not in root
         return f"It leads to {root}: give that address." if is_there else f"It sends elsewhere, to {location}: to a login page?"
     if status == 401:
-        if "@" in url.partition("/v1/")[0]:
+        if "@" in url.rsplit(DATASETS, 1)[0]:
             return "It asks for a name and a password, and does not take those in the address."
         return "It asks for a name and a password: put NAME:PASSWORD@ before the host in the address."
     if status == 407:
         return "The proxy asks for a name and a password: give them in HTTP_PROXY or HTTPS_PROXY."
-    scheme, _, rest = url.partition("/v1/")[0].partition("://")
+    scheme, _, rest = url.rsplit(DATASETS, 1)[0].partition("://")
     host, _, path = rest.partition("/")
     if path:
         return f"The address has a path, /{path}: is {scheme}://{host} meant?"

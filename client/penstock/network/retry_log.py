@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from penstock.display.status_line import StatusLine
-from penstock.network.answers import Busy, NotYet
+from penstock.network.answers import Busy, Fault, NotYet
 from penstock.wording import counted, without_passwords
 
 log = logging.getLogger("penstock")
@@ -19,9 +19,13 @@ _BAR_WIDTH = 20
 
 
 class RetryLog:
-    """The log lines of one transport; an outage begins with the first failure and ends with the next answer."""
+    """The log lines of one transport; an outage begins with the first failure and ends with the next answer.
 
-    def __init__(self, retry_seconds: float) -> None:
+    At the `first_contact` of a run nobody has answered yet: perhaps nobody ever will.
+    """
+
+    def __init__(self, retry_seconds: float, *, first_contact: bool = False) -> None:
+        self._first_contact = first_contact
         self._retrying = f"trying again for up to {retry_seconds:g} seconds"
         self._num_failures = 0
         self._said: set[str] = set()  # of this outage
@@ -33,7 +37,11 @@ class RetryLog:
         self._num_failures += 1
         again = "asking again until it has room" if isinstance(failure, Busy) else self._retrying
         follows = again if next_server == server else f"failing over to {next_server}"
-        self._say_once("failed", f"{server}: {failure}; {follows}")
+        is_silent = isinstance(failure, Fault) and failure.is_silence
+        doubt = (
+            ". Is it started (penstock serve DATA_DIR), and is this its address?" if self._first_contact and is_silent else ""
+        )
+        self._say_once("failed", f"{server}: {failure}; {follows}{doubt}")
 
     def nobody(self, failures: Mapping[str, Exception]) -> None:
         """All servers were tried, and failed with this."""

@@ -67,7 +67,7 @@ class Transport:
         self._servers = servers
         self._retry_seconds, self._first_contact = retry_seconds, first_contact
         self._process = os.getpid()
-        self._log = RetryLog(retry_seconds)
+        self._log = RetryLog(retry_seconds, first_contact=first_contact)
         self._connection = Connection(allocate)
         self._trial: Trial | None = None  # of home, while another is asked
         self._watch = Watch(self._connection, min(_PATIENCE_SECONDS, max(retry_seconds, 1.0)), self._log.slow)
