@@ -90,3 +90,12 @@ def test_a_pipe_gets_no_colours_and_a_width_of_its_own(monkeypatch: pytest.Monke
     assert Terminal.of(io.StringIO(), {}) == Terminal(100, False)
     monkeypatch.setenv("COLUMNS", "20")
     assert Terminal.of(io.StringIO(), {}) == Terminal(40, False)
+
+
+def test_a_terminal_has_colours_but_in_a_notebook_or_where_they_are_unwanted() -> None:
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    asked: tuple[dict[str, str], ...] = ({}, {"NO_COLOR": "1"}, {"JPY_PARENT_PID": "7"}, {"TERM": "dumb"}, {"TERM": "xterm"})
+    assert [Terminal.of(Tty(), environment).has_colours for environment in asked] == [True, False, False, False, True]

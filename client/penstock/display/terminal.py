@@ -35,9 +35,13 @@ class Terminal:
 
     @classmethod
     def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Terminal:
-        """The terminal behind a stream; a pipe has none, and gets a fixed width and no colours. See no-color.org."""
+        """The terminal behind a stream; a pipe has none, and gets a fixed width and no colours. See no-color.org.
+
+        Nor has a cell of a notebook colours: it passes for a terminal, but would show what is dimmed like all else.
+        """
         is_terminal = stream.isatty()
-        wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+        unwanted = ("NO_COLOR", "JPY_PARENT_PID")  # the latter is there in what a kernel of Jupyter runs
+        wanted = not any(map(environment.get, unwanted)) and environment.get("TERM") != "dumb"
         columns = shutil.get_terminal_size((80 if is_terminal else _PIPE_COLUMNS, 24)).columns
         return cls(max(columns, _FEWEST_COLUMNS), is_terminal and wanted)
 
