@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED, SIDES
+from penstock.place.state import Position
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
 from penstock.source import Source
 from penstock.spec import Spec
@@ -108,7 +109,7 @@ class Advice:
 def warn_as_advised(advice: Sequence[str]) -> None:
     """What the server has to say before a run begins, to one of its ranks."""
     for text in advice:
-        warnings.warn(text, stacklevel=3)  # where the dataset is made
+        warnings.warn(text, stacklevel=4)  # where the dataset is made: before it are the two of __init__, and this
 
 
 def warn_of_joining(caller: FrameType | None) -> None:
@@ -131,13 +132,30 @@ def warn_of_joining(caller: FrameType | None) -> None:
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:
     """A loop begins anew the epoch that the loop before it was in. An evaluation means to."""
-    if spec.shuffle != "none" and spec.split != "validation":
+    if _is_trained_on(spec):
         warnings.warn(
             f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
-            f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) first. To evaluate on "
-            f"the same batches again and again, take the rows in their stored order: shuffle='none'.",
+            f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) before another "
+            f"begins, and look at single batches with a second RemoteDataset. To evaluate on the same batches again and "
+            f"again, take the rows in their stored order: shuffle='none'.",
             stacklevel=4,  # in the loop: before it are the iteration, its batches and this
         )
+
+
+def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
+    """set_epoch chooses once more the epoch in the midst of which the loop was left: interrupted, say, and started again."""
+    if _is_trained_on(spec):
+        warnings.warn(
+            f"set_epoch({left.epoch}) starts that epoch again from its first step, and the loop was left in its midst, after "
+            f"{left.step:,} steps: it is given the same batches again. To go on there, call "
+            f"data.load_state_dict(data.state_dict()) before the loop over epochs.",
+            stacklevel=3,  # of set_epoch
+        )
+
+
+def _is_trained_on(spec: Spec) -> bool:
+    """Whether to see the same batches again is no evaluation, which means to."""
+    return spec.shuffle != "none" and spec.split != "validation"
 
 
 def warn_of_discard(old: int, num_left: int, new: int) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from penstock.advice import (
     Advice,
     warn_as_advised,
+    warn_of_beginning_anew,
     warn_of_discard,
     warn_of_joining,
     warn_of_lag,
@@ -23,12 +24,13 @@ from penstock.advice import (
     warn_of_replay,
 )
 from penstock.agreement import Agreement
+from penstock.brief import told_briefly
 from penstock.errors import PenstockError, SpecError
 from penstock.feeding.device import Destination, check_device, find_destination
 from penstock.feeding.feed import Feed
 from penstock.feeding.runs import PREFETCH_BYTES
 from penstock.feeding.tally import Tally
-from penstock.iteration import Iteration
+from penstock.iteration import NOT_GIVEN, Iteration
 from penstock.ledger.book import Book
 from penstock.mix import spell_mix
 from penstock.place.progress import Progress, Round
@@ -69,6 +71,7 @@ class RemoteDataset(IterableDataset[Batch]):
     Raises LedgerError: the ledger cannot be written.
     """
 
+    @told_briefly
     def __init__(
         self,
         servers: str | Sequence[str],
@@ -185,7 +188,7 @@ class RemoteDataset(IterableDataset[Batch]):
         return self.spec.snapshot
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the next iteration's epoch. Another epoch starts at its first step; the same one keeps its place.
+        """Chooses the next iteration's epoch. It starts at its first step; where a state of it was loaded, it goes on there.
 
         Raises PenstockError: the rank has changed.
         """
@@ -198,6 +201,8 @@ class RemoteDataset(IterableDataset[Batch]):
             self._progress.set_epoch(epoch)
         elif self._progress.is_resumed:
             warn_of_lag(epoch)
+        elif self._progress.is_left:
+            warn_of_beginning_anew(self.spec, self._progress.position)
 
     def rewind(self) -> None:
         """Puts the next iteration at the first step of epoch 0, whatever was consumed or loaded. The ledger counts no load."""
@@ -210,6 +215,8 @@ class RemoteDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """One epoch from its first step, or from where load_state_dict put it. Leaving the loop stops the fetching.
 
+        So does `close()`, for an iterator that something still refers to, such as the traceback of an error.
+
         Raises ServerUnavailable, SnapshotGone, DataError: see penstock.errors.  Raises PenstockError: the rank has changed.
         """
         if not torch.compiler.is_compiling():  # that knows nothing of frames
@@ -218,7 +225,7 @@ class RemoteDataset(IterableDataset[Batch]):
         # torchdata asks a worker for its state before the first batch, when that must no longer be the pass before.
         return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))
 
-    def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, None, None]:
+    def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, object, None]:
         round_ = begun or self._progress.begin(worker)
         number = 0
         try:
@@ -236,15 +243,17 @@ class RemoteDataset(IterableDataset[Batch]):
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
                 advice = Advice(self._source if asks else None, spec, at.epoch)
+                consumes = self._replay is None
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
                         self._progress.take(round_)
                     advice.look_at(item.batch, number, has_place=self._progress.counts(round_))
                     if ledger:
                         ledger.record(item.step, item.digest)
-                    if self._replay is None:  # last of all: what fails before has given nothing
-                        self._progress.count(round_, number)
-                    yield item.batch
+                    self._progress.count(round_, consumes * number)  # last of all: what fails before has given nothing
+                    if (yield item.batch) is NOT_GIVEN:
+                        self._progress.count(round_, consumes * (number - 1))
+                        return
                 self._progress.finish(round_)
                 if ledger:
                     ledger.finish()
@@ -278,8 +287,16 @@ class RemoteDataset(IterableDataset[Batch]):
         return self._tally.counting(feed)
 
     def __repr__(self) -> str:
-        rank = f"rank {self.rank} of {self.world_size}"
-        return f"RemoteDataset({self.dataset!r}, {rank}, epoch {self.epoch}, {len(self)} of {self.steps_per_epoch} batches)"
+        at = self._progress.position
+        step = f"at step {at.step} " + (f"behind {at.offset} samples" if at.offset else f"of {self.steps_per_epoch}")
+        place = "with loader workers" if self._progress.is_with_workers else f"epoch {at.epoch}, {step}"
+        return f"RemoteDataset({self.dataset!r}, rank {self.rank} of {self.world_size}, {place})"
+
+    def __getitem__(self, index: object) -> Batch:
+        """Raises TypeError: batches come in their order."""
+        raise TypeError(
+            "batches come in their order: take next(iter(data)), or see any with penstock peek URL/dataset --step N"
+        )
 
     def stats(self) -> Stats:
         """Batches, tokens, retries and waiting times of all iterations in this process."""

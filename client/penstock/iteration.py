@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
+from contextlib import suppress
+from inspect import GEN_CLOSED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 
 from penstock.errors import PenstockError
 from penstock.tensors import Batch
 
+NOT_GIVEN = "the batch that was given last did not reach the loop"  # sent to a generator of batches
 _OTHER_THREAD = "another thread is taking a batch of this iteration: give each a dataset of its own."
 
 
 class Iteration(Iterator[Batch]):
-    """The batches of a generator. After an error a generator only ends, which would pass for the epoch's end; this raises."""
+    """The batches of a generator. After an error a generator only ends, which would pass for the epoch's end; this raises.
 
-    def __init__(self, batches: Generator[Batch, None, None]) -> None:
+    Where the loop does not get the batch that the generator gave last, that is sent NOT_GIVEN, and ends.
+    """
+
+    def __init__(self, batches: Generator[Batch, object, None]) -> None:
         self._batches = batches
         self._ended_by = ""
 
@@ -29,10 +34,13 @@ class Iteration(Iterator[Batch]):
         except StopIteration:
             raise
         except BaseException as error:
-            if getgeneratorstate(self._batches) == GEN_CLOSED:
-                self._ended_by = type(error).__name__
-            elif isinstance(error, ValueError):  # "generator already executing"
+            state = getgeneratorstate(self._batches)
+            if isinstance(error, ValueError) and state != GEN_CLOSED:  # "generator already executing"
                 raise PenstockError(_OTHER_THREAD) from error
+            self._ended_by = type(error).__name__
+            if state == GEN_SUSPENDED:  # Ctrl-C on the way from the generator to here
+                with suppress(StopIteration):
+                    self._batches.send(NOT_GIVEN)
             if isinstance(error, PenstockError):
                 # Its message says all, and would stand below some twenty frames.
                 raise error.with_traceback(None) from error.__cause__

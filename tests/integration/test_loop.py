@@ -142,6 +142,11 @@ def test_what_can_not_be_replayed_is_refused(server: Server, replay: object) -> 
         dataset(server, replay=replay)
 
 
+def test_a_batch_by_its_number_is_refused_with_what_to_do(server: Server) -> None:
+    with pytest.raises(TypeError, match="batches come in their order"):
+        dataset(server)[0]
+
+
 @pytest.mark.parametrize("name", ["prefetch_bytes", "retry_seconds"])
 def test_an_amount_below_zero_is_refused(server: Server, name: str) -> None:
     with pytest.raises(SpecError, match=f"{name} must be a number from 0, not -1"):

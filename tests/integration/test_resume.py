@@ -139,6 +139,32 @@ def test_after_the_end_of_an_epoch_the_next_one_begins_without_a_warning(server:
     assert len(resumed) == NUM_ROWS // 4
 
 
+def test_a_loop_that_was_interrupted_and_runs_again_is_told_that_it_starts_over(server: Server) -> None:
+    """As a cell of a notebook does that is run once more."""
+
+    def train(data: RemoteDataset, num_batches: int) -> list[list[int]]:
+        given = list[list[int]]()
+        for epoch in range(data.epoch, 2):
+            data.set_epoch(epoch)
+            given += rows_of(itertools.islice(data, num_batches - len(given)))
+            if len(given) == num_batches:
+                break
+        return given
+
+    data = dataset(server)
+    first = train(data, 9)
+    with pytest.warns(
+        UserWarning, match=r"set_epoch\(0\) starts .* again .* after 9 steps.*load_state_dict\(data.state_dict"
+    ) as told:
+        assert train(data, 9) == first
+    assert told[0].filename == __file__
+    assert "epoch 0, at step 9 of 50" in repr(data)
+    data.load_state_dict(data.state_dict())  # and as it says
+    assert first + train(data, 90) == train(dataset(server), 99)
+    meant = dataset(server, shuffle="none")
+    assert train(meant, 9) == train(meant, 9)
+
+
 def test_a_loop_that_is_left_starts_over_unless_a_state_is_loaded(server: Server) -> None:
     data = dataset(server)
     state = state_after(data, 9)
@@ -146,6 +172,31 @@ def test_a_loop_that_is_left_starts_over_unless_a_state_is_loaded(server: Server
     assert len(contents(data)) == NUM_ROWS // 4
     data.load_state_dict(state)
     assert len(data) == NUM_ROWS // 4 - 9
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 7])
+def test_a_batch_that_an_interrupt_takes_from_the_loop_comes_again(
+    server: Server, num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, given = dataset(server), list[list[int]]()
+
+    def interrupted(batches: Iterator[Batch]) -> Batch:
+        batch = next(batches)
+        if len(given) == num_before:
+            raise KeyboardInterrupt
+        return batch
+
+    def train() -> None:
+        for batch in data:
+            given.extend(rows_of([batch]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.iteration.next", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            train()
+    data.load_state_dict(data.state_dict())
+    train()
+    assert given == rows_of(dataset(server))
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (4, 2)), ((4, 2), (4, 1)), ((2, 3), (5, 2)), ((3, 3), (1, 7))])

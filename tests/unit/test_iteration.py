@@ -8,12 +8,12 @@ from collections.abc import Generator
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.iteration import Iteration
+from penstock.iteration import NOT_GIVEN, Iteration
 from penstock.tensors import Batch
 
 
 def test_what_was_closed_does_not_pass_for_what_ended_and_what_ended_stays_so() -> None:
-    def batches() -> Generator[Batch, None, None]:
+    def batches() -> Generator[Batch, object, None]:
         yield {"number": [1]}
 
     closed, ended = Iteration(batches()), Iteration(batches())
@@ -27,7 +27,7 @@ def test_what_was_closed_does_not_pass_for_what_ended_and_what_ended_stays_so() 
 
 
 def test_an_error_that_says_all_shows_the_loop_and_a_fault_where_it_is() -> None:
-    def batches(error: Exception) -> Generator[Batch, None, None]:
+    def batches(error: Exception) -> Generator[Batch, object, None]:
         yield {"number": [1]}
         raise error
 
@@ -42,7 +42,7 @@ def test_an_error_that_says_all_shows_the_loop_and_a_fault_where_it_is() -> None
 def test_a_second_thread_is_refused_and_ends_nothing() -> None:
     asked, may_go_on = threading.Event(), threading.Event()
 
-    def batches() -> Generator[Batch, None, None]:
+    def batches() -> Generator[Batch, object, None]:
         asked.set()
         assert may_go_on.wait(60)
         yield {"number": [1]}
@@ -59,3 +59,27 @@ def test_a_second_thread_is_refused_and_ends_nothing() -> None:
     may_go_on.set()
     thread.join()
     assert [*given, *iteration] == [{"number": [1]}, {"number": [2]}]
+
+
+def test_of_a_batch_that_does_not_reach_the_loop_the_generator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = list[int]()
+
+    def batches() -> Generator[Batch, object, None]:
+        for number in range(9):
+            if (yield {"number": [number]}) is NOT_GIVEN:
+                lost.append(number)
+                return
+
+    def interrupted(of: Generator[Batch, object, None]) -> Batch:
+        if next(of) == {"number": [2]}:
+            raise KeyboardInterrupt
+        return {}
+
+    monkeypatch.setattr("penstock.iteration.next", interrupted, raising=False)
+    iteration = Iteration(batches())
+    assert [next(iteration), next(iteration)] == [{}, {}]
+    with pytest.raises(KeyboardInterrupt):
+        next(iteration)
+    assert lost == [2]
+    with pytest.raises(PenstockError, match="was ended by KeyboardInterrupt"):
+        next(iteration)

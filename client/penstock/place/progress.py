@@ -98,6 +98,13 @@ class Progress:
         return self._start.is_taken and self._start.is_by_state
 
     @property
+    def is_left(self) -> bool:
+        """Whether the iteration before gave more than a batch to look at, and not all that it had to give."""
+        counted = self._counted
+        has_left = self._start.is_taken and counted.num_steps < counted.num_left
+        return has_left and self._has_been_in(self._whole(self.epoch), self._start.num_sets)
+
+    @property
     def is_with_workers(self) -> bool:
         """Whether loader workers consume, so that this process, not being one of them, cannot know the position."""
         return self._start.is_with_workers
