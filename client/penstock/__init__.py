@@ -54,3 +54,8 @@ def __getattr__(name: str) -> Any:
 
         return Spec
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is public, for tab completion: the classes of `__getattr__` are not there before they are asked for."""
+    return [*__all__, "__version__"]

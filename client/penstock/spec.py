@@ -195,6 +195,8 @@ class Spec:
 
 _LATER = ("dataset_index",)  # than the first builds; to be added to, or frames and ledgers would name all specs anew
 _COUNTS = tuple(f.name for f in fields(Spec) if "low" in f.metadata)
+_LINES = (f"    {f.name:15}  {f.metadata['doc']}" for f in fields(Spec))
+Spec.__doc__ = "\n".join((f"{Spec.__doc__}", *_LINES))  # for help(); the page of URLs shows the same
 
 
 @lru_cache(maxsize=64)  # every frame names one of a few

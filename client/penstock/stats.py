@@ -33,5 +33,9 @@ class Stats:
         """The share of its time that the loop waited for batches, from 0 to 1."""
         return self.wait_seconds / (self.wait_seconds + self.busy_seconds) if self.wait_seconds else 0.0
 
+    def __repr__(self) -> str:
+        amounts = (f"{f.name}={getattr(self, f.name):{',.2f' if f.type == 'float' else ','}}" for f in fields(self))
+        return f"Stats(wait_share={self.wait_share:.1%}, {', '.join(amounts)})"
+
     def __add__(self, other: Stats) -> Stats:
         return Stats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

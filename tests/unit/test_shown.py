@@ -1,0 +1,34 @@
+"""What Python itself shows of the public objects: in completions, help, cells of notebooks and tracebacks."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import fields
+
+import pytest
+
+import penstock
+from penstock import RemoteDataset, Spec, SpecError
+from penstock.stats import Stats
+
+
+def test_all_that_is_public_is_completed() -> None:
+    assert set(penstock.__all__) < set(dir(penstock))
+    assert all(hasattr(penstock, name) for name in dir(penstock))
+
+
+def test_help_tells_what_each_parameter_of_a_batch_does() -> None:
+    assert Spec.__doc__
+    assert all(f"{field.name:15}  {field.metadata['doc']}" in Spec.__doc__ for field in fields(Spec))
+
+
+def test_statistics_show_the_share_of_waiting_first() -> None:
+    shown = repr(Stats(num_batches=12_345, wait_seconds=1.0, busy_seconds=3.0))
+    assert shown.startswith("Stats(wait_share=25.0%, num_batches=12,345, ")
+    assert shown.endswith("wait_seconds=1.00, busy_seconds=3.00, buffered_bytes=0)")
+
+
+def test_of_a_parameter_that_is_wrong_the_line_is_shown_and_nothing_of_what_found_it() -> None:
+    with pytest.raises(SpecError, match="packing must be one of rows, concat, best_fit, not 'none'") as caught:
+        RemoteDataset("http://localhost:9", "stories", packing="none")
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["call"]
