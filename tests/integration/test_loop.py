@@ -345,7 +345,7 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SpecError, match="no RANK, so every process would take itself for rank 0"):
+    with pytest.raises(SpecError, match="says WORLD_SIZE=2 and no RANK: it takes both"):
         dataset(server)
     for wrong in ("2", "\N{SUPERSCRIPT ONE}"):
         monkeypatch.setenv("RANK", wrong)
