@@ -6,10 +6,11 @@ import errno
 import logging
 import os
 import re
+import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import LedgerError
@@ -21,6 +22,7 @@ if sys.platform != "win32":
 log = logging.getLogger("penstock")
 
 _POLL_SECONDS = 0.02
+_FLOCK = "hhqqi4x"  # Linux's struct flock of 64 bits: type, whence, start, length, process
 _VERSION = re.compile(re.escape(MAGIC) + rb"(\d{1,9}),")
 
 
@@ -66,8 +68,8 @@ def _lock(fd: int, path: Path, wait_seconds: float) -> None:
         while not _has_locked(fd):
             if time.monotonic() >= deadline:
                 raise LedgerError(
-                    f"another process writes to the ledger {path}: is the run that it belongs to still there? Of processes "
-                    f"that share a rank, such as tensor-parallel peers, only one keeps the ledger"
+                    f"another process{_holder(fd)} writes to the ledger {path}: is the run that it belongs to still there? Of "
+                    f"processes that share a rank, such as tensor-parallel peers, only one keeps the ledger"
                 )
             time.sleep(_POLL_SECONDS)
     except OSError as error:
@@ -80,6 +82,18 @@ def _has_locked(fd: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def _holder(fd: int) -> str:
+    """ ", 4711," for the process that has the lock; "" where the system does not tell, or it runs elsewhere."""
+    if sys.platform != "linux" or sys.maxsize < 1 << 32:
+        return ""
+    with suppress(OSError):
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        *_, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        if pid > 0 and Path(f"/proc/{pid}").exists():
+            return f", {pid},"
+    return ""
 
 
 def is_deleted(fd: int, path: Path) -> bool:

@@ -168,7 +168,7 @@ def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free
     ) as other:
         assert other.stdout
         assert other.stdout.readline() == "open\n"
-        with pytest.raises(LedgerError, match="another process writes to the ledger"):
+        with pytest.raises(LedgerError, match=f"another process, {other.pid}, writes to the ledger"):
             book(path)
         assert open_files(tmp_path) == []
         other.send_signal(signal.SIGKILL)
@@ -199,7 +199,7 @@ def test_a_loader_worker_waits_for_one_of_the_epoch_before_that_is_about_to_end(
         assert other.stdout.readline() == "open\n"
         with monkeypatch.context() as impatient:
             impatient.setattr(book_module, "_OLD_WORKERS_SECONDS", 0.1)
-            with pytest.raises(LedgerError, match="another process writes to the ledger"):
+            with pytest.raises(LedgerError, match=f"another process, {other.pid}, writes to the ledger"):
                 book(path).open(SPEC, round_at(worker=worker), behind(0))
         end = threading.Timer(0.5, other.kill)
         end.start()
