@@ -333,10 +333,14 @@ def test_an_address_without_a_port_has_that_of_its_scheme(
 ) -> None:
     asked = []
 
+    def look_up(host: str, port: int, **_: object) -> list[object]:
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (host, port, 0, 0))]
+
     def connect(address: tuple[str, int], *_: object) -> socket.socket:
         asked.append(address)
         raise ConnectionRefusedError
 
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(socket, "create_connection", connect)
     with closing(Connection()) as connection, pytest.raises(Fault):
         fetch(connection, server)

@@ -85,7 +85,7 @@ def _has_locked(fd: int) -> bool:
 
 
 def _holder(fd: int) -> str:
-    """ ", 4711," for the process that has the lock; "" where the system does not tell, or it runs elsewhere."""
+    """The process that has the lock, as an apposition; nothing where the system does not tell, or it runs elsewhere."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return ""
     with suppress(OSError):

@@ -19,7 +19,7 @@ import httpx
 
 from penstock.errors import SpecError
 from penstock.network.channel import Channel, Head, HttpError
-from penstock.threads import own_thread
+from penstock.network.names import connect
 
 _READ_BYTES = 1 << 20  # at a time: what is done with them finds them in the processor's cache
 _OK = 200
@@ -201,15 +201,14 @@ class Receiver:
         (scheme, host, port, _), seconds = request.origin, request.connect_seconds
         if scheme == "https" and not self._tls:
             self._tls = tls_context()
-        _await_name(host, port, seconds)
-        try:
-            made = socket.create_connection((host, port), seconds)
-            with suppress(OSError):  # of one that is closed already: to read from it tells that
-                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls and scheme == "https":
+        made = connect(host, port, seconds)
+        with suppress(OSError):  # of one that is closed already: to read from it tells that
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls and scheme == "https":
+            try:
                 made = self._tls.wrap_socket(made, server_hostname=host)
-        except TimeoutError as error:
-            raise TimeoutError(f"no connection within {seconds:g} seconds") from error
+            except TimeoutError as error:
+                raise TimeoutError(f"no TLS connection within {seconds:g} seconds") from error
         self._on_connect(made)
         return Channel(made)
 
@@ -217,24 +216,6 @@ class Receiver:
         self._asked = None
         for channel in tuple(self._channels.pop(origin, ())):
             channel.close()
-
-
-def _await_name(host: str, port: int, seconds: float) -> None:
-    """Looks a name up, as who connects does once more. Raises TimeoutError: that takes longer.
-
-    Python's own time limit begins when the addresses are there, and nothing ends a look-up but the resolver.
-    """
-
-    def look_up() -> None:
-        with suppress(OSError, UnicodeError):  # who connects meets the same
-            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-
-    thread = own_thread("name", look_up)
-    with suppress(RuntimeError):  # no thread can be started now: then it may take longer
-        thread.start()
-        thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no address of {host} within {seconds:g} seconds")
 
 
 def tls_context() -> ssl.SSLContext:

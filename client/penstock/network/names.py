@@ -1,0 +1,96 @@
+"""Names: connections to hosts whose addresses are looked up in threads that can be left behind, and then known for a while.
+
+Nothing ends a look-up but the resolver, and Python's own time limit begins when the addresses are there. A thread that is left
+behind goes on: where a resolver's first server is silent, a look-up takes longer than an attempt may.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from copy import copy
+from threading import Thread
+
+from penstock.threads import own_thread
+
+_KNOWN_SECONDS = 30.0  # of several connections an epoch, each would wait for the name again
+_Address = tuple[str, int]
+
+
+def connect(host: str, port: int, seconds: float) -> socket.socket:
+    """A connection to one of a host's addresses, each of which has so many seconds to take it; so has the look-up of the name.
+
+    Raises OSError: there is no address, or none takes it. Raises UnicodeError: that is no name.
+    """
+    name = _names.setdefault((host, port), _Name(host, port))
+    first: OSError | None = None
+    for address in name.addresses(seconds):
+        try:
+            made = socket.create_connection(address, seconds)
+        except TimeoutError:
+            first = first or TimeoutError(f"no connection within {seconds:g} seconds")
+        except OSError as error:
+            first = first or error
+        else:
+            name.answers(address)
+            return made
+    name.forget()
+    try:
+        raise first or OSError(f"{host} has no address")
+    finally:
+        first = None  # in its traceback is this call
+
+
+class _Name:
+    """The addresses of one host and port; the one that answered last before the others."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._thread: Thread | None = None  # that looks it up
+        self._addresses: tuple[_Address, ...] = ()
+        self._failure: Exception | None = None
+        self._known_until = 0.0
+
+    def addresses(self, seconds: float) -> tuple[_Address, ...]:
+        """As they are known, or as they are looked up. Raises TimeoutError: that takes longer. Raises what getaddrinfo does."""
+        if time.monotonic() >= self._known_until:
+            self._begin()
+            if self._thread:
+                self._thread.join(seconds)
+                if self._thread.is_alive():
+                    raise TimeoutError(f"no address of {self._host} within {seconds:g} seconds")
+            if self._failure:
+                raise copy(self._failure)  # what is raised refers to those whom it ends
+        return self._addresses
+
+    def answers(self, address: _Address) -> None:
+        """This address takes connections."""
+        self._addresses = (address, *(other for other in self._addresses if other != address))
+
+    def forget(self) -> None:
+        """None of them does: by now the host may have others."""
+        self._known_until = 0.0
+
+    def _begin(self) -> None:
+        """A look-up begins, unless one is under way: whoever began that may have left it behind."""
+        if self._thread and self._thread.is_alive():
+            return
+        thread = own_thread("name", self._look_up)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # no thread can be started now: then it may take longer
+            self._thread = None
+            self._look_up()
+
+    def _look_up(self) -> None:
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            self._failure = error
+        else:
+            self._addresses, self._failure = tuple((str(place[0]), self._port) for *_, place in found), None
+            self._known_until = time.monotonic() + _KNOWN_SECONDS
+
+
+_names = dict[tuple[str, int], _Name]()  # of this process, for all of its connections

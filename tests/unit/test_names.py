@@ -1,0 +1,124 @@
+"""Names and their addresses: looked up once for several connections, and by no attempt for nothing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from penstock.network import names
+from penstock.network.names import connect
+
+LookUp = Callable[..., list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "_names", {})
+
+
+@contextmanager
+def listening(*hosts: str, port: int = 0) -> Iterator[int]:
+    with socket.create_server((hosts[0], port)) as listener:
+        bound = listener.getsockname()[1]
+        if len(hosts) == 1:
+            yield bound
+        else:
+            with listening(*hosts[1:], port=bound):
+                yield bound
+
+
+def found(*hosts: str) -> list[Any]:
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 80)) for host in hosts]
+
+
+def looked_up(monkeypatch: pytest.MonkeyPatch, answers: LookUp) -> list[str]:
+    """The names that are asked for, of which none is an address."""
+    asked, resolve = list[str](), socket.getaddrinfo
+
+    def look_up(host: str, *place: Any, **hints: Any) -> list[Any]:
+        if host.startswith("127."):
+            return resolve(host, *place, **hints)
+        asked.append(host)
+        return answers(host)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return asked
+
+
+def place_of(host: str, port: int) -> str:
+    with connect(host, port, 5.0) as made:
+        return str(made.getpeername()[0])
+
+
+def test_a_name_is_looked_up_once_for_the_connections_of_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = looked_up(monkeypatch, lambda _: found("127.0.0.1"))
+    with listening("127.0.0.1") as port:
+        for _ in range(3):
+            assert place_of("data-0", port) == "127.0.0.1"
+        assert asked == ["data-0"]
+        monkeypatch.setattr(names, "_KNOWN_SECONDS", 0.0)
+        names._names.clear()
+        for _ in range(3):
+            place_of("data-0", port)
+        assert asked == ["data-0"] * 4
+
+
+def test_what_a_look_up_finds_that_took_too_long_is_there_for_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    def slow(_: str) -> list[Any]:
+        assert may_end.wait(60)
+        return found("127.0.0.1")
+
+    asked = looked_up(monkeypatch, slow)
+    with listening("127.0.0.1") as port:
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match=r"no address of data-0 within 0\.01 seconds"):
+                connect("data-0", port, 0.01)
+        may_end.set()
+        assert place_of("data-0", port) == "127.0.0.1"
+    assert asked == ["data-0"]
+
+
+def test_the_address_that_answered_last_is_tried_first_until_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = looked_up(monkeypatch, lambda _: found("127.0.0.1", "127.0.0.2", "127.0.0.3"))
+    with listening("127.0.0.3", "127.0.0.2") as port:
+        assert place_of("data-0", port) == "127.0.0.2"
+        with listening("127.0.0.1", port=port):
+            assert place_of("data-0", port) == "127.0.0.2"
+    with listening("127.0.0.3", port=port):
+        assert place_of("data-0", port) == "127.0.0.3"
+    assert asked == ["data-0"]
+    with pytest.raises(ConnectionRefusedError):
+        connect("data-0", port, 5.0)
+    with listening("127.0.0.1", port=port):
+        assert place_of("data-0", port) == "127.0.0.1"
+    assert asked == ["data-0"] * 2
+
+
+def test_a_name_that_was_not_found_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: str) -> list[Any]:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    with listening("127.0.0.1") as port:
+        looked_up(monkeypatch, away)
+        for _ in range(2):
+            with pytest.raises(socket.gaierror, match="Temporary failure"):
+                connect("data-0", port, 5.0)
+        looked_up(monkeypatch, lambda _: found("127.0.0.1"))
+        assert place_of("data-0", port) == "127.0.0.1"
+
+
+def test_where_no_thread_can_be_started_a_name_is_looked_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    looked_up(monkeypatch, lambda _: found("127.0.0.1"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with listening("127.0.0.1") as port:
+        assert place_of("data-0", port) == "127.0.0.1"
