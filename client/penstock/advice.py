@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from penstock.batch import IGNORED, SIDES
+from penstock.company import Company
 from penstock.place.state import Position
 from penstock.row_lengths import advice_on_lengths, advice_on_prompts, way_out_of_prompts
 from penstock.source import Source
@@ -24,10 +25,13 @@ _UNLEARNED_SHARE, _FEW_UNLEARNED = 0.25, 2  # of a batch's sequences: so few may
 
 
 class Advice:
-    """Warns the loop of one iteration, of each thing once. `source` is asked how long some rows are; None: nobody is."""
+    """Warns the loop of one iteration, of each thing once.
 
-    def __init__(self, source: Source | None, spec: Spec, epoch: int) -> None:
-        self._source, self._spec, self._epoch = source, spec, epoch
+    `source` is asked how long some rows are; None: nobody is. `company` are the ranks that should be in the same epoch.
+    """
+
+    def __init__(self, source: Source | None, spec: Spec, epoch: int, company: Company | None = None) -> None:
+        self._source, self._spec, self._epoch, self._company = source, spec, epoch, company
         self._had_labels = self._had_place = True
 
     def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
@@ -38,6 +42,8 @@ class Advice:
             self._check_rows(self._source, batch)
             self._check_runs(batch)
             self._check_lines(batch)
+        if self._company and (elsewhere := self._company.elsewhere(number)):
+            self._check_company(elsewhere)
         if self._had_place:
             self._had_place = self._check_place(number, has_place=has_place)
 
@@ -49,6 +55,14 @@ class Advice:
                 f"not of this loop. Call them between two loops, and look at single batches with a second RemoteDataset."
             )
         return has_place
+
+    def _check_company(self, elsewhere: str) -> None:
+        _warn(
+            f"other ranks have not begun epoch {self._epoch} where this one has: {elsewhere}. Ranks share an epoch only with "
+            f"the same parameters, seed and batch_size among them, the same epoch and the same state: else some samples are "
+            f"trained on several times, and others never."
+        )
+        self._company = None
 
     def _check_labels(self, batch: Batch, number: int) -> bool:
         """Whether anything is learned from a batch. Of one on a GPU nobody knows without waiting for it."""
@@ -132,7 +146,7 @@ def warn_of_joining(caller: FrameType | None) -> None:
 
 def warn_of_repetition(spec: Spec, epoch: int) -> None:
     """A loop begins anew the epoch that the loop before it was in. An evaluation means to."""
-    if _is_trained_on(spec):
+    if is_trained_on(spec):
         warnings.warn(
             f"epoch {epoch} is given once more from its first step, in the same order: call set_epoch(n) before the loop of "
             f"each epoch n. To go on where a loop was left, call data.load_state_dict(data.state_dict()) before another "
@@ -144,7 +158,7 @@ def warn_of_repetition(spec: Spec, epoch: int) -> None:
 
 def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
     """set_epoch chooses once more the epoch in the midst of which the loop was left: interrupted, say, and started again."""
-    if _is_trained_on(spec):
+    if is_trained_on(spec):
         warnings.warn(
             f"set_epoch({left.epoch}) starts that epoch again from its first step, and the loop was left in its midst, after "
             f"{left.step:,} steps: it is given the same batches again. To go on there, call "
@@ -153,7 +167,7 @@ def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
         )
 
 
-def _is_trained_on(spec: Spec) -> bool:
+def is_trained_on(spec: Spec) -> bool:
     """Whether to see the same batches again is no evaluation, which means to."""
     return spec.shuffle != "none" and spec.split != "validation"
 

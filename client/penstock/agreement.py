@@ -31,7 +31,7 @@ class Agreement:
 
     def first(self, answer: str) -> str:
         """The answer of the rank that noted one first; this rank's own while torch.distributed is not initialized."""
-        if self._note is None and (store := _store()) is not None:
+        if self._note is None and (store := job_store()) is not None:
             try:
                 self._note = _taken[self._question] = self._noted(store, answer)
             except RuntimeError:  # whoever kept it has ended, and so has the job
@@ -55,7 +55,7 @@ class Agreement:
         for another dataset, is no matter.
         """
         self.check(answer)
-        if self._is_settled or self._note is None or (store := _store()) is None:
+        if self._is_settled or self._note is None or (store := job_store()) is None:
             return
         with suppress(RuntimeError):  # the job has ended
             noted = bytes(store.compare_set(self._key, "", self._note)).decode()
@@ -77,7 +77,7 @@ def _answer_of(note: str) -> str:
     return note.partition(" ")[0]
 
 
-def _store() -> Any:
+def job_store() -> Any:
     """The store that the ranks of this job share; None where there is none."""
     if not is_distributed() or _forked:
         return None

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from penstock.advice import (
     Advice,
+    is_trained_on,
     warn_as_advised,
     warn_of_beginning_anew,
     warn_of_discard,
@@ -25,6 +26,7 @@ from penstock.advice import (
 )
 from penstock.agreement import Agreement
 from penstock.brief import told_briefly
+from penstock.company import Company
 from penstock.errors import PenstockError, SpecError
 from penstock.feeding.device import Destination, check_device, find_destination
 from penstock.feeding.feed import Feed
@@ -35,7 +37,7 @@ from penstock.ledger.book import Book
 from penstock.mix import spell_mix
 from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
-from penstock.place.state import write_state
+from penstock.place.state import Position, write_state
 from penstock.rank import Worker, check_rank, find_rank, find_worker
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec
@@ -242,8 +244,9 @@ class RemoteDataset(IterableDataset[Batch]):
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
-                advice = Advice(self._source if asks else None, spec, at.epoch)
                 consumes = self._replay is None
+                company = self._company(spec, at) if consumes and not worker else None
+                advice = Advice(self._source if asks else None, spec, at.epoch, company)
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
                         self._progress.take(round_)
@@ -271,6 +274,13 @@ class RemoteDataset(IterableDataset[Batch]):
             check_rank(self.rank, self.world_size)
         if self._agreement and not find_worker():
             self._agreement.check(self.snapshot)
+
+    def _company(self, spec: Spec, at: Position) -> Company | None:
+        """The other ranks, where this one is to look after them. All note where they begin."""
+        if not self._rank_was_found or self.world_size == 1 or not is_trained_on(spec):
+            return None
+        company = Company(self.dataset, spec, at, self.rank)
+        return company if self.rank == 0 else None
 
     def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[Feed]:
         """A feed of these steps, whose figures count among this dataset's."""

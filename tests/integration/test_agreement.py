@@ -136,13 +136,13 @@ def test_a_process_without_a_job_agrees_with_itself() -> None:
 
 def test_each_question_has_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    monkeypatch.setattr(penstock.agreement, "job_store", lambda: store)
     assert [Agreement(name).first(answer) for name, answer in (("one", "5d"), ("other", "c4"))] == ["5d", "c4"]
 
 
 def test_a_rank_that_has_made_one_dataset_more_agrees_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    monkeypatch.setattr(penstock.agreement, "job_store", lambda: store)
     taken: tuple[dict[str, str], dict[str, str]] = ({}, {})
 
     def ask(rank: int, answer: str) -> str:
@@ -153,7 +153,7 @@ def test_a_rank_that_has_made_one_dataset_more_agrees_with_the_others(monkeypatc
     assert (ask(0, "5d"), ask(1, "c4")) == ("5d", "5d")  # data arrived in between
     assert (ask(0, "c4"), ask(1, "e7")) == ("c4", "c4")
     assert (ask(1, "e7"), ask(0, "e7")) == ("e7", "e7")
-    monkeypatch.setattr(penstock.agreement, "_store", torch.distributed.HashStore)  # type: ignore[attr-defined]
+    monkeypatch.setattr(penstock.agreement, "job_store", torch.distributed.HashStore)  # type: ignore[attr-defined]
     assert ask(0, "5d") == "5d"  # of another job in the same process
 
 
@@ -172,7 +172,7 @@ def test_a_later_dataset_is_on_the_snapshot_of_the_rank_that_made_it_first(monke
 
     for _ in range(2):  # the second time in a job of its own, whose processes have taken notes before
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        monkeypatch.setattr(penstock.agreement, "_store", lambda store=store: store)
+        monkeypatch.setattr(penstock.agreement, "job_store", lambda store=store: store)
         for _ in range(2):
             for rank, answer in ((0, "5d"), (1, "c4")):  # data arrived in between
                 ask(rank, answer).settle("5d")
@@ -211,16 +211,16 @@ def test_a_job_that_has_ended_changes_no_answer(monkeypatch: pytest.MonkeyPatch)
 
     early, late = Agreement("stories"), Agreement("stories")
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    monkeypatch.setattr(penstock.agreement, "job_store", lambda: store)
     assert early.first("5d") == "5d"
-    monkeypatch.setattr(penstock.agreement, "_store", Ended)
+    monkeypatch.setattr(penstock.agreement, "job_store", Ended)
     assert (early.first("c4"), late.first("c4")) == ("5d", "c4")
 
 
 def test_a_rank_that_is_refused_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     early, late = Agreement("stories"), Agreement("stories")
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(penstock.agreement, "_store", lambda: store)
+    monkeypatch.setattr(penstock.agreement, "job_store", lambda: store)
     early.check("5d")
     monkeypatch.setattr(penstock.agreement, "_taken", {})  # as in another process
     for _ in range(2):

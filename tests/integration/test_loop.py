@@ -251,6 +251,27 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
         assert [is_told(again), is_told(again)] == [False, False]
 
 
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [({}, []), ({"seed": 6}, ["rank 1 (seed=6, not 5)"]), ({"shuffle": "none"}, ["rank 1 (not at all)"])],
+)
+def test_a_rank_whose_parameters_are_others_is_told_of_by_the_first(
+    server: Server, second: dict[str, Any], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, datasets = torch.distributed.HashStore(), []  # type: ignore[attr-defined]
+    monkeypatch.setattr("penstock.company.job_store", lambda: store)
+    monkeypatch.setattr("penstock.company._WHILE_SECONDS", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, other in (("0", {}), ("1", second)):
+        monkeypatch.setenv("RANK", rank)
+        datasets.append(RemoteDataset(server.url, "numbers", **{"batch_size": 2, "seq_len": 8, "seed": 5} | other))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(zip(*datasets, strict=True))
+    assert [str(warning.message).split(": ")[1].split(". ")[0] for warning in caught] == told
+    assert all(warning.filename == __file__ for warning in caught)
+
+
 def test_a_loader_that_joins_batches_is_told_to_leave_them(server: Server) -> None:
     def shape(**options: Any) -> tuple[int, ...]:
         batches = iter(DataLoader(dataset(server), **options))
