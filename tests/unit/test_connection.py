@@ -265,6 +265,21 @@ def test_what_is_asked_aside_of_a_run_goes_by_the_proxy_too(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("no_proxies")
 @pytest.mark.parametrize(
+    ("no_proxy", "is_past"),
+    [("127.0.0.1", True), ("x, 127.0.0.0/8", True), ("127.0.0.1/8", True), ("10.0.0.0/8,127.0.0.0/x", False), ("*", True)],
+)
+def test_addresses_in_a_network_that_no_proxy_names_are_asked_without(
+    monkeypatch: pytest.MonkeyPatch, no_proxy: str, is_past: bool
+) -> None:
+    with pages(lambda _: (200, b"by the proxy")) as proxy, pages(lambda _: (200, b"by itself")) as server:
+        monkeypatch.setenv("http_proxy", proxy)
+        monkeypatch.setenv("no_proxy", no_proxy)
+        with closing(Connection()) as connection:
+            assert bytes(fetch(connection, server)) == (b"by itself" if is_past else b"by the proxy")
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize(
     "address", ["gopher://me:secret@proxy:70", "http://me:secret@proxy:port", "socks5://me:secret@proxy:70"]
 )
 def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -43,9 +45,22 @@ def plain_address(server: str, reason: str) -> str:
 def proxy_of(server: str) -> str | None:
     """The variable of the environment that names a proxy for this server; None if no proxy is taken."""
     address, known = urlsplit(server), getproxies()
-    if proxy_bypass(address.hostname or ""):
+    if proxy_bypass(address.hostname or "") or _is_in_networks(address.hostname or "", known.get("no", "")):
         return None
     return next((f"{name.upper()}_PROXY" for name in (address.scheme, "all") if name in known), None)
+
+
+def _is_in_networks(host: str, no_proxy: str) -> bool:
+    """Whether it is an address in one of the networks that NO_PROXY names, as curl reads 10.0.0.0/8; urllib does not."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    for item in no_proxy.split(","):
+        with suppress(ValueError):
+            if address in ip_network(item.strip(), strict=False):
+                return True
+    return False
 
 
 def by_proxy(server: str) -> str:
