@@ -17,7 +17,8 @@ def bind(settings: Settings) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            is_any = settings.host == "::"  # which means those of version 4, too
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_any)
         made.bind((settings.host, settings.port))
     except OSError as error:
         made.close()
