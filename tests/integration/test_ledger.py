@@ -211,6 +211,28 @@ def test_ranks_that_go_on_from_different_states_are_no_proof(server: Server, led
         assert f"APART rank 1 went on at epoch 0, step {second}, where the others went on at epoch 0, step {first}" in said
 
 
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (
+            {"seed": 8},
+            ["MISSING rank 0, which had seed=0, not 8: all ranks", "MISSING rank 1, which had seed=8, not 0: all ranks"],
+        ),
+        ({"batch_size": 2}, ["APART rank 1 had batches of 2 on 2 ranks after 0 samples, the others batches of 4 on 2 ranks"]),
+    ],
+)
+def test_ranks_of_other_parameters_are_told_with_what_differs(
+    server: Server, ledger: Path, second: dict[str, Any], told: list[str]
+) -> None:
+    for rank, other in enumerate(({}, second)):
+        for _ in dataset(server, ledger, rank=rank, world_size=2, **other):
+            pass
+    status, said = audited(ledger)
+    assert status == 1
+    assert all(line in said for line in told), said
+    assert "name the files of all ranks" not in said
+
+
 def test_loader_workers_that_are_forked_in_mid_loop_leave_the_ledger_alone(server: Server, ledger: Path) -> None:
     evaluated = RemoteDataset(server.url, "numbers", batch_size=60, seq_len=8, rank=0, world_size=1)
     data = dataset(server, ledger)

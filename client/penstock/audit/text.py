@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -34,7 +34,7 @@ def lines_of(report: Report) -> Iterator[str]:
         yield from (_epoch(epoch) for epoch in order.epochs)
         yield from _some(_thrown(thrown, order.epochs) for thrown in order.leader.thrown)
         yield from _left_out(order.epochs)
-        yield from _problems(order)
+        yield from _problems(order, report.orders)
     if report.damages:
         yield ""
         yield from _some(map(_damage, report.damages))
@@ -132,11 +132,20 @@ def _thrown(thrown: Thrown, epochs: Iterable[Epoch]) -> str:
 
 
 def _apart(apart: Apart) -> str:
-    (own, own_step), (first, first_step) = ((s.begin.epoch, s.begin.step) for s in (apart.start, apart.leader))
+    own, first = apart.start, apart.leader
+    (epoch, step), (first_epoch, first_step) = ((start.begin.epoch, start.begin.step) for start in (own, first))
+    if (epoch, step) == (first_epoch, first_step) and own.slicing != first.slicing:
+        differing = f"{_slices(own.slicing)}, the others {_slices(first.slicing)}"
+        return f"  APART rank {apart.rank} had {differing}: all ranks take the same"
     return (
-        f"  APART rank {apart.rank} went on at epoch {own}, step {own_step:,}, where the others went on at epoch {first}, step "
-        f"{first_step:,}: they loaded different states, or in each of these two starts a rank was killed before its first batch"
+        f"  APART rank {apart.rank} went on at epoch {epoch}, step {step:,}, where the others went on at epoch {first_epoch}, "
+        f"step {first_step:,}: they loaded different states, or in each of these two starts a rank was killed before its first "
+        f"batch"
     )
+
+
+def _slices(slicing: Slicing) -> str:
+    return f"batches of {slicing.batch_size:,} on {counted(slicing.world_size, 'rank')} after {slicing.offset:,} samples"
 
 
 def _left_out(epochs: list[Epoch]) -> Iterator[str]:
@@ -152,7 +161,7 @@ def _unrecorded(epochs: list[tuple[int, int]]) -> str:
     return f"epoch{'' if is_one else 's'} {', '.join([*shown, *['...'][: len(between) - len(shown)]])}" if shown else ""
 
 
-def _problems(order: Order) -> Iterator[str]:
+def _problems(order: Order, orders: Sequence[Order]) -> Iterator[str]:
     yield from _some(map(_apart, order.apart))
     for over in order.passed:
         yield (
@@ -171,7 +180,12 @@ def _problems(order: Order) -> Iterator[str]:
             steps = ", ".join(_steps(epoch.legs, epoch.twice))
             yield f"  TWICE   epoch {epoch.epoch}, {_positions(epoch.twice)}: {steps}"
     if order.absent and any(len(epoch.missing) for epoch in order.epochs):
-        yield f"  MISSING the ledgers of {_ranks(order.absent)}: name the files of all ranks"
+        strayed = _strayed(order, orders)
+        yield from _some(
+            f"  MISSING rank {rank}, which had {others}: all ranks take the same" for rank, others in strayed.items()
+        )
+        if absent := [rank for rank in order.absent if rank not in strayed]:
+            yield f"  MISSING the ledgers of {_ranks(absent)}: name the files of all ranks"
     if order.left_by and len(order.epochs[-1].missing):
         yield _left(order.epochs[-1].epoch, order.left_by)
     anew = [start for start in order.leader.starts[1:] if not start.resumes]
@@ -181,6 +195,17 @@ def _problems(order: Order) -> Iterator[str]:
             f"were new as well, or those from before its first step: --trust-starts"
         )
     yield from _some(map(_changed, order.changed))
+
+
+def _strayed(order: Order, orders: Sequence[Order]) -> dict[int, str]:
+    """Of the absent ranks those that followed another order of the dataset, as with a seed of their own, and how it differs."""
+    found = dict[int, str]()
+    for other in orders:
+        if other.dataset == order.dataset:
+            own = dict(order.key)
+            differing = ", ".join(f"{name}={value}, not {own.get(name)}" for name, value in other.key if value != own.get(name))
+            found |= dict.fromkeys((history.rank for history in other.ranks), differing)
+    return {rank: found[rank] for rank in order.absent if rank in found}
 
 
 def _gap(gap: Gap) -> str:
