@@ -57,5 +57,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is public, for tab completion: the classes of `__getattr__` are not there before they are asked for."""
-    return [*__all__, "__version__"]
+    """What completions offer, the classes of `__getattr__` among them."""
+    return sorted({*globals(), *__all__})

@@ -162,7 +162,7 @@ def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
         warnings.warn(
             f"set_epoch({left.epoch}) starts that epoch again from its first step, and the loop was left in its midst, after "
             f"{left.step:,} steps: it is given the same batches again. To go on there, call "
-            f"data.load_state_dict(data.state_dict()) before the loop over epochs.",
+            f"data.load_state_dict(data.state_dict()) before the loop over epochs; to begin anew, data.rewind({left.epoch}).",
             stacklevel=3,  # of set_epoch
         )
 

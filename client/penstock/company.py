@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from penstock.agreement import job_store
 from penstock.place.state import Position
@@ -29,29 +31,49 @@ class Company:
         self._own = {"epoch": at.epoch, "step": at.step, **spec.to_dict()}
         self._here = f"penstock/{dataset}/begun/{spec.digest}/{at.epoch}/{at.step}/"
         self._last = f"penstock/{dataset}/began/"
-        self._store = job_store()
+        self._store = _quick_store()
         with suppress(RuntimeError):  # whoever kept it has ended, and so has the job
             if self._store is not None:
                 self._store.set(f"{self._here}{rank}", "")
                 self._store.set(f"{self._last}{rank}", json.dumps(self._own))
 
     def elsewhere(self, num_batches: int) -> str:
-        """Which ranks have begun elsewhere, or not at all, now that this one gave so many batches; "" for none, and mostly."""
+        """Which ranks have begun elsewhere, and how that differs, now that this one gave so many batches; "" for none.
+
+        Those that are merely late, as where nothing makes ranks wait for each other, are not among them.
+        """
         if num_batches != self._next_look or self._store is None:
             return ""
         self._next_look *= 2
         if time.monotonic() < self._began_at + _WHILE_SECONDS:
             return ""
         with suppress(RuntimeError):
-            if not self._store.check([f"{self._here}{other}" for other in self._others]):
-                missing = [other for other in self._others if not self._store.check([f"{self._here}{other}"])]
-                told = [self._told(other) for other in missing[:_MOST_TOLD]]
-                return listed([*told, *map(str, missing[_MOST_TOLD:])], _MOST_TOLD)
+            if not self._has_all(f"{self._here}{other}" for other in self._others):
+                late = [other for other in self._others if not self._has_all([f"{self._here}{other}"])]
+                return listed([f"rank {other} ({told})" for other in late if (told := self._differing(other))], _MOST_TOLD)
         return ""
 
-    def _told(self, rank: int) -> str:
-        if not self._store.check([f"{self._last}{rank}"]):
-            return f"rank {rank} (not at all)"
+    def _differing(self, rank: int) -> str:
+        """What differs where a rank began last; "" if that was before it begins here."""
+        if not self._has_all([f"{self._last}{rank}"]):
+            return ""
         theirs = json.loads(self._store.get(f"{self._last}{rank}"))
-        differing = [name for name in {**self._own, **theirs} if self._own.get(name) != theirs.get(name)]
-        return f"rank {rank} ({', '.join(f'{name}={theirs.get(name)}, not {self._own.get(name)}' for name in differing)})"
+        names = [name for name in {**self._own, **theirs} if self._own.get(name) != theirs.get(name)]
+        if theirs["epoch"] < self._own["epoch"] and {*names} <= {"epoch", "step", "offset"}:
+            return ""
+        return ", ".join(f"{name}={theirs.get(name)}, not {self._own.get(name)}" for name in names)
+
+    def _has_all(self, keys: Iterable[str]) -> bool:
+        return bool(self._store.check([*keys]))
+
+
+def _quick_store() -> Any:
+    """The store of the job, if it tells at once what it has not: one in a file waits minutes where that is gone."""
+    if (store := job_store()) is None:
+        return None
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not where torch was built without
+
+    own = store
+    while isinstance(own, PrefixStore):
+        own = own.underlying_store
+    return store if isinstance(own, TCPStore) else None

@@ -206,9 +206,9 @@ class RemoteDataset(IterableDataset[Batch]):
         elif self._progress.is_left:
             warn_of_beginning_anew(self.spec, self._progress.position)
 
-    def rewind(self) -> None:
-        """Puts the next iteration at the first step of epoch 0, whatever was consumed or loaded. The ledger counts no load."""
-        self._progress.set_epoch(0)
+    def rewind(self, epoch: int = 0) -> None:
+        """Puts the next iteration at the first step of an epoch, whatever was consumed or loaded. The ledger counts no load."""
+        self._progress.set_epoch(check_whole("epoch", epoch, 0, LARGEST_COUNT))
 
     def __len__(self) -> int:
         """Batches of the next iteration: a whole epoch's, or what load_state_dict left of it."""
@@ -244,8 +244,7 @@ class RemoteDataset(IterableDataset[Batch]):
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
-                consumes = self._replay is None
-                company = self._company(spec, at) if consumes and not worker else None
+                company = self._company(spec, at) if self._replay is None and not worker else None
                 advice = Advice(self._source if asks else None, spec, at.epoch, company)
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
@@ -253,9 +252,11 @@ class RemoteDataset(IterableDataset[Batch]):
                     advice.look_at(item.batch, number, has_place=self._progress.counts(round_))
                     if ledger:
                         ledger.record(item.step, item.digest)
-                    self._progress.count(round_, consumes * number)  # last of all: what fails before has given nothing
+                    if self._replay is None:  # last of all: what fails before has given nothing
+                        self._progress.count(round_, number)
                     if (yield item.batch) is NOT_GIVEN:
-                        self._progress.count(round_, consumes * (number - 1))
+                        if self._replay is None:
+                            self._progress.count(round_, number - 1)
                         return
                 self._progress.finish(round_)
                 if ledger:

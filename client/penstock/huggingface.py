@@ -106,7 +106,7 @@ class RemoteTrainer(Trainer):
             raise SpecError(_ONE_FOR_BOTH)
         if not isinstance(data, RemoteDataset):
             return None
-        data.set_epoch(data.epoch)  # on the same batches each time, and that is meant
+        data.rewind(data.epoch)  # on the same batches each time, and that is meant
         return _Loader(data, self._for_the_model)
 
     def _check_train_dataset(self) -> None:

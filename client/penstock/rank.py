@@ -28,10 +28,9 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise SpecError("give both rank and world_size, or neither", ("rank", "world_size"))
     if rank is None or world_size is None:
-        found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_distributed() else _of_environment()
-        if found == (0, 1):
-            _check_alone()
-        return found
+        if is_distributed():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return _of_environment()
     rank, world_size = plain(rank), plain(world_size)
     if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
         raise SpecError(
@@ -56,6 +55,9 @@ def check_rank(rank: int, world_size: int) -> None:
 
 def _of_environment() -> tuple[int, int]:
     has_rank, has_size = "RANK" in os.environ, "WORLD_SIZE" in os.environ
+    if not has_rank and not has_size:
+        _check_alone()
+        return 0, 1
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if has_rank != has_size and (has_rank or world_size != "1"):
         told, lacks = (f"RANK={rank}", "WORLD_SIZE") if has_rank else (f"WORLD_SIZE={world_size}", "RANK")
@@ -70,35 +72,25 @@ def _of_environment() -> tuple[int, int]:
             f"Start with torchrun, or pass rank and world_size.",
             ("rank", "world_size"),
         )
-    task = os.environ.get("SLURM_PROCID", "0")
-    if rank == "0" != task and world_size == os.environ.get("SLURM_STEP_NUM_TASKS") and not _is_by_torchrun():
-        raise SpecError(
-            f"the environment says RANK=0, and this is task {task} of srun. It does so in all tasks where the batch script "
-            f"exports RANK=$SLURM_PROCID, which is 0 there: let each task set it. {_WAY_OUT}.",
-            ("rank", "world_size"),
-        )
     return int(rank), int(world_size)
 
 
 def _check_alone() -> None:
-    """Raises SpecError: srun or mpirun has started others beside this process, and each finds itself alone.
+    """Raises SpecError: srun or mpirun has started others beside this process, and none is told its rank.
 
-    Their own variables do not tell ranks: in a job of Slurm, mpirun's processes have those of the batch script, all the same.
+    Their own variables do not tell it: in a job of Slurm, mpirun's processes have those of the batch script, all the same.
     """
+    if "SLURM_PTY_PORT" in os.environ and os.environ.get("SLURM_PROCID") == "0":
+        return  # a terminal, srun --pty, which only the first task has
     for name, launcher in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpirun")):
         number = os.environ.get(name, "1")
-        if number not in ("0", "1") and not _is_by_torchrun():
+        if number not in ("0", "1"):
             raise SpecError(
                 f"{launcher} has started {number} processes ({name}), and nothing says which rank this is: each would take "
                 f"itself for rank 0 of 1, and all would train on the same samples. {_WAY_OUT}, 0 and 1 if each process trains "
                 f"by itself.",
                 ("rank", "world_size"),
             )
-
-
-def _is_by_torchrun() -> bool:
-    """Whether torchrun started this process, and counted it: whoever started torchrun has other tasks."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 @dataclass(frozen=True, slots=True)

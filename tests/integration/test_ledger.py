@@ -233,6 +233,18 @@ def test_ranks_of_other_parameters_are_told_with_what_differs(
     assert "name the files of all ranks" not in said
 
 
+def test_a_ledger_that_is_missing_is_no_other_order_of_its_rank(server: Server, ledger: Path) -> None:
+    for seed in (0, 1):
+        for rank in range(2):
+            for _ in dataset(server, ledger, rank=rank, world_size=2, seed=seed):
+                pass
+    others = ledger.with_name("run.ledger.1")
+    others.write_text("".join(others.read_text().splitlines(keepends=True)[: 1 + NUM_ROWS // 8]))
+    status, said = audited(ledger)
+    assert status == 1
+    assert "MISSING the ledgers of rank 1: name the files of all ranks" in said
+
+
 def test_loader_workers_that_are_forked_in_mid_loop_leave_the_ledger_alone(server: Server, ledger: Path) -> None:
     evaluated = RemoteDataset(server.url, "numbers", batch_size=60, seq_len=8, rank=0, world_size=1)
     data = dataset(server, ledger)

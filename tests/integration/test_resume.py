@@ -161,6 +161,8 @@ def test_a_loop_that_was_interrupted_and_runs_again_is_told_that_it_starts_over(
     assert "epoch 0, at step 9 of 50" in repr(data)
     data.load_state_dict(data.state_dict())  # and as it says
     assert first + train(data, 90) == train(dataset(server), 99)
+    data.rewind(1)  # who begins anew on purpose says so
+    assert train(data, 9) == train(dataset(server), 59)[50:]
     meant = dataset(server, shuffle="none")
     assert train(meant, 9) == train(meant, 9)
 
@@ -197,6 +199,21 @@ def test_a_batch_that_an_interrupt_takes_from_the_loop_comes_again(
     data.load_state_dict(data.state_dict())
     train()
     assert given == rows_of(dataset(server))
+
+
+def test_an_interrupt_takes_nothing_of_a_replay(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dataset(server, replay=2)
+
+    def interrupted(batches: Iterator[Batch]) -> Batch:
+        next(batches)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.iteration.next", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(data))
+    with pytest.warns(UserWarning, match="none of the epoch counts as consumed"):
+        assert data.state_dict()["step"] == 0
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (4, 2)), ((4, 2), (4, 1)), ((2, 3), (5, 2)), ((3, 3), (1, 7))])

@@ -85,6 +85,40 @@ def test_what_a_look_up_finds_that_took_too_long_is_there_for_the_next_attempt(m
     assert asked == ["data-0"]
 
 
+def test_beside_a_look_up_that_hangs_another_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, are_hanging = threading.Event(), [True]
+
+    def answer(_: str) -> list[Any]:
+        if are_hanging.pop():
+            may_end.wait(60)
+        return found("127.0.0.1")
+
+    asked = looked_up(monkeypatch, answer)
+    with listening("127.0.0.1") as port:
+        with pytest.raises(TimeoutError):
+            connect("data-0", port, 0.01)
+        are_hanging.append(False)
+        monkeypatch.setattr(names, "_LONGEST_SECONDS", 0.0)
+        assert place_of("data-0", port) == "127.0.0.1"
+    may_end.set()
+    assert asked == ["data-0"] * 2
+
+
+def test_an_address_of_one_link_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def create(address: tuple[str, int], _: float) -> socket.socket:
+        tried.append(address)
+        raise ConnectionRefusedError
+
+    place = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (host, 80, 0, scope)) for host, scope in (("fe80::1", 3), ("::1", 0))]
+    looked_up(monkeypatch, lambda _: place)
+    monkeypatch.setattr(socket, "create_connection", create)
+    with pytest.raises(ConnectionRefusedError):
+        connect("data-0", 8000, 5.0)
+    assert tried == [("fe80::1%3", 8000), ("::1", 8000)]
+
+
 def test_the_address_that_answered_last_is_tried_first_until_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = looked_up(monkeypatch, lambda _: found("127.0.0.1", "127.0.0.2", "127.0.0.3"))
     with listening("127.0.0.3", "127.0.0.2") as port:

@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import current_process, get_context
 from multiprocessing.process import BaseProcess
 from weakref import ref
@@ -222,6 +222,22 @@ def test_an_iteration_that_was_closed_does_not_pass_for_one_that_ended() -> None
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
+def test_an_interrupt_at_the_lock_of_a_wait_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Condition.wait takes its lock again at its end; interrupted there, it leaves one to be released that nobody has."""
+
+    def interrupted(self: threading.Condition, *_: object) -> None:
+        self.release()
+        raise KeyboardInterrupt
+
+    with closing(prefetch(groups_of(1), 9 * KIB)) as ahead:
+        ahead._thread.join(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Condition, "wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(ahead)
+        assert list(ahead) == [item(0)]
+
+
 def test_a_fork_is_refused_and_closes_nothing_even_if_the_lock_was_held_when_it_was_made() -> None:
     entered, go_on = threading.Event(), threading.Event()
 

@@ -198,10 +198,13 @@ def _problems(order: Order, orders: Sequence[Order]) -> Iterator[str]:
 
 
 def _strayed(order: Order, orders: Sequence[Order]) -> dict[int, str]:
-    """Of the absent ranks those that followed another order of the dataset, as with a seed of their own, and how it differs."""
-    found = dict[int, str]()
+    """Of the absent ranks those that followed another order of the dataset, as with a seed of their own, and how it differs.
+
+    Where ranks of this order did so, too, that was another time.
+    """
+    found, here = dict[int, str](), {history.rank for history in order.ranks}
     for other in orders:
-        if other.dataset == order.dataset:
+        if other.dataset == order.dataset and here.isdisjoint(history.rank for history in other.ranks):
             own = dict(order.key)
             differing = ", ".join(f"{name}={value}, not {own.get(name)}" for name, value in other.key if value != own.get(name))
             found |= dict.fromkeys((history.rank for history in other.ranks), differing)

@@ -94,6 +94,15 @@ class Prefetch(Generic[T]):
 
     def _take(self) -> None:
         """The next group comes to hand."""
+        try:
+            self._take_once_there()
+        except RuntimeError as error:
+            # Ctrl-C while Condition.wait was about to take its lock again, which is then released without having been taken.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
+
+    def _take_once_there(self) -> None:
         with self._changed:
             while not self._changed.wait_for(lambda: self._groups or self._finished or self._closed, _ORPHAN_SECONDS):
                 if current_process().daemon and os.getppid() != self._parent:

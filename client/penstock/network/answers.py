@@ -87,17 +87,18 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -
 
 def doubt(url: str, status: int, location: str) -> str:
     """What to ask who gave the address that a URL begins with."""
+    given = url.rsplit(DATASETS, 1)[0]
     if location:
         root, api, _ = urljoin(url, location).partition(DATASETS)
-        is_there = api and root != url.partition(DATASETS)[0] and "?" not in root
+        is_there = api and root != given and "?" not in root
         return f"It leads to {root}: give that address." if is_there else f"It sends elsewhere, to {location}: to a login page?"
     if status == 401:
-        if "@" in url.rsplit(DATASETS, 1)[0]:
+        if "@" in given:
             return "It asks for a name and a password, and does not take those in the address."
         return "It asks for a name and a password: put NAME:PASSWORD@ before the host in the address."
     if status == 407:
         return "The proxy asks for a name and a password: give them in HTTP_PROXY or HTTPS_PROXY."
-    scheme, _, rest = url.rsplit(DATASETS, 1)[0].partition("://")
+    scheme, _, rest = given.partition("://")
     host, _, path = rest.partition("/")
     if path:
         return f"The address has a path, /{path}: is {scheme}://{host} meant?"

@@ -14,6 +14,7 @@ from threading import Thread
 from penstock.threads import own_thread
 
 _KNOWN_SECONDS = 30.0  # of several connections an epoch, each would wait for the name again
+_LONGEST_SECONDS = 30.0  # of one look-up, before another is begun beside it
 _Address = tuple[str, int]
 
 
@@ -47,6 +48,7 @@ class _Name:
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._thread: Thread | None = None  # that looks it up
+        self._begun_at = 0.0
         self._addresses: tuple[_Address, ...] = ()
         self._failure: Exception | None = None
         self._known_until = 0.0
@@ -54,10 +56,10 @@ class _Name:
     def addresses(self, seconds: float) -> tuple[_Address, ...]:
         """As they are known, or as they are looked up. Raises TimeoutError: that takes longer. Raises what getaddrinfo does."""
         if time.monotonic() >= self._known_until:
-            self._begin()
-            if self._thread:
-                self._thread.join(seconds)
-                if self._thread.is_alive():
+            thread = self._looking_up()
+            if thread:
+                thread.join(seconds)
+                if thread.is_alive():
                     raise TimeoutError(f"no address of {self._host} within {seconds:g} seconds")
             if self._failure:
                 raise copy(self._failure)  # what is raised refers to those whom it ends
@@ -71,17 +73,19 @@ class _Name:
         """None of them does: by now the host may have others."""
         self._known_until = 0.0
 
-    def _begin(self) -> None:
-        """A look-up begins, unless one is under way: whoever began that may have left it behind."""
-        if self._thread and self._thread.is_alive():
-            return
-        thread = own_thread("name", self._look_up)
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError:  # no thread can be started now: then it may take longer
-            self._thread = None
-            self._look_up()
+    def _looking_up(self) -> Thread | None:
+        """The thread that does: one that somebody has left behind, unless it hangs, or another. None: it is done already."""
+        thread, self._thread = self._thread, None
+        if not (thread and thread.is_alive() and time.monotonic() < self._begun_at + _LONGEST_SECONDS):
+            thread = own_thread("name", self._look_up)
+            self._begun_at = time.monotonic()
+            try:
+                thread.start()
+            except RuntimeError:  # no more can be started now: then it may take longer
+                self._look_up()
+                return None
+        self._thread = thread
+        return thread
 
     def _look_up(self) -> None:
         try:
@@ -89,8 +93,13 @@ class _Name:
         except (OSError, UnicodeError) as error:
             self._failure = error
         else:
-            self._addresses, self._failure = tuple((str(place[0]), self._port) for *_, place in found), None
+            self._addresses, self._failure = tuple((_host_of(*place), self._port) for *_, place in found), None
             self._known_until = time.monotonic() + _KNOWN_SECONDS
+
+
+def _host_of(host: str, _port: int, _flow: int = 0, scope: int = 0) -> str:
+    """A socket's address as text. One that is valid on one of the machine's links alone names that."""
+    return f"{host}%{scope}" if scope else host
 
 
 _names = dict[tuple[str, int], _Name]()  # of this process, for all of its connections

@@ -143,7 +143,7 @@ class Progress:
         self._counted = _Counted(self._start.num_sets, stretch.position)
 
     def confirm_epoch(self) -> None:
-        """The loop chooses an epoch: if it is the same once more, that is meant."""
+        """The loop chooses an epoch: if it is the same once more, that is meant, or the loop was told already; see is_left."""
         self._is_meant = True
         self._start.choose()
 
