@@ -14,6 +14,7 @@ from penstock.network import names
 from penstock.network.names import connect
 
 LookUp = Callable[..., list[Any]]
+# Hosts have the addresses 127.0.0.11 and so on here: no other test takes a port of these.
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +57,10 @@ def place_of(host: str, port: int) -> str:
 
 
 def test_a_name_is_looked_up_once_for_the_connections_of_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = looked_up(monkeypatch, lambda _: found("127.0.0.1"))
-    with listening("127.0.0.1") as port:
+    asked = looked_up(monkeypatch, lambda _: found("127.0.0.11"))
+    with listening("127.0.0.11") as port:
         for _ in range(3):
-            assert place_of("data-0", port) == "127.0.0.1"
+            assert place_of("data-0", port) == "127.0.0.11"
         assert asked == ["data-0"]
         monkeypatch.setattr(names, "_KNOWN_SECONDS", 0.0)
         names._names.clear()
@@ -73,15 +74,15 @@ def test_what_a_look_up_finds_that_took_too_long_is_there_for_the_next_attempt(m
 
     def slow(_: str) -> list[Any]:
         assert may_end.wait(60)
-        return found("127.0.0.1")
+        return found("127.0.0.11")
 
     asked = looked_up(monkeypatch, slow)
-    with listening("127.0.0.1") as port:
+    with listening("127.0.0.11") as port:
         for _ in range(3):
             with pytest.raises(TimeoutError, match=r"no address of data-0 within 0\.01 seconds"):
                 connect("data-0", port, 0.01)
         may_end.set()
-        assert place_of("data-0", port) == "127.0.0.1"
+        assert place_of("data-0", port) == "127.0.0.11"
     assert asked == ["data-0"]
 
 
@@ -91,15 +92,15 @@ def test_beside_a_look_up_that_hangs_another_is_begun(monkeypatch: pytest.Monkey
     def answer(_: str) -> list[Any]:
         if are_hanging.pop():
             may_end.wait(60)
-        return found("127.0.0.1")
+        return found("127.0.0.11")
 
     asked = looked_up(monkeypatch, answer)
-    with listening("127.0.0.1") as port:
+    with listening("127.0.0.11") as port:
         with pytest.raises(TimeoutError):
             connect("data-0", port, 0.01)
         are_hanging.append(False)
         monkeypatch.setattr(names, "_LONGEST_SECONDS", 0.0)
-        assert place_of("data-0", port) == "127.0.0.1"
+        assert place_of("data-0", port) == "127.0.0.11"
     may_end.set()
     assert asked == ["data-0"] * 2
 
@@ -120,18 +121,18 @@ def test_an_address_of_one_link_keeps_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_address_that_answered_last_is_tried_first_until_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = looked_up(monkeypatch, lambda _: found("127.0.0.1", "127.0.0.2", "127.0.0.3"))
-    with listening("127.0.0.3", "127.0.0.2") as port:
-        assert place_of("data-0", port) == "127.0.0.2"
-        with listening("127.0.0.1", port=port):
-            assert place_of("data-0", port) == "127.0.0.2"
-    with listening("127.0.0.3", port=port):
-        assert place_of("data-0", port) == "127.0.0.3"
+    asked = looked_up(monkeypatch, lambda _: found("127.0.0.11", "127.0.0.12", "127.0.0.13"))
+    with listening("127.0.0.13", "127.0.0.12") as port:
+        assert place_of("data-0", port) == "127.0.0.12"
+        with listening("127.0.0.11", port=port):
+            assert place_of("data-0", port) == "127.0.0.12"
+    with listening("127.0.0.13", port=port):
+        assert place_of("data-0", port) == "127.0.0.13"
     assert asked == ["data-0"]
     with pytest.raises(ConnectionRefusedError):
         connect("data-0", port, 5.0)
-    with listening("127.0.0.1", port=port):
-        assert place_of("data-0", port) == "127.0.0.1"
+    with listening("127.0.0.11", port=port):
+        assert place_of("data-0", port) == "127.0.0.11"
     assert asked == ["data-0"] * 2
 
 
@@ -139,20 +140,20 @@ def test_a_name_that_was_not_found_is_asked_for_again(monkeypatch: pytest.Monkey
     def away(_: str) -> list[Any]:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-    with listening("127.0.0.1") as port:
+    with listening("127.0.0.11") as port:
         looked_up(monkeypatch, away)
         for _ in range(2):
             with pytest.raises(socket.gaierror, match="Temporary failure"):
                 connect("data-0", port, 5.0)
-        looked_up(monkeypatch, lambda _: found("127.0.0.1"))
-        assert place_of("data-0", port) == "127.0.0.1"
+        looked_up(monkeypatch, lambda _: found("127.0.0.11"))
+        assert place_of("data-0", port) == "127.0.0.11"
 
 
 def test_where_no_thread_can_be_started_a_name_is_looked_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    looked_up(monkeypatch, lambda _: found("127.0.0.1"))
+    looked_up(monkeypatch, lambda _: found("127.0.0.11"))
     monkeypatch.setattr(threading.Thread, "start", start)
-    with listening("127.0.0.1") as port:
-        assert place_of("data-0", port) == "127.0.0.1"
+    with listening("127.0.0.11") as port:
+        assert place_of("data-0", port) == "127.0.0.11"
