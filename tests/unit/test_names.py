@@ -105,6 +105,24 @@ def test_beside_a_look_up_that_hangs_another_is_begun(monkeypatch: pytest.Monkey
     assert asked == ["data-0"] * 2
 
 
+def test_while_a_name_is_looked_up_again_the_addresses_that_answer_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(names, "_KNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(names, "_OLD_SECONDS", 0.01)
+    looked_up(monkeypatch, lambda _: found("127.0.0.11"))
+    with listening("127.0.0.11") as port:
+        place_of("data-0", port)
+        looked_up(monkeypatch, lambda _: found("127.0.0.12") if may_end.wait(60) else [])
+        assert place_of("data-0", port) == "127.0.0.11"
+    with pytest.raises(ConnectionRefusedError):
+        connect("data-0", port, 5.0)
+    with pytest.raises(TimeoutError):  # as none of them answers
+        connect("data-0", port, 0.01)
+    may_end.set()
+    with listening("127.0.0.12", port=port):
+        assert place_of("data-0", port) == "127.0.0.12"
+
+
 def test_an_address_of_one_link_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
@@ -145,8 +163,10 @@ def test_a_name_that_was_not_found_is_asked_for_again(monkeypatch: pytest.Monkey
         for _ in range(2):
             with pytest.raises(socket.gaierror, match="Temporary failure"):
                 connect("data-0", port, 5.0)
-        looked_up(monkeypatch, lambda _: found("127.0.0.11"))
-        assert place_of("data-0", port) == "127.0.0.11"
+        monkeypatch.setattr(names, "_KNOWN_SECONDS", 0.0)
+        for answer in (lambda _: found("127.0.0.11"), away):  # the second time, what was known before is good enough
+            looked_up(monkeypatch, answer)
+            assert place_of("data-0", port) == "127.0.0.11"
 
 
 def test_where_no_thread_can_be_started_a_name_is_looked_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

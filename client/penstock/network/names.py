@@ -14,6 +14,7 @@ from threading import Thread
 from penstock.threads import own_thread
 
 _KNOWN_SECONDS = 30.0  # of several connections an epoch, each would wait for the name again
+_OLD_SECONDS = 1.0  # of a look-up, before those that were known are taken once more
 _LONGEST_SECONDS = 30.0  # of one look-up, before another is begun beside it
 _Address = tuple[str, int]
 
@@ -54,15 +55,20 @@ class _Name:
         self._known_until = 0.0
 
     def addresses(self, seconds: float) -> tuple[_Address, ...]:
-        """As they are known, or as they are looked up. Raises TimeoutError: that takes longer. Raises what getaddrinfo does."""
-        if time.monotonic() >= self._known_until:
-            thread = self._looking_up()
-            if thread:
-                thread.join(seconds)
-                if thread.is_alive():
-                    raise TimeoutError(f"no address of {self._host} within {seconds:g} seconds")
-            if self._failure:
-                raise copy(self._failure)  # what is raised refers to those whom it ends
+        """As they are known, or as they are looked up; where that takes long or fails, those that were known before.
+
+        Raises TimeoutError: there are none, and it takes longer. Raises what getaddrinfo does.
+        """
+        if time.monotonic() < self._known_until:
+            return self._addresses
+        if thread := self._looking_up():
+            thread.join(min(seconds, _OLD_SECONDS) if self._addresses else seconds)
+        if self._addresses:
+            return self._addresses
+        if thread and thread.is_alive():
+            raise TimeoutError(f"no address of {self._host} within {seconds:g} seconds")
+        if self._failure:
+            raise copy(self._failure)  # what is raised refers to those whom it ends
         return self._addresses
 
     def answers(self, address: _Address) -> None:
@@ -71,7 +77,7 @@ class _Name:
 
     def forget(self) -> None:
         """None of them does: by now the host may have others."""
-        self._known_until = 0.0
+        self._addresses, self._known_until = (), 0.0
 
     def _looking_up(self) -> Thread | None:
         """The thread that does: one that somebody has left behind, unless it hangs, or another. None: it is done already."""
