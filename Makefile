@@ -6,10 +6,10 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)/.frameworks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format docker-test memory-test trl-test bench clean
+.PHONY: help install demo test lint check format property-test docker-test memory-test trl-test bench clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 install: $(INSTALLED)  ## make .venv with the package, editable, and its console script
 
@@ -33,6 +33,9 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 # Bytecode is kept, or else each of some hundred processes would compile anew what it imports.
 test: $(FRAMEWORKS)  ## the whole test suite, training frameworks included; what needs a Docker engine is skipped where there is none
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+
+property-test: $(FRAMEWORKS)  ## the tests of random examples, with twenty times as many; five minutes
+	PENSTOCK_TEST_EXAMPLES=1000 $(BIN)/python -m pytest tests -m hypothesis --numprocesses 2
 
 trl-test: $(FRAMEWORKS)  ## the example on TRL's SFTTrainer; installs trl and peft, which bring pandas and more
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,trl]' || \

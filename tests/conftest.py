@@ -1,3 +1,4 @@
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,8 +17,8 @@ from serving import Server
 # Who runs the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says more of the machine than of the code.
-settings.register_profile("penstock", deadline=None)
+# How long an example takes says more of the machine than of the code. `make property-test` tries many more of them.
+settings.register_profile("penstock", deadline=None, max_examples=int(os.environ.get("PENSTOCK_TEST_EXAMPLES", "50")))
 settings.load_profile("penstock")
 
 

@@ -19,7 +19,7 @@ from penstock.wording import listed
 
 _FIRST_LOOK = 16  # batches; from one look to the next they double
 _MOST_TOLD = 4  # ranks
-_WHILE_SECONDS = 30.0  # that others may begin later; ranks that train together wait for each other at every step
+_WHILE_SECONDS = 30.0  # that others may begin later
 
 
 class Company:
