@@ -34,7 +34,7 @@ demo: install  ## train a tiny GPT on a generated corpus, kill the server and th
 test: $(FRAMEWORKS)  ## the whole test suite, training frameworks included; what needs a Docker engine is skipped where there is none
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
-property-test: $(FRAMEWORKS)  ## the tests of random examples, with twenty times as many; five minutes
+property-test: $(FRAMEWORKS)  ## the tests of random examples with a thousand each, but for the costliest; five minutes
 	PENSTOCK_TEST_EXAMPLES=1000 $(BIN)/python -m pytest tests -m hypothesis --numprocesses 2
 
 trl-test: $(FRAMEWORKS)  ## the example on TRL's SFTTrainer; installs trl and peft, which bring pandas and more

@@ -18,7 +18,7 @@ from serving import Server
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more of the machine than of the code. `make property-test` tries many more of them.
-settings.register_profile("penstock", deadline=None, max_examples=int(os.environ.get("PENSTOCK_TEST_EXAMPLES", "50")))
+settings.register_profile("penstock", deadline=None, max_examples=int(os.environ.get("PENSTOCK_TEST_EXAMPLES", "100")))
 settings.load_profile("penstock")
 
 
