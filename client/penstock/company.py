@@ -27,7 +27,7 @@ class Company:
 
     def __init__(self, dataset: str, spec: Spec, at: Position, rank: int) -> None:
         self._began_at, self._next_look = time.monotonic(), _FIRST_LOOK
-        self._others = [other for other in range(spec.world_size) if other != rank]
+        self._others = range(1, spec.world_size if rank == 0 else 1)  # whom this rank looks after
         self._own = {"epoch": at.epoch, "step": at.step, **spec.to_dict()}
         self._here = f"penstock/{dataset}/begun/{spec.digest}/{at.epoch}/{at.step}/"
         self._last = f"penstock/{dataset}/began/"
@@ -42,7 +42,7 @@ class Company:
 
         Those that are merely late, as where nothing makes ranks wait for each other, are not among them.
         """
-        if num_batches != self._next_look or self._store is None:
+        if num_batches != self._next_look or not self._others or self._store is None:
             return ""
         self._next_look *= 2
         if time.monotonic() < self._began_at + _WHILE_SECONDS:

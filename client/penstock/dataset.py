@@ -37,7 +37,7 @@ from penstock.ledger.book import Book
 from penstock.mix import spell_mix
 from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
-from penstock.place.state import Position, write_state
+from penstock.place.state import write_state
 from penstock.rank import Worker, check_rank, find_rank, find_worker
 from penstock.source import Source
 from penstock.spec import LARGEST_COUNT, Spec
@@ -244,7 +244,9 @@ class RemoteDataset(IterableDataset[Batch]):
             with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
-                company = self._company(spec, at) if self._replay is None and not worker else None
+                trains = self._replay is None and is_trained_on(spec) and not worker
+                is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
+                company = Company(self.dataset, spec, at, self.rank) if trains and is_shared else None
                 advice = Advice(self._source if asks else None, spec, at.epoch, company)
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
@@ -275,13 +277,6 @@ class RemoteDataset(IterableDataset[Batch]):
             check_rank(self.rank, self.world_size)
         if self._agreement and not find_worker():
             self._agreement.check(self.snapshot)
-
-    def _company(self, spec: Spec, at: Position) -> Company | None:
-        """The other ranks, where this one is to look after them. All note where they begin."""
-        if not self._rank_was_found or self.world_size == 1 or not is_trained_on(spec):
-            return None
-        company = Company(self.dataset, spec, at, self.rank)
-        return company if self.rank == 0 else None
 
     def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[Feed]:
         """A feed of these steps, whose figures count among this dataset's."""

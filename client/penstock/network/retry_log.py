@@ -37,11 +37,9 @@ class RetryLog:
         self._num_failures += 1
         again = "asking again until it has room" if isinstance(failure, Busy) else self._retrying
         follows = again if next_server == server else f"failing over to {next_server}"
-        is_silent = isinstance(failure, Fault) and failure.is_silence
-        doubt = (
-            ". Is it started (penstock serve DATA_DIR), and is this its address?" if self._first_contact and is_silent else ""
-        )
-        self._say_once("failed", f"{server}: {failure}; {follows}{doubt}")
+        if self._first_contact and isinstance(failure, Fault) and failure.is_silence:
+            follows += ". Is it started (penstock serve DATA_DIR), and is this its address?"
+        self._say_once("failed", f"{server}: {failure}; {follows}")
 
     def nobody(self, failures: Mapping[str, Exception]) -> None:
         """All servers were tried, and failed with this."""
