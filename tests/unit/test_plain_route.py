@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -13,7 +14,12 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.routing import APIRoute
 from hypothesis import example, given
 from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
 
+from corpora import write_numbered
+from in_thread import serving
+from penstock import RemoteDataset
+from penstock_server.inflight import InFlight
 from penstock_server.routes.plain import PlainRoute
 
 
@@ -21,7 +27,7 @@ async def _endpoint(
     request: Request,
     name: Annotated[str, Path()],
     epoch: Annotated[int, Path(ge=0, le=9_999)],
-    stop: Annotated[int, Query(ge=0)] = 7,
+    stop: Annotated[int | None, Query(ge=0)] = None,
     stride: Annotated[int, Query(ge=1, le=20)] = 1,
     format: Literal["msgpack", "json"] = "msgpack",
 ) -> Response:
@@ -72,3 +78,18 @@ def test_plain_requests_are_not_read_by_fastapi(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(APIRoute, "get_route_handler", no_handler)
     assert _get(_app(PlainRoute), url) == _get(FASTAPI, url)
+
+
+def test_what_a_loop_asks_for_is_not_read_by_fastapi(monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> None:
+    read_by_fastapi = []
+    handle = APIRoute.handle
+
+    async def noted(route: APIRoute, scope: Scope, receive: Receive, send: Send) -> None:
+        read_by_fastapi.append(route.path.rpartition("/")[-1])
+        await handle(route, scope, receive, send)
+
+    monkeypatch.setattr(APIRoute, "handle", noted)
+    write_numbered(tmp_path / "data" / "numbers", 64)
+    with serving(tmp_path / "data", tmp_path / "cache", InFlight(1 << 30)) as url:
+        assert len(list(RemoteDataset(url, "numbers", batch_size=4, seq_len=8))) == 16
+    assert set(read_by_fastapi) == {"spec"}

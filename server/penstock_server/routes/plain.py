@@ -47,7 +47,7 @@ def query_of(scope: Scope) -> list[tuple[str, str]]:
 
 def _bounds(parameter: FieldInfo) -> range | None:
     """The numbers that a parameter may be; None: it is a text."""
-    if parameter.annotation is not int:
+    if parameter.annotation not in (int, int | None):
         return None
     least = next((bound.ge for bound in parameter.metadata if hasattr(bound, "ge")), 0)
     most = next((bound.le for bound in parameter.metadata if hasattr(bound, "le")), sys.maxsize - 1)
