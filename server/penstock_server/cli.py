@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import whole_number
-from penstock.display.stdout import readers_may_leave
+from penstock.display.stdout import readers_may_leave, report
 from penstock.spec import LARGEST_SEQ_LEN
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
@@ -158,7 +158,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
     for dataset in datasets:
         try:
             for line in prepare(dataset, arguments.best_fit):
-                print(line)
+                report(line)
         except Problem as problem:
             failed.append(f"{problem} What is done is kept; run the command again to go on.")
     for line in failed:
@@ -207,7 +207,7 @@ def _sample(arguments: argparse.Namespace) -> int:
         return 2
     try:
         for line in write_sample(arguments.out_dir, rows=arguments.rows, seed=arguments.seed):
-            print(line)
+            report(line)
     except OSError as error:
         print(f"penstock sample: {error.filename or arguments.out_dir} cannot be written: {error.strerror}", file=sys.stderr)
         return 2

@@ -336,6 +336,22 @@ def test_a_full_disk_behind_stdout_is_an_error_and_no_answer(tmp_path: Path, num
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_what_a_command_makes_it_makes_whether_or_not_its_report_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2, 3]}\n' * 9)
+    for command, unreadable, made in (
+        (["sample", "out", "--rows", "100"], "| true", "out/questions/penstock.toml"),
+        (["import", "rows.jsonl", "data/numbers"], ">/dev/full", "data/numbers/part-00000.parquet"),
+        (["prepare", "data", "--cache-dir", "cache"], "| true", "cache/*.lengths"),
+    ):
+        script = f'"$@" {unreadable}; echo ${{PIPESTATUS[0]}}'
+        shell = ["bash", "-c", script, "bash", sys.executable, "-m", "penstock", *command]
+        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path, env=unbuffered, check=True)
+        assert (done.stdout, done.stderr) == ("0\n", "")
+        assert list(tmp_path.glob(made))
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_stdout_that_is_full_and_that_nobody_reads_keeps_no_server_from_serving(tmp_path: Path, processes: str) -> None:
     write_numbered(tmp_path / "data" / "numbers", 9)

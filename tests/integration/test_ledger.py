@@ -297,6 +297,25 @@ def test_a_ledger_that_is_named_by_several_paths_is_read_once(server: Server, tm
     assert (status, json.loads(said)["ledgers"]) == (0, [str(names[0])])
 
 
+def test_a_copy_that_lies_beside_a_ledger_is_not_taken_for_a_rank_that_trained_the_same(server: Server, tmp_path: Path) -> None:
+    ledger, copies = tmp_path / "run.ledger", [tmp_path / "run.ledger.20261101", tmp_path / "run.ledger.7"]
+    data = dataset(server, ledger)
+    list(data)
+    copies[0].write_bytes(ledger.read_bytes())
+    data.set_epoch(1)
+    list(data)
+    copies[1].write_bytes(ledger.read_bytes())
+    status, said = audited(ledger)
+    assert (status, said.startswith("PROVEN")) == (0, True)
+    # What was moved away, and is no copy, counts.
+    ledger.unlink()
+    data.set_epoch(2)
+    list(data)
+    status, said = audited(ledger, "--json")
+    epochs = [epoch["epoch"] for order in json.loads(said)["orders"] for epoch in order["epochs"]]
+    assert (status, epochs) == (0, [0, 1, 2])
+
+
 def flipped(content: bytes) -> Iterator[bytes]:
     for number in range(len(content) - 200, len(content), 37):
         yield content[:number] + bytes([content[number] ^ 4]) + content[number + 1 :]

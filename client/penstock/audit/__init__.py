@@ -1,6 +1,7 @@
 """The audit: proves from the ledgers of a run that each sample was trained on exactly once an epoch, or says which was not.
 
 reading              files: iterations with their steps and digests, and what is damaged
+copies               files that are but copies of others
 orders               which iterations are of one order of samples
 record               of one rank: its starts and iterations
 alignment            which starts of a rank are which of the leader's

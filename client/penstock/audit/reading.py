@@ -6,6 +6,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -69,6 +70,15 @@ class Reading:
     damages: list[Damage]
 
 
+@contextmanager
+def told_of(path: Path) -> Iterator[None]:
+    """Raises LedgerError: what is done with a ledger fails."""
+    try:
+        yield
+    except OSError as error:
+        raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}") from error
+
+
 def read_begins(path: Path, nbytes: int = sys.maxsize) -> Iterator[Begin]:
     """The iterations that the first bytes of a file hold, each of a later time than those above it, whatever the clock said.
 
@@ -98,18 +108,15 @@ def read_ledger(path: Path, nbytes: int = sys.maxsize) -> Reading:
 def _chunks(path: Path, nbytes: int) -> Iterator[tuple[int, Bytes]]:
     """The file in portions of whole lines, each closed by a newline, and the number of each portion's first line, from 1."""
     rest, number = b"", 1
-    try:
-        with path.open("rb") as file:
-            while content := file.read(min(_CHUNK_BYTES, nbytes)):
-                nbytes -= len(content)
-                body, newline, rest = (rest + content).rpartition(b"\n")
-                if len(rest) > _CHUNK_BYTES:
-                    raise LedgerError(f"{path} is no ledger: it has lines of more than {_CHUNK_BYTES:,} bytes")
-                if newline:
-                    yield number, np.frombuffer(body + newline, np.uint8)
-                    number += body.count(b"\n") + 1
-    except OSError as error:
-        raise LedgerError(f"the ledger {path} cannot be read: {error.strerror or error}") from error
+    with told_of(path), path.open("rb") as file:
+        while content := file.read(min(_CHUNK_BYTES, nbytes)):
+            nbytes -= len(content)
+            body, newline, rest = (rest + content).rpartition(b"\n")
+            if len(rest) > _CHUNK_BYTES:
+                raise LedgerError(f"{path} is no ledger: it has lines of more than {_CHUNK_BYTES:,} bytes")
+            if newline:
+                yield number, np.frombuffer(body + newline, np.uint8)
+                number += body.count(b"\n") + 1
     if rest:
         yield number, np.frombuffer(rest + b"\n", np.uint8)
 

@@ -12,9 +12,8 @@ from penstock.audit.alignment import align
 from penstock.audit.course import Course, Reach, course_of, cuts_of, follow, reach_of, reaches
 from penstock.audit.history import RankHistory, history_of
 from penstock.audit.orders import OrderKey, Orders
-from penstock.audit.reading import Damage, Part, read_begins, read_ledger
+from penstock.audit.reading import Damage, Part, read_begins, read_ledger, told_of
 from penstock.audit.record import Changed, Iteration, Place, RankRecord, Start, record_of
-from penstock.errors import LedgerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +129,11 @@ def audit(paths: Sequence[Path], *, trust_starts: bool = False) -> Report:
 
 def _sizes(paths: Sequence[Path]) -> dict[Path, int]:
     """How many bytes each file has now: a run may go on writing, and what is read twice must be the same."""
-    try:
-        return {path: path.stat().st_size for path in paths}
-    except OSError as error:
-        raise LedgerError(f"the ledger {error.filename} cannot be read: {error.strerror or error}") from error
+    sizes = {}
+    for path in paths:
+        with told_of(path):
+            sizes[path] = path.stat().st_size
+    return sizes
 
 
 def _by_rank(ranks: Mapping[Path, set[int]]) -> list[list[Path]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.audit import Report, audit
 from penstock.audit.compare import Comparison, Differing, compare, num_missing_batches, rows_of_missing
+from penstock.audit.copies import without_copies
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
 from penstock.errors import LedgerError, ServerUnavailable, SpecError
@@ -74,7 +75,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
         for path in paths:
             status = path.stat()
             found.setdefault((status.st_dev, status.st_ino), path)
-    return list(found.values())
+    return without_copies(list(found.values()))
 
 
 def _compared(comparison: Comparison | None) -> Iterator[str]:

@@ -41,14 +41,22 @@ def readers_may_leave() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        give_stdout_up()
+        _give_stdout_up()
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        give_stdout_up()
+        _give_stdout_up()
         raise OutputFull(f"what is printed cannot be written: {error.strerror}") from None
 
 
-def give_stdout_up() -> None:
+def report(text: str) -> None:
+    """Prints what a command does that goes on with it where nobody can read of it any more: a pipe is left, a disk is full."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        _give_stdout_up()
+
+
+def _give_stdout_up() -> None:
     """From now on what is printed goes nowhere: Python would write the rest of it at its exit, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.display.batch_view import MUCH_PADDING, Passage, Piece, SequenceView
 from penstock.display.terminal import BOLD, CYAN, DIM, PLAIN, RED, YELLOW, Terminal, Unit, abridge, units, wrap
+from penstock.wording import counted
 
 _WIDTHS = (4, 7, 5, 7)  # of the columns below
 _TITLES = ("#", "tokens", "pad", "learned")
@@ -64,7 +65,7 @@ def piece_lines(pieces: Sequence[Piece], terminal: Terminal, width: int, num_lin
 
 def _pieces(pieces: Sequence[Piece], terminal: Terminal, columns: int) -> Iterator[Unit]:
     """Of each piece its beginning and its end: a long prompt must not hide the response."""
-    most = columns // _FEWEST_PIECE_COLUMNS if columns else len(pieces)
+    most = max(2, columns // _FEWEST_PIECE_COLUMNS) if columns else len(pieces)
     if len(pieces) <= most:
         for piece, share in zip(pieces, _shares([len(piece.text) for piece in pieces], columns), strict=True):
             yield from _piece(piece, terminal, share)
@@ -72,7 +73,7 @@ def _pieces(pieces: Sequence[Piece], terminal: Terminal, columns: int) -> Iterat
     first, last = pieces[: -(-most // 2)], pieces[len(pieces) - most // 2 :]
     for piece in first:
         yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
-    yield from _note(f"{len(pieces) - most:,} more turns")
+    yield from _note(f"{counted(len(pieces) - most, 'more turn')}")
     for piece in last:
         yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
 

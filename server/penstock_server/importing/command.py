@@ -10,6 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.display.stdout import report
 from penstock.wording import counted, cut
 from penstock_server.settings import byte_count
 
@@ -105,7 +106,7 @@ def _import(arguments: argparse.Namespace) -> int:
     except MemoryError as error:
         print(f"penstock import: there is not the memory for it ({error}). Nothing was written.", file=sys.stderr)
         return 2
-    print(_summary(done, task.out_dir))
+    report(_summary(done, task.out_dir))
     for path, name, number in done.rounded:
         print(f"penstock import: {path}: {_loss(name, number)}", file=sys.stderr)
     return 0

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock import __version__
-from penstock.display.stdout import give_stdout_up
+from penstock.display.stdout import report
 from penstock.ending import ends_at
 from penstock.printable import printable_lines
 from penstock.urls import DATASETS, batches_path
@@ -68,7 +68,7 @@ def run(
         warn("serve", settings, store.cache, catalog.datasets.values())
         # In a thread: a stdout that is full, and that nobody reads, keeps no server from serving.
         threading.Thread(
-            target=_tell, args=(_greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
+            target=report, args=(_greeting(catalog, settings, listener),), name="penstock-greeting", daemon=True
         ).start()
     begin(store.cache.configured_bytes)
     begin_log(tells_news=seat is None or seat.number == 0)
@@ -166,14 +166,6 @@ def _open_many_files() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # macOS allows less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _tell(greeting: str) -> None:
-    """Prints it, if stdout can still be written to."""
-    try:
-        print(greeting, flush=True)
-    except OSError:
-        give_stdout_up()
 
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:
