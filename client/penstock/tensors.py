@@ -16,7 +16,6 @@ from penstock.wire import Frame
 
 CPU = torch.device("cpu")
 Batch = dict[str, Any]  # tensors, and lists of texts or bytes
-T = TypeVar("T")
 Array = TypeVar("Array", npt.NDArray[Any], torch.Tensor)
 
 # Torch has no arithmetic on these; nor on uint64, but no type with arithmetic holds all of that.

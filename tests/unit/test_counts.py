@@ -387,4 +387,6 @@ def test_quantiles_are_those_of_the_rows_that_can_be_used(
     def quantile(lengths: list[int], share: int) -> int:
         return next((n for n in lengths if bisect_right(lengths, n) * 1000 >= share * len(lengths)), 0)
 
-    assert found == {name: [quantile(sorted(own), share) for share in QUANTILES] for name, own in sides.items()}
+    assert found == {
+        side: {name: quantile(sorted(own), share) for name, share in QUANTILES.items()} for side, own in sides.items()
+    }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NotRequired
 
-from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
+from typing_extensions import TypedDict
 
-from penstock_server.answers.described import described
+from penstock_server.answers import described
 
 
 @described

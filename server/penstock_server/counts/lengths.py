@@ -35,7 +35,7 @@ SUFFIX = ".lengths"
 _FORMAT = 3  # of the files: a change here counts anew
 _REMEMBERED = 16  # sums, of 8 bytes a block or 24
 _VALIDATION = np.uint32(1 << 31)
-QUANTILES = (500, 900, 990, 1000)  # of a thousand
+QUANTILES = {"median": 500, "p90": 900, "p99": 990, "longest": 1000}  # of a thousand rows
 _STEP = 1 << 20  # rows that are looked at at a time: a shard may have any number
 _SHORT = 1 << 16  # tokens; of longer rows there are few, for they have so many
 _GROUPS_A_CORE = 4  # with fewer, cores would wait for the slowest of each few
@@ -102,7 +102,7 @@ class RowLengths:
         return np.concatenate([shard.block_bytes for shard in self._shards])
 
     @cached_property
-    def quantiles(self) -> dict[str, list[int]]:
+    def quantiles(self) -> dict[str, dict[str, int]]:
         """The tokens that so many of the rows that can be used have at most, by `QUANTILES`; 0 if there is no such row.
 
         Of rows, and of their prompts and their responses where they have both.
@@ -151,13 +151,17 @@ class _Quantiles:
         self._counts += np.bincount(lengths[lengths < _SHORT], minlength=_SHORT)
         self._long.append(lengths[lengths >= _SHORT])
 
-    def found(self) -> list[int]:
+    def found(self) -> dict[str, int]:
         """What so many of them are at most, by `QUANTILES`; 0 if there are none."""
         upto, longer = self._counts.cumsum(), np.sort(np.concatenate([np.zeros(0, np.uint32), *self._long]))
         num_short, number = int(upto[-1]), int(upto[-1]) + len(longer)
-        places = [max(0, -(-share * number // 1000) - 1) for share in QUANTILES] if number else []
-        found = [int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short]) for at in places]
-        return found or [0] * len(QUANTILES)
+        if not number:
+            return dict.fromkeys(QUANTILES, 0)
+        places = {name: max(0, -(-share * number // 1000) - 1) for name, share in QUANTILES.items()}
+        return {
+            name: int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short])
+            for name, at in places.items()
+        }
 
 
 def _split(words: npt.NDArray[np.uint32], split: str) -> tuple[IntArray, npt.NDArray[np.bool_]]:

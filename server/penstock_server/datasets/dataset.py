@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.wording import counted
-from penstock_server.answers.described import described
+from penstock_server.answers import described
 from penstock_server.counts.index import Index
 from penstock_server.datasets.held import Held, Served
 from penstock_server.datasets.history import History, newest_first

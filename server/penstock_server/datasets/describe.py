@@ -33,7 +33,7 @@ def describe_dataset(served: Served) -> DatasetAnswer:
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     lengths = index.lengths.get() if index.lengths.is_ready else None
-    splits, told = (_splits(lengths), quantiles(lengths)) if lengths else (None, {})
+    splits, told = (_splits(lengths), lengths.quantiles) if lengths else (None, {})
     tokens = sum(split["tokens"] for split in splits.values()) if splits else None
     return {
         "name": served.name,
@@ -76,16 +76,9 @@ def _splits(lengths: RowLengths) -> dict[str, SplitAnswer]:
     return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
 
 
-def quantiles(lengths: RowLengths) -> dict[str, dict[str, int]]:
-    """How many tokens rows have, and their prompts and responses, if they have both, by the shares of `QUANTILES`."""
-    return {
-        name: dict(zip(("median", "p90", "p99", "longest"), found, strict=True)) for name, found in lengths.quantiles.items()
-    }
-
-
-def lengths_told(found: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """These numbers in sentences: what a seq_len is chosen by, and a target_len."""
-    for name, tokens in found.items():
+def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """The quantiles of RowLengths in sentences: what a seq_len is chosen by, and a target_len."""
+    for name, tokens in quantiles.items():
         yield (
             f"half of the {name}s have at most {counted(tokens['median'], 'token')}, 90% at most {tokens['p90']:,}, 99% at "
             f"most {tokens['p99']:,}, all at most {tokens['longest']:,}"

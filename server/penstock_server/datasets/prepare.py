@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from penstock.wording import counted
-from penstock_server.datasets.describe import lengths_told, quantiles
+from penstock_server.datasets.describe import lengths_told
 from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter
 
@@ -30,7 +30,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
         f"{held_out} in split=validation"
     )
     if tokens:
-        yield from (f"{served.name}: {line}" for line in lengths_told(quantiles(lengths)))
+        yield from (f"{served.name}: {line}" for line in lengths_told(lengths.quantiles))
     if not rows:
         raise BadParameter(f"{served.name} has no row that its filter keeps. Mend that in penstock.toml, or the data.")
     served.index.row_lengths("all")

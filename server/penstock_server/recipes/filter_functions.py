@@ -11,6 +11,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.filter_terms import (
     NUMBERS,
     WHOLE,
@@ -19,7 +20,6 @@ from penstock_server.recipes.filter_terms import (
     cast,
     common_number,
     condition,
-    is_text,
     number,
     unless_nan,
 )

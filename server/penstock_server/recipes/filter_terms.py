@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock_server.recipes.column_types import is_text as is_text_column
+from penstock_server.recipes.column_types import is_text
 
 Comparison = Callable[[Any, Any], pc.Expression]
 
@@ -71,11 +71,6 @@ class Term:
         return "null" if pa.types.is_null(self.type) else f"a value of type {self.type}"
 
 
-def is_text(type_: pa.DataType) -> bool:
-    """Whether a term of this type is a text. Columns of other kinds of text have become one of these."""
-    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
-
-
 def literal(scalar: pa.Scalar) -> Term:
     """What the condition says: a text, true, false or null."""
     says = scalar.as_py() if pa.types.is_boolean(scalar.type) else None
@@ -101,7 +96,7 @@ def number(value: float) -> Term:
 def column(path: Sequence[str], type_: pa.DataType) -> Term:
     """A column, or a field of a struct column."""
     value = pc.field(*path)
-    if isinstance(type_, pa.BaseExtensionType) and is_text_column(type_):  # whose statistics Arrow does not compare
+    if isinstance(type_, pa.BaseExtensionType) and is_text(type_):  # whose statistics Arrow does not compare
         return Term(value=value.cast(pa.large_string()), type=pa.large_string())
     if pa.types.is_dictionary(type_):
         type_ = type_.value_type
