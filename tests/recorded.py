@@ -26,10 +26,12 @@ from forks import Fork
 from penstock import RemoteDataset
 from penstock.tensors import Batch
 
-SPEC: dict[str, Any] = {"batch_size": 16, "seq_len": 128, "seed": 7}  # that of the examples
+# That of the examples, but that lines are no longer than rows: all but a few of their 128 tokens would be padding.
+SPEC: dict[str, Any] = {"batch_size": 16, "seq_len": 8, "seed": 7}
 EXAMPLES = Path(__file__).parents[1] / "examples"
+_EXAMPLES_SEQ_LEN = 128
 TINIER = (16, 1, 4)  # dim, num_layers and num_heads of the examples' model, whose steps would take most of the time
-_iterate = RemoteDataset.__iter__
+_make, _iterate = RemoteDataset.__init__, RemoteDataset.__iter__
 _destroy_process_group = torch.distributed.destroy_process_group
 
 
@@ -41,6 +43,13 @@ class Given:
     world_size: int
     epoch: int
     rows: list[int]
+
+
+def with_short_lines(data: RemoteDataset, *args: Any, **settings: Any) -> None:
+    """A RemoteDataset.__init__ that makes the examples' lines as short as SPEC's."""
+    if settings.get("seq_len") == _EXAMPLES_SEQ_LEN:
+        settings["seq_len"] = SPEC["seq_len"]
+    _make(data, *args, **settings)
 
 
 def recording(keep: Callable[[Given], object]) -> Callable[[RemoteDataset], Iterator[Batch]]:
@@ -89,6 +98,7 @@ def main(out: Path, run: Callable[[Sequence[str]], object], arguments: Sequence[
         with (out / f"{given.rank}.jsonl").open("a") as file:
             file.write(json.dumps(asdict(given)) + "\n")
 
+    RemoteDataset.__init__ = with_short_lines  # type: ignore[assignment, method-assign]
     RemoteDataset.__iter__ = recording(write)  # type: ignore[method-assign]
     torch.set_num_threads(1)  # the machine of the tests has few cores, and one step counts as little as another
     torch.distributed.destroy_process_group = destroy_idle_process_group

@@ -6,7 +6,7 @@ import torch
 
 from corpora import write_numbered
 from penstock import RemoteDataset
-from recorded import TINIER, Given, recording
+from recorded import TINIER, Given, recording, with_short_lines
 from serving import Server
 from train_gpt import TinyGPT
 
@@ -40,8 +40,9 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _tinier_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def _tinier_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TinyGPT.__init__, "__defaults__", TINIER)
+    monkeypatch.setattr(RemoteDataset, "__init__", with_short_lines)
 
 
 @pytest.fixture(autouse=True)

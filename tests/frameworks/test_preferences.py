@@ -20,6 +20,7 @@ from serving import Server
 
 LIBRARY = "transformers"
 NUM_ROWS = 160
+PAIRS: dict[str, Any] = SPEC | {"seq_len": 20, "pad": "longest"}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_two_ranks_are_given_each_batch_once_and_go_on_in_the_middle_of_an_epoch
 
 
 def test_the_loss_is_that_of_each_pair_by_itself(url: str, example: Any) -> None:
-    data = RemoteDataset(url, "pairs", **{**SPEC, "pad": "longest"})
+    data = RemoteDataset(url, "pairs", **PAIRS)
     batch = next(iter(data))
     torch.manual_seed(0)
     model = example.small_llama(data).eval()
@@ -83,7 +84,7 @@ def test_it_learns_what_is_preferred_beginning_at_the_reference(url: str, tmp_pa
         label_names=["chosen_labels", "rejected_labels"], remove_unused_columns=False, report_to="none", disable_tqdm=True,
         save_strategy="no",
     )  # fmt: skip
-    train, held_out = (RemoteDataset(url, "pairs", **{**SPEC, "pad": "longest"}) for _ in range(2))
+    train, held_out = (RemoteDataset(url, "pairs", **PAIRS) for _ in range(2))
     model = example.small_llama(train)
     reference = deepcopy(model).requires_grad_(False).eval()
     trainer = example.DPOTrainer(

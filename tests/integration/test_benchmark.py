@@ -63,7 +63,8 @@ def test_a_loader_that_is_not_installed_fails_alone(corpus: Corpus, monkeypatch:
     assert loader.failures == ["not installed: there is no .venv in benchmarks; `make bench` makes it"]
 
 
-def test_a_training_step_is_measured_where_batches_lie(corpus: Corpus) -> None:
+def test_a_training_step_is_measured_where_batches_lie(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ratios.training_step.SEQ_LEN", 64)
     cache = corpus.folder / "cache"
     prepare(corpus.parquet, cache)
     size = Size(dim=64, num_layers=1, batch_size=1, num_steps=1, num_profiled=1, num_repeats=1)

@@ -370,7 +370,7 @@ def test_a_stdout_that_is_full_and_that_nobody_reads_keeps_no_server_from_servin
             while status != 200:
                 assert time.monotonic() < deadline
                 with suppress(httpx.ConnectError):
-                    status = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60).status_code
+                    status = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=60, verify=False).status_code
                 time.sleep(0.05)
             process.terminate()
             process.wait(20)
@@ -403,7 +403,7 @@ def until_ready(url: str, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None
         assert time.monotonic() < deadline
         with suppress(httpx.ConnectError):
-            assert httpx.get(f"{url}/readyz", timeout=60).json()["status"] == "ready"
+            assert httpx.get(f"{url}/readyz", timeout=60, verify=False).json()["status"] == "ready"
             return
         time.sleep(0.1)
 

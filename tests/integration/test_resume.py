@@ -28,6 +28,13 @@ from serving import Server
 NUM_ROWS = 200
 
 
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    data = tmp_path_factory.mktemp("data")
+    write_numbered(data / "numbers", NUM_ROWS)
+    return serve(data)
+
+
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     write_numbered(tmp_path / "data" / "numbers", NUM_ROWS)
@@ -35,7 +42,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(data_dir: Path, tmp_path: Path, serve: Callable[..., Server]) -> Server:
+def mortal(data_dir: Path, tmp_path: Path, serve: Callable[..., Server]) -> Server:
     return serve(data_dir, cache_dir=tmp_path / "cache")
 
 
@@ -78,25 +85,25 @@ def state_after(data: RemoteDataset, num_batches: int) -> dict[str, object]:
 
 
 def test_every_step_resumes_to_the_same_bytes_also_after_a_restart_with_an_emptied_cache(
-    server: Server, tmp_path: Path
+    mortal: Server, tmp_path: Path
 ) -> None:
-    data = dataset(server)
+    data = dataset(mortal)
     data.set_epoch(2)
     whole = contents(data)
     assert len(whole) == NUM_ROWS // 4
     states = []
     for step in range(len(whole) + 1):
-        running = dataset(server)
+        running = dataset(mortal)
         running.set_epoch(2)
         states.append(state_after(running, step))
         assert states[-1]["step"] == step
     for restart in (False, True):
         if restart:
-            server.kill()
+            mortal.kill()
             shutil.rmtree(tmp_path / "cache")
-            server.start()
+            mortal.start()
         for step, state in enumerate(states):
-            resumed = dataset(server)
+            resumed = dataset(mortal)
             resumed.load_state_dict(state)
             assert (resumed.epoch, len(resumed)) == (2, len(whole) - step)
             assert contents(resumed) == whole[step:]
@@ -386,70 +393,70 @@ def test_between_the_epochs_of_workers_the_state_is_known(server: Server) -> Non
     assert [data.state_dict()[name] for name in ("epoch", "step")] == [1, 0]
 
 
-def test_a_run_never_goes_on_with_other_data(server: Server, data_dir: Path) -> None:
-    data = dataset(server)
+def test_a_run_never_goes_on_with_other_data(mortal: Server, data_dir: Path) -> None:
+    data = dataset(mortal)
     state, snapshot = state_after(data, 3), data.snapshot
-    server.kill()
+    mortal.kill()
     write_numbered(data_dir / "numbers", NUM_ROWS, row_group_size=9)
-    server.start()
+    mortal.start()
     with pytest.raises(SnapshotGone, match=f"snapshot {snapshot} of numbers is gone: part-000.parquet was rewritten"):
         contents(data)
     with pytest.raises(SnapshotGone):
-        dataset(server, snapshot=snapshot)
+        dataset(mortal, snapshot=snapshot)
     with pytest.raises(StateMismatch, match="snapshot: "):
-        dataset(server).load_state_dict(state)
+        dataset(mortal).load_state_dict(state)
 
 
-def test_a_killed_server_repeats_and_loses_no_batch(server: Server) -> None:
+def test_a_killed_server_repeats_and_loses_no_batch(mortal: Server) -> None:
     """Small buffers, so that the client really is in the middle of fetching whenever the server dies."""
-    expected = contents(dataset(server))
-    data = dataset(server, prefetch_bytes=1)
+    expected = contents(dataset(mortal))
+    data = dataset(mortal, prefetch_bytes=1)
     seen = []
     for number, batch in enumerate(data):
         seen.append(b"".join(batch[name].numpy().tobytes() for name in sorted(batch)))
         if number % 12 == 5:
-            server.kill()
-            threading.Timer(0.2, server.start).start()
+            mortal.kill()
+            threading.Timer(0.2, mortal.start).start()
     assert seen == expected
     assert data.stats().num_retries > 0
     assert data.stats().wait_seconds > 0.2
 
 
-def test_a_server_that_stays_away_is_one_clear_error(server: Server) -> None:
-    data = dataset(server, retry_seconds=0.5, prefetch_bytes=1)
+def test_a_server_that_stays_away_is_one_clear_error(mortal: Server) -> None:
+    data = dataset(mortal, retry_seconds=0.5, prefetch_bytes=1)
     batches = iter(data)
     next(batches)
-    server.kill()
+    mortal.kill()
     with pytest.raises(ServerUnavailable, match=r"no answer within retry_seconds=0.5 from http://127.0.0.1:\d+"):
         list(batches)
     assert data.state_dict()["step"] >= 1
 
 
-def test_an_iteration_that_gave_nothing_consumes_nothing(server: Server) -> None:
+def test_an_iteration_that_gave_nothing_consumes_nothing(mortal: Server) -> None:
     """Whoever tries again after the server came back goes on where the state was taken."""
-    data = dataset(server, retry_seconds=0.2)
-    whole = contents(dataset(server))
-    data.load_state_dict(state_after(dataset(server), 7))
-    server.kill()
+    data = dataset(mortal, retry_seconds=0.2)
+    whole = contents(dataset(mortal))
+    data.load_state_dict(state_after(dataset(mortal), 7))
+    mortal.kill()
     for _ in range(2):
         with pytest.raises(ServerUnavailable):
             next(iter(data))
         assert (data.state_dict()["step"], len(data)) == (7, len(whole) - 7)
-    server.start()
+    mortal.start()
     assert contents(data) == whole[7:]
     assert contents(data) == whole
 
 
 @pytest.mark.parametrize("seeds", [(1, 2), (1, 1)])
-def test_loader_workers_that_gave_nothing_consume_nothing(server: Server, seeds: tuple[int, int]) -> None:
-    data = dataset(server, retry_seconds=0.2)
-    whole = contents(dataset(server))
-    data.load_state_dict(state_after(dataset(server), 7))
-    server.kill()
+def test_loader_workers_that_gave_nothing_consume_nothing(mortal: Server, seeds: tuple[int, int]) -> None:
+    data = dataset(mortal, retry_seconds=0.2)
+    whole = contents(dataset(mortal))
+    data.load_state_dict(state_after(dataset(mortal), 7))
+    mortal.kill()
     torch.manual_seed(seeds[0])  # of the loader's seed depends what rounds of workers are called
     with pytest.raises(ServerUnavailable):
         list(DataLoader(data, batch_size=None, num_workers=2))
-    server.start()
+    mortal.start()
     torch.manual_seed(seeds[1])
     assert contents(DataLoader(data, batch_size=None, num_workers=2)) == whole[7:]
     torch.manual_seed(seeds[1])

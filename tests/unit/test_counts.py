@@ -338,14 +338,26 @@ def test_of_a_crowd_whose_askers_wait_one_after_the_other_all_wait_until_one_mom
     assert waits == [1.0, 0.75, 0.0, 1.0, 0.25, 0.0]
 
 
+@pytest.fixture
+def expected(open_all: Callable[[], Catalog]) -> list[bytes]:
+    """What is served in each way, by servers that make all counts."""
+    return [served(open_all(), way) for way in WAYS[::-1]]
+
+
+@pytest.fixture
+def whole(expected: list[bytes], tmp_path: Path) -> dict[str, bytes]:
+    """The files of counts."""
+    return {name: (tmp_path / "cache" / name).read_bytes() for name in counts(tmp_path / "cache")}
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example begins with whole files
 @given(st.data())
 def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same(
-    open_all: Callable[[], Catalog], tmp_path: Path, data: st.DataObject
+    open_all: Callable[[], Catalog], tmp_path: Path, expected: list[bytes], whole: dict[str, bytes], data: st.DataObject
 ) -> None:
     cache, ways = tmp_path / "cache", WAYS[::-1]
-    expected = [served(open_all(), way) for way in ways]
-    whole = {name: (cache / name).read_bytes() for name in counts(cache)}
+    for name, content in whole.items():
+        (cache / name).write_bytes(content)
     assert {name.partition("-")[2] for name in whole} == {"3.lengths", "bins-train-5-3.index", "rows-3.index"}
     running = open_all()
     for way in ways[: data.draw(st.integers(0, len(ways)), label="what the running server has read")]:

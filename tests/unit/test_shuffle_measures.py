@@ -104,12 +104,13 @@ def test_each_sample_is_at_the_place_of_what_is_served(catalog: Catalog, spec: S
 PLAIN = [spec for spec in SPECS if "mix" not in spec]
 
 
-def measured(plan: Plan, epoch: int) -> tuple[Sample, dict[str, float], list[int]]:
-    """The sample, the measures, and the place in the source of every sample that is served."""
+def measured(plan: Plan, epoch: int) -> tuple[Sample, dict[str, float], list[int], list[int]]:
+    """The sample, the measures, and of every sample that is served the place in the source and the step."""
     found = report(plan, epoch)
     place_of = {identity: place for place, identity in enumerate(stored(plan, 0, epoch))}
-    places = [place_of[identity] for identity, _, _ in served(plan, epoch)]
-    return found.sample, {finding.name: finding.measure.measured for finding in found.findings}, places
+    order = served(plan, epoch)
+    places, steps = [place_of[identity] for identity, _, _ in order], [step for _, step, _ in order]
+    return found.sample, {finding.name: finding.measure.measured for finding in found.findings}, places, steps
 
 
 def pools_of(packing: Packing) -> list[int]:
@@ -121,13 +122,13 @@ def pools_of(packing: Packing) -> list[int]:
 @pytest.mark.parametrize("spec", PLAIN)
 def test_neighbours_are_as_far_apart_as_counting_says(catalog: Catalog, spec: Spelled, slices: Spelled) -> None:
     plan = plan_of(catalog, "a", seed=6, **spec, **slices)
-    sample, measures, places = measured(plan, 1)
+    sample, measures, places, steps_of = measured(plan, 1)
     packing, order = plan.members[0].epoch(1)
     pools, starts = pools_of(packing), np.cumsum(packing.sequences_per_pool) - packing.sequences_per_pool
     own_pools, indices = order.sequences(np.arange(len(pools)))
     position = {place: position for position, place in enumerate((starts[own_pools] + indices).tolist())}
     steps: dict[int, set[int]] = {}
-    for place, (_, step, _) in zip(places, served(plan, 1), strict=True):
+    for place, step in zip(places, steps_of, strict=True):
         steps.setdefault(place, set()).add(step)
 
     apart, meet = [], []
@@ -144,7 +145,7 @@ def test_neighbours_are_as_far_apart_as_counting_says(catalog: Catalog, spec: Sp
 @pytest.mark.parametrize("spec", PLAIN)
 def test_batches_draw_on_as_many_blocks_as_counting_says(catalog: Catalog, spec: Spelled, slices: Spelled) -> None:
     plan = plan_of(catalog, "a", seed=6, **spec, **slices)
-    sample, measures, places = measured(plan, 1)
+    sample, measures, places, _ = measured(plan, 1)
     packing, _ = plan.members[0].epoch(1)
     pools, first_blocks = pools_of(packing), plan.members[0].snapshot.first_block_of_shard
     runs, size = sample.runs.samples.tolist(), sample.samples_per_step
