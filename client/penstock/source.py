@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
@@ -188,19 +188,22 @@ def _decode_resolved(asked: Spec, body: memoryview) -> Resolved:
 
 
 def _unlike(asked: Spec, resolved: Spec) -> list[str]:
-    """What a spec is resolved to that is not what was asked for. Of skips and mixes there are several spellings."""
+    """What a spec is resolved to that is not what was asked for. Of skips and mixes there are several spellings.
+
+    Where None is asked for the server chooses, but for skip: that is None where nothing is skipped.
+    """
     is_same = {"skip": asked.skipped() == resolved.skipped(), "mix": asked.mixed() == resolved.mixed()}
-    found = resolved.to_dict()
-    given = {name: value for name, value in asked.to_dict().items() if value is not None}
-    return [f"{name}={found.get(name)}" for name, value in given.items() if not is_same.get(name, value == found.get(name))]
+    found = {field.name: getattr(resolved, field.name) for field in fields(Spec)}
+    given = {name: getattr(asked, name) for name in found if name == "skip" or getattr(asked, name) is not None}
+    return [f"{name}={found[name]}" for name, value in given.items() if not is_same.get(name, value == found[name])]
 
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     """Each once; http:// may be left out."""
     try:
         given = [a if "://" in a else f"http://{a}" for a in ((servers,) if isinstance(servers, str) else servers)]
-        sound = bool(given) and all(map(_is_address, map(httpx.URL, given)))
-    except (httpx.InvalidURL, TypeError, UnicodeError):
+        sound = bool(given) and all(map(is_address, given))
+    except TypeError:
         sound = False
     if not sound:
         raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
@@ -208,8 +211,13 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{scheme.lower()}://{rest}" for scheme, _, rest in parts))
 
 
-def _is_address(url: httpx.URL) -> bool:
-    """Whether a socket can be opened to it. Raises UnicodeError: its host has empty labels, as in a..b."""
+def is_address(text: str) -> bool:
+    """Whether a socket can be opened to a URL."""
+    try:
+        url = httpx.URL(text)
+        is_host = bool(url.host.encode("idna"))
+    except (httpx.InvalidURL, UnicodeError):  # such as of a host with empty labels, as in a..b
+        return False
     # A port beyond 16 bits loses the rest of them on the way to the socket: another server would be asked.
     is_port = url.port is None or 0 < url.port < 1 << 16
-    return url.scheme in ("http", "https") and bool(url.host.encode("idna")) and is_port
+    return url.scheme in ("http", "https") and is_host and is_port

@@ -41,8 +41,11 @@ def test_an_address_is_read(text: str, expected: Address) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ftp://host/wiki", "http://", "http://host:port/wiki", "http://host:99999/wiki", "http://a..b/wiki", "http://[x/"],
-)
+    [
+        "", "ftp://host/wiki", "http://", "http://host:port/wiki", "http://host:99999/wiki", "host:0/wiki", "http://a..b/wiki",
+        "http://[x/", "http://10.0.0.256:8000/wiki", "http://\u201clocalhost\u201d:8000/wiki", "xn--a:8000/wiki",
+    ],
+)  # fmt: skip
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="is not an address"):
         parse_address(text)

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 import httpx
@@ -171,6 +172,14 @@ def test_a_server_of_another_version_and_an_answer_to_another_question_are_named
     body = json.dumps(answer).encode() if answer != "<html>" else b"<html>"
     with pages(lambda _: (200, body)) as url, pytest.raises(kind, match=message):
         Source(url, "docs", rank=0, retry_seconds=0).resolve(Spec.from_query(ASKED.items()))
+
+
+@pytest.mark.parametrize("others", [{"skip": "1-2"}, {"dataset_index": 1}, {"seed": 1}])
+def test_an_answer_to_who_asked_for_more_than_this_one_is_none(others: dict[str, Any]) -> None:
+    body = json.dumps({**ANSWER, "spec": Spec(**others).to_dict()}).encode()
+    [(name, value)] = others.items()
+    with pages(lambda _: (200, body)) as url, pytest.raises(ServerUnavailable, match=f"for other parameters, {name}={value}"):
+        Source(url, "docs", rank=0, retry_seconds=0).resolve(Spec())
 
 
 def test_a_provenance_that_is_no_object_is_asked_for_again() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from penstock.errors import SpecError
+from penstock.source import is_address
 from penstock.urls import DATASETS
 
 _BATCHES = re.compile(r"epochs/(\d{1,16})/ranks/(\d{1,16})/batches(?:/(\d{1,16})(?:/provenance)?)?")
@@ -37,8 +38,8 @@ def parse_address(text: str) -> Address:
     """
     try:
         split = urlsplit(text if "://" in text else f"http://{text}")
-        sound = split.scheme in ("http", "https") and bool((split.hostname or "").encode("idna")) and split.port != 0
-    except ValueError:  # such as a port that is no number, or a host with empty labels, as in a..b
+        sound = is_address(f"{split.scheme}://{split.netloc}")
+    except ValueError:  # of a bracket that is not closed
         sound = False
     if not sound:
         raise SpecError(f"{text!r} is not an address. One looks like http://localhost:8000/stories", ("address",))
