@@ -426,6 +426,20 @@ def test_the_budget_rises_again_once_the_disk_has_room(
     assert said[1:] == [f"the budget of the block cache is {n:,} bytes" for n in (5 * KIB, 11 * KIB + OVERHEAD, 100 * KIB)]
 
 
+def test_who_frees_a_full_disk_may_remove_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache_module, "_LOOK_SECONDS", 0.0)
+    cache = CacheFolder(tmp_path / "cache", 100 * KIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert not cache.write("a", content(0))
+    shutil.rmtree(tmp_path / "cache")
+    assert cache.write("a", content(0))
+    assert (cache.budget_bytes, (tmp_path / "cache").exists()) == (100 * KIB, True)
+
+
 def test_a_disk_that_can_hold_no_more_files_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -170,6 +170,7 @@ class Dataset:
         if latest.snapshot.fingerprint == last.fingerprint:
             kept = {name: shard for name, shard in held.shards.items() if name in there}
             self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
+            self._read = None  # should the folder come back to what was read of it, that is another snapshot than this one
             log.info("%s: %s", self.name, Change.between(held.latest.snapshot, latest.snapshot))
 
     def recall(self, fingerprint: str) -> None:
@@ -228,7 +229,8 @@ class Dataset:
     def _latest_of(self, reading: Reading) -> Served:
         before, snapshot = self._held.latest, reading.snapshot()
         if before and before.snapshot.shards == snapshot.shards and before.snapshot.recipe.is_like(snapshot.recipe):
-            return before
+            # What it makes is the same, but not what is told of it, such as of columns that are not used.
+            return before if before.snapshot.recipe is snapshot.recipe else replace(before, snapshot=snapshot)
         if before and before.blocks.quarantine.num_unread_groups:
             log.warning(
                 "%s: shards have changed or have new dates: what could not be read of them is listed no longer, and is tried "

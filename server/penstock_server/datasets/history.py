@@ -60,8 +60,8 @@ class History:
             there = {path.stem: inode for path in self._folder.glob(f"*{_SUFFIX}") if (inode := _inode(path))}
         except OSError:  # the disk fails, or no descriptor is left
             there = {}
-        if not there:
-            self._inodes.clear()  # the folder was lost, and what is in memory is all that is left
+        if len(there) <= _KEPT:  # no server has dropped one then: what is not there was lost, and is left in memory alone
+            self._inodes = {fingerprint: inode for fingerprint, inode in self._inodes.items() if fingerprint in there}
         for fingerprint in self._inodes.keys() - there.keys():
             self._forget(fingerprint)  # another server did
         for fingerprint, inode in there.items():

@@ -150,8 +150,10 @@ def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | Non
         named = [folder / name for text in texts for name in (text, f"{text.partition(':')[0]}.py")]
     except DatasetRefused:  # there is none, or reading it as a recipe will say what is wrong with it
         named = []
-    tokenizers = [path for path in (*named, default_tokenizer) if path and path.suffix == ".json"]
-    paths = [recipe, *named, *tokenizers, *(path.parent / name for path in tokenizers for name in FILES_BESIDE_TOKENIZER)]
+    if default_tokenizer:
+        named.append(default_tokenizer)
+    tokenizers = [path for path in named if path.suffix == ".json"]
+    paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in FILES_BESIDE_TOKENIZER)]
     return Sight(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
 
 

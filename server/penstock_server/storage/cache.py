@@ -217,6 +217,7 @@ class CacheFolder:
 
     def _grow(self) -> None:
         """Where the disk has room again, half of it may be used, up to the budget that there was."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # who freed the disk may have removed it
         free = 0 if self._has_no_files() else shutil.disk_usage(self.folder).free
         room = self.used_bytes + free // 2
         self.budget_bytes = max(self.budget_bytes, min(self.configured_bytes, room))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +21,11 @@ from penstock_server.app import create_app
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets import history as history_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.datasets.describe import describe_dataset
 from penstock_server.datasets.history import History
 from penstock_server.inflight import InFlight
 from penstock_server.problems import DatasetRefused, SnapshotGone
+from penstock_server.snapshots.folders import look
 from penstock_server.snapshots.notes import drop_old_notes, write_note
 from penstock_server.snapshots.reading import Reading, read_folder
 from penstock_server.storage.cache import CacheFolder
@@ -281,3 +285,44 @@ def test_a_note_of_another_kind_is_none(folder: Path, tmp_path: Path, content: o
     [path] = (tmp_path / "notes").iterdir()
     write_note(path.with_name(f"other{path.suffix}"), content)
     assert History(tmp_path / "notes").records() == [known]
+
+
+def test_what_was_read_of_shards_while_a_mask_was_not_wanted_does_not_hide_it_once_it_is(
+    folder: Path, open_all: Callable[[], Catalog]
+) -> None:
+    masked = pa.table({"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]]})
+    pq.write_table(masked, folder / "part-99.parquet")
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))  # old enough for what is read of it to be remembered
+    recipe = folder / "penstock.toml"
+    recipe.write_text("labels = false")
+    assert open_all()["d"].latest.snapshot.num_rows == 4
+    recipe.unlink()
+    with pytest.raises(DatasetRefused, match="labels"):
+        open_all()
+
+
+def test_what_is_told_of_a_dataset_follows_its_recipe_though_it_is_of_the_same_snapshot(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "turns"
+    folder.mkdir(parents=True)
+    columns = {"prompt": [[1, 2]], "completion": [[1, 2, 3]], "completion_mask": [[1, 0, 1]]}
+    pq.write_table(pa.table(columns), folder / "part-0.parquet")
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    before = catalog["turns"].latest
+    assert describe_dataset(before)["unused_columns"] == ["completion_mask"]
+    (folder / "penstock.toml").write_text("loss_mask = false")
+    catalog.refresh("turns")
+    after = catalog["turns"].latest
+    assert after.snapshot.fingerprint == before.snapshot.fingerprint
+    assert after.index is before.index
+    assert describe_dataset(after)["unused_columns"] == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "gpt2.model"])
+def test_a_look_sees_the_tokenizer_that_the_server_was_given_whatever_its_name(folder: Path, tmp_path: Path, name: str) -> None:
+    tokenizer = tmp_path / name
+    tokenizer.write_text("{}")
+    before = look(folder, {}, tokenizer)
+    assert look(folder, {}, tokenizer) == before
+    tokenizer.write_text('{"version": "1.0"}')
+    assert look(folder, {}, tokenizer) != before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,8 @@ from starlette.testclient import TestClient
 from growing import write_shard
 from penstock.spec import Spec
 from penstock_server.app import create_app
+from penstock_server.datasets import dataset as dataset_module
+from penstock_server.datasets import history as history_module
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.datasets.history import History
 from penstock_server.inflight import InFlight
@@ -156,3 +160,40 @@ def test_what_another_server_makes_the_latest_again_or_forgets_is_seen(folder: P
     mine.add(made[-2])
     assert others.records() == mine.records()
     assert others.records()[0].fingerprint == made[-2].fingerprint
+
+
+@pytest.mark.parametrize("lost", ["the folder", "the latest one's note"])
+def test_notes_that_are_lost_while_a_job_is_on_an_older_snapshot_change_nothing(
+    folder: Path, open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setattr(history_module, "_TOUCH_SECONDS", 0.0)
+    catalog = open_all()
+    older = catalog.plan("d", Spec(batch_size=1)).snapshot
+    write_shard(folder, 10, 0)
+    latest = catalog.refresh("d").snapshot
+    if lost == "the folder":
+        shutil.rmtree(tmp_path / "cache")
+    else:
+        [note] = (tmp_path / "cache").rglob(f"{latest}.snapshot")
+        note.unlink()
+    for _ in range(2):
+        assert catalog.plan("d", Spec(batch_size=1, snapshot=older)).snapshot == older
+        assert catalog.plan("d", Spec(batch_size=1)).snapshot == latest
+        assert [record.fingerprint for record in catalog["d"].held.snapshots] == [latest, older]
+
+
+def test_a_folder_that_comes_back_to_what_was_read_before_another_server_took_more_in_is_looked_at(
+    folder: Path, open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "QUIET_SECONDS", 0.0)
+    os.utime(folder / "part-9.parquet", (1e9, 1e9))  # what was read of it is to be relied on
+    one, other = open_all(), open_all()
+    before = one.plan("d", Spec(batch_size=1)).snapshot
+    one.poll()
+    write_shard(folder, 10, 0)
+    after = other.refresh("d").snapshot
+    assert one.plan("d", Spec(batch_size=1)).snapshot == after
+    (folder / "part-10.parquet").unlink()
+    while not one.poll():
+        pass
+    assert one.plan("d", Spec(batch_size=1)).snapshot == before
