@@ -1,4 +1,4 @@
-"""Files that people name: whether they are there, and whole ones, which end."""
+"""Files that people name: what their names are as text, whether they are there, and whole ones, which end."""
 
 from __future__ import annotations
 
@@ -47,3 +47,8 @@ def check_is_file(stat: os.stat_result, path: Path) -> None:
 
 def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def spelled(name: str) -> str:
+    """A name of a file or folder as text; bytes of it that are no UTF-8 are spelled out by a backslash."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -20,6 +20,7 @@ from penstock.wire import VERSION, Address, Layout
 from penstock.wording import counted
 from penstock_server.batches.member import Member
 from penstock_server.batches.tensor import Tensor, tensors_of
+from penstock_server.files import spelled
 from penstock_server.geometry.arrays import IntArray, by_value, distinct
 from penstock_server.geometry.length_order import LARGEST_WINDOW
 from penstock_server.geometry.mixture import Mixture, mixture_of
@@ -247,9 +248,9 @@ def _check_tokenizers(members: Sequence[Member]) -> None:
     for (name, one), (other_name, other) in pairwise(known):
         if one.digest != other.digest:
             raise BadParameter(
-                f"{name} is tokenized by {one.path} ({one.vocab_size:,} ids) and {other_name} by {other.path} "
-                f"({other.vocab_size:,} ids): an id would mean two things in one batch. Name one tokenizer for both, in their "
-                f"penstock.toml or with --tokenizer."
+                f"{name} is tokenized by {spelled(str(one.path))} ({one.vocab_size:,} ids) and {other_name} by "
+                f"{spelled(str(other.path))} ({other.vocab_size:,} ids): an id would mean two things in one batch. Name one "
+                f"tokenizer for both, in their penstock.toml or with --tokenizer."
             )
 
 

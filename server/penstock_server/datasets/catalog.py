@@ -19,12 +19,11 @@ from penstock_server.datasets.dataset import Change, Dataset
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.known import Known
-from penstock_server.files import may_be_there
+from penstock_server.files import may_be_there, spelled
 from penstock_server.problems import BadParameter, Busy, DatasetRefused, ShardUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
-from penstock_server.snapshots.shard import spelled
 from penstock_server.storage.store import BlockStore
 
 _CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
@@ -173,7 +172,7 @@ class Catalog:
         """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
         declared = self._known.mixtures.get(name)
         if declared and spec.mix is None:
-            spec = replace(spec, mix=str(declared.mix), mix_stop=spec.mix_stop or declared.mix_stop)
+            spec = _mixed(spec, str(declared.mix), declared.mix_stop)
         mix = spec.mixed()
         names = mix.datasets if mix else (name,)
         return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
@@ -224,6 +223,12 @@ def _link_to_nothing(folder: Path) -> Path | None:
     with suppress(OSError, ValueError):  # of a name that can be no file's
         return next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
     return None
+
+
+@lru_cache(maxsize=_REMEMBERED_SPECS)  # to check a spec anew takes as long as to find its plan
+def _mixed(spec: Spec, mix: str, mix_stop: str | None) -> Spec:
+    """The spec with a mix that was declared for it."""
+    return replace(spec, mix=mix, mix_stop=spec.mix_stop or mix_stop)
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)

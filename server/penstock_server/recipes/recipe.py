@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.column_types import (
     are_told_alike,
@@ -212,7 +213,7 @@ class Recipe:
         parts = [" + ".join(source.text for _, source in self.fields).replace("\n", "\\n")]
         if self.tokenizer:
             split = ", special tokens split" if self.tokenizer.splits_special_tokens else ""
-            parts.append(f"tokenizer {self.tokenizer.path.name} ({self.tokenizer.vocab_size:,} ids{split})")
+            parts.append(f"tokenizer {spelled(self.tokenizer.path.name)} ({self.tokenizer.vocab_size:,} ids{split})")
         elif self.vocab_size:
             parts.append(f"pre-tokenized, ids below {self.vocab_size:,}")
         else:

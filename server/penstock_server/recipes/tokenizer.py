@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
-from penstock_server.files import read_file
+from penstock_server.files import read_file, spelled
 from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
 from penstock_server.problems import DatasetRefused
@@ -127,7 +127,7 @@ class TokenizerFile:
                 with library_errors():
                     return make(own, at)
             except LibraryError as error:
-                raise ValueError(f"the tokenizer {self.path.name} fails: {error}") from error
+                raise ValueError(f"the tokenizer {spelled(self.path.name)} fails: {error}") from error
 
         return list(side_by_side(_threads(), num_cores(), made, _portions(texts)))
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from errno import ELOOP
 from pathlib import Path
 
+from penstock_server.files import spelled
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat_files import FILES_BESIDE_TOKENIZER
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
-from penstock_server.snapshots.shard import Date, spelled
+from penstock_server.snapshots.shard import Date
 
 QUIET_SECONDS = 2.0  # a file this old is whole, and was not written to after a look at it without a change of its date
 _ABSENT = Date(-1, 0, 0, 0)  # of a link to nothing; no file is like it

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock_server.files import check_is_file
+from penstock_server.files import check_is_file, spelled
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.column_types import num_leaves
 from penstock_server.recipes.fields import FieldError
@@ -103,11 +103,6 @@ def read_schema(path: Path) -> pa.Schema:
 def being_written(what: Path | str) -> DatasetRefused:
     """What is said of a file, or of several, that change while they are read."""
     return DatasetRefused(f"{what} is being written to: it changed while it was read. Wait until it is whole.")
-
-
-def spelled(name: str) -> str:
-    """A name of a file or folder as text; bytes of it that are no UTF-8 are spelled out by a backslash."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def open_file(path: Path) -> BinaryIO:

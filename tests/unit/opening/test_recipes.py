@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def test_text_without_a_tokenizer_is_refused_with_both_ways_out(data: Path) -> N
     write_text(data, ["one"])
     with pytest.raises(DatasetRefused, match=r"--tokenizer FILE .* or name one in .*penstock.toml"):
         open_snapshot(data)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
+def test_a_tokenizer_may_have_a_name_that_is_no_text(data: Path, tokenizer: Path) -> None:
+    write_text(data, ["one"])
+    recipe = open_snapshot(data, tokenizer.rename(tokenizer.with_name("tok\udcff.json"))).recipe
+    assert recipe.describe().startswith("text, tokenizer tok\\xff.json (")
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": 1}', "hello", "\x00\x01"])
