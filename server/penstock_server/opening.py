@@ -15,8 +15,8 @@ from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
 
-def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
-    """The blocks and the datasets of the settings.
+def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, Catalog]:
+    """The blocks and the datasets of the settings; `joins`: see Catalog.open.
 
     Raises SettingsError: the cache folder cannot be used. Raises DatasetRefused: see open_catalog.
     """
@@ -29,7 +29,7 @@ def open_data(settings: Settings) -> tuple[BlockStore, Catalog]:
             f"with --cache-dir."
         ) from error
     store = BlockStore(cache, settings.num_decoders)
-    return store, open_catalog(settings.data_dir, settings.tokenizer, store)
+    return store, open_catalog(settings.data_dir, settings.tokenizer, store, joins=joins)
 
 
 def warn(command: str, settings: Settings, cache: CacheFolder, datasets: Collection[Served]) -> None:

@@ -107,8 +107,8 @@ class Catalog:
             own in known and known[own].is_behind(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=False)
         )
 
-    def open(self) -> None:
-        """Opens what is in the data folder.
+    def open(self, *, joins: bool = False) -> None:
+        """Opens what is in the data folder; if it joins others that serve it, what they serve, where that is still there.
 
         Raises DatasetRefused: there is no Parquet in it, or nothing of it can be served; the message lists why.
         """
@@ -116,8 +116,12 @@ class Catalog:
             found = survey(self._data_dir)
             datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
             for dataset in datasets:
-                with suppress(DatasetRefused):  # it says so itself when it is asked
-                    dataset.refresh(found.shards[dataset.name])
+                if joins:
+                    with suppress(Exception):  # a fault of ours in one dataset must not stop the others
+                        dataset.join()
+                if not dataset.held.latest:
+                    with suppress(DatasetRefused):  # it says so itself when it is asked
+                        dataset.refresh(found.shards[dataset.name])
             self._known = self._known.followed_by(found, datasets)
         if not any(dataset.held.snapshots for dataset in self._known.datasets.values()):
             if not self.refused:
@@ -254,8 +258,8 @@ def _why_no_folder(path: Path) -> str:
         return f"cannot be looked into: {error.strerror}"
 
 
-def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> Catalog:
-    """The catalog of a folder, opened.
+def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, *, joins: bool = False) -> Catalog:
+    """The catalog of a folder, opened; `joins`: see Catalog.open.
 
     Raises DatasetRefused: there is no such folder, the tokenizer is none, or see Catalog.open.
     """
@@ -270,6 +274,6 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore) -> C
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
     drop_old_counts(store.cache.folder)
     catalog = Catalog(data_dir, tokenizer, store)
-    catalog.open()
+    catalog.open(joins=joins)
     drop_old_notes(store.cache.folder)  # not before: what is served now may have been away for long, or the clock was wrong
     return catalog

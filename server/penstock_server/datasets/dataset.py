@@ -156,8 +156,14 @@ class Dataset:
 
         Of what else is in the folder nothing is looked at: it may be half written.
         """
+        if self._held.latest:
+            self.join()
+
+    def join(self) -> None:
+        """As catch_up, also where nothing is held yet: others serve the folder, and look at what is new in it."""
         held, last = self._held, self._history.latest()
-        if held.latest is None or last is None or last.fingerprint == held.latest.snapshot.fingerprint:
+        before = held.latest.snapshot if held.latest else None
+        if last is None or (before and last.fingerprint == before.fingerprint):
             return
         try:
             there = list_folder(self.folder).shards
@@ -171,7 +177,7 @@ class Dataset:
             kept = {name: shard for name, shard in held.shards.items() if name in there}
             self._follow(latest, replace(reading, shards={**kept, **reading.shards}), sight.recipe, None)
             self._read = None  # should the folder come back to what was read of it, that is another snapshot than this one
-            log.info("%s: %s", self.name, Change.between(held.latest.snapshot, latest.snapshot))
+            log.info("%s: %s", self.name, Change.between(before, latest.snapshot))
 
     def recall(self, fingerprint: str) -> None:
         """Notes an older snapshot of which nothing is noted, if the age of the shards leads to it: from then on it is known.

@@ -62,7 +62,8 @@ def run(
     gc.collect()
     gc.freeze()
     _open_many_files()
-    store, catalog = open_data(settings)
+    # One that takes another's place opens what the others serve: new shards may be half copied, as far as it knows.
+    store, catalog = open_data(settings, joins=seat is not None and not greet)
     listen(listener, settings)
     if greet:
         warn("serve", settings, store.cache, catalog.datasets.values())

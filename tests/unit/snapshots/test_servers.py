@@ -19,11 +19,13 @@ from penstock.spec import Spec
 from penstock_server.app import create_app
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets import history as history_module
-from penstock_server.datasets.catalog import Catalog
+from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.history import History
 from penstock_server.inflight import InFlight
 from penstock_server.problems import SnapshotGone
 from penstock_server.snapshots.folders import Survey, survey
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
 
 
@@ -197,3 +199,27 @@ def test_a_folder_that_comes_back_to_what_was_read_before_another_server_took_mo
     while not one.poll():
         pass
     assert one.plan("d", Spec(batch_size=1)).snapshot == before
+
+
+def test_who_joins_others_serves_what_they_do_and_leaves_what_is_being_copied_to_a_look(
+    folder: Path, tmp_path: Path, open_all: Callable[[], Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "QUIET_SECONDS", 0.0)
+
+    def join() -> Catalog:
+        return open_catalog(folder.parent, None, BlockStore(CacheFolder(tmp_path / "cache")), joins=True)
+
+    first = open_all()
+    before = first.plan("d", Spec(batch_size=1)).snapshot
+    write_shard(folder, 10, 0)  # of two that are copied
+    joined = join()
+    for catalog in (joined, first):
+        assert catalog.plan("d", Spec(batch_size=1)).snapshot == before
+    write_shard(folder, 11, 0)
+    while not joined.poll():
+        pass
+    after = joined.plan("d", Spec(batch_size=1))
+    assert after.schedule.num_steps == 9
+    assert first.plan("d", Spec(batch_size=1)).snapshot == after.snapshot
+    (folder / "part-11.parquet").unlink()  # what the others serve is not there any more
+    assert join().plan("d", Spec(batch_size=1)).schedule.num_steps == 6
