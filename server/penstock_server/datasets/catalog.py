@@ -117,8 +117,8 @@ class Catalog:
             datasets = [self._dataset(name, folder) for name, folder in found.folders.items()]
             for dataset in datasets:
                 if joins:
-                    with suppress(Exception):  # a fault of ours in one dataset must not stop the others
-                        dataset.join()
+                    with suppress(Exception):  # refresh tells what it is
+                        dataset.join(found.shards[dataset.name])
                 if not dataset.held.latest:
                     with suppress(DatasetRefused):  # it says so itself when it is asked
                         dataset.refresh(found.shards[dataset.name])

@@ -157,10 +157,17 @@ class Dataset:
         Of what else is in the folder nothing is looked at: it may be half written.
         """
         if self._held.latest:
-            self.join()
+            self._take_in_noted()
 
-    def join(self) -> None:
-        """As catch_up, also where nothing is held yet: others serve the folder, and look at what is new in it."""
+    def join(self, shards: Mapping[str, Date]) -> None:
+        """Opens what others serve of the folder, if all that is in it, shards with these dates, can be opened.
+
+        What is new they look at, and so will this one. Raises DatasetRefused: it cannot be opened, and others may refuse it.
+        """
+        self._read_folder(look(self.folder, shards, self._tokenizer), settled=False).snapshot()
+        self._take_in_noted()
+
+    def _take_in_noted(self) -> None:
         held, last = self._held, self._history.latest()
         before = held.latest.snapshot if held.latest else None
         if last is None or (before and last.fingerprint == before.fingerprint):
