@@ -104,6 +104,16 @@ def test_a_way_that_becomes_long_after_the_first_batch_leaves_runs_large(
     assert len(list(fetch_runs(fetch, range(1_000), TARGET))) < 1_000 // 16 + 20
 
 
+def test_a_long_way_that_is_a_short_one_now_and_then_leaves_runs_large(clock: Clock) -> None:
+    took = cycle([1.5, 0.2, 1.5, 1.5, 0.2, 0.2, 1.5])
+
+    def fetch(steps: range, then: range) -> list[Frame]:
+        clock.now += next(took)
+        return frames(steps)
+
+    assert {len(run) for run in list(fetch_runs(fetch, range(400), TARGET))[10:-1]} == {16}
+
+
 def test_what_is_fetched_next_is_known_before() -> None:
     asked: list[tuple[range, range]] = []
 

@@ -52,7 +52,11 @@ def readers_may_leave() -> Iterator[None]:
 def report(text: str) -> None:
     """Prints what a command does that goes on with it where nobody can read of it any more: a pipe is left, a disk is full."""
     try:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BlockingIOError:  # of a pipe that somebody made so: the rest is in Python's buffer still
+            os.set_blocking(sys.stdout.fileno(), True)
+            sys.stdout.flush()
     except OSError:
         _give_stdout_up()
 

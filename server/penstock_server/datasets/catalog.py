@@ -108,7 +108,7 @@ class Catalog:
         )
 
     def open(self, *, joins: bool = False) -> None:
-        """Opens what is in the data folder; if it joins others that serve it, what they serve, where that is still there.
+        """Opens what is in the data folder; if it joins others that serve it, what they do, for what is new may be half copied.
 
         Raises DatasetRefused: there is no Parquet in it, or nothing of it can be served; the message lists why.
         """

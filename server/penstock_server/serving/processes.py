@@ -88,8 +88,11 @@ class _Child:
     is_silent: bool = False
 
     @staticmethod
-    def start(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None = None) -> _Child:
-        process = _context.Process(target=_serve, args=(settings, listener, seat, begins), name="penstock-serve", daemon=True)
+    def start(
+        settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None = None, *, joins: bool = False
+    ) -> _Child:
+        arguments = (settings, listener, seat, begins, joins)
+        process = _context.Process(target=_serve, args=arguments, name="penstock-serve", daemon=True)
         process.start()
         return _Child(process, seat, time.monotonic())
 
@@ -127,7 +130,7 @@ class _Child:
 
     def _replaced(self, settings: Settings, listener: socket.socket) -> _Child:
         try:
-            return replace(_Child.start(settings, listener, self.seat), delay_seconds=self.delay_seconds)
+            return replace(_Child.start(settings, listener, self.seat, joins=True), delay_seconds=self.delay_seconds)
         except OSError as error:  # the others go on
             log.warning("no process could be started: %s", error.strerror)
             return replace(self, started_at=time.monotonic(), follows_at=None)
@@ -177,7 +180,7 @@ def _stop_signals() -> Iterator[socket.socket]:
                 signal.signal(number, handler)
 
 
-def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None) -> None:
+def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Connection | None, joins: bool) -> None:
     """What a process does: it serves until it is told to stop, or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who watches over this one tells it to stop
     _die_with_parent()
@@ -191,7 +194,7 @@ def _serve(settings: Settings, listener: socket.socket, seat: Seat, begins: Conn
             begins.close()
 
     try:
-        run(settings, listener, greet=begins is not None, begin=begin, seat=seat)
+        run(settings, listener, greet=begins is not None, joins=joins, begin=begin, seat=seat)
     except (SettingsError, DatasetRefused) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         sys.exit(2)

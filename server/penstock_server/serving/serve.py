@@ -50,20 +50,21 @@ def run(
     listener: socket.socket,
     *,
     greet: bool = True,
+    joins: bool = False,
     begin: Callable[[int], None] = lambda _: None,
     seat: Seat | None = None,
 ) -> None:
     """Serves until a signal says stop, as one of so many processes as the settings say; `seat` is its place among several.
 
-    `begin` is called once it can, with the budget of the cache. Raises SettingsError, DatasetRefused: it cannot.
+    If it `joins` it takes the place of another; see Catalog.open. `begin` is called once it can, with the budget of the cache.
+    Raises SettingsError, DatasetRefused: it cannot.
     """
     # Modules live as long as the server. To look at them for garbage after every few runs of batches, as Python does else,
     # takes a fifth of the time, and each time tens of milliseconds. What follows is not frozen: snapshots are replaced.
     gc.collect()
     gc.freeze()
     _open_many_files()
-    # One that takes another's place opens what the others serve: new shards may be half copied, as far as it knows.
-    store, catalog = open_data(settings, joins=seat is not None and not greet)
+    store, catalog = open_data(settings, joins=joins)
     listen(listener, settings)
     if greet:
         warn("serve", settings, store.cache, catalog.datasets.values())
