@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from penstock.commands.address import Address
 from penstock.spec import Spec, describe
+
+if TYPE_CHECKING:  # it imports httpx, and --help is to be quick
+    from penstock.commands.address import Address
 
 
 def add_spec_options(command: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
