@@ -22,7 +22,8 @@ def child(seat: Any, *, is_alive: bool, lived_seconds: float, delay_seconds: flo
 def test_a_process_that_dies_again_and_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
-    def start(_settings: object, _listener: socket.socket, seat: str) -> _Child:
+    def start(_settings: object, _listener: socket.socket, seat: str, *, joins: bool) -> _Child:
+        assert joins  # the others serve already
         started.append(seat)
         return child(seat, is_alive=True, lived_seconds=0)
 
