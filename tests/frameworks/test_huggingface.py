@@ -15,6 +15,7 @@ from penstock.audit import audit
 from recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "transformers"
+PACKED = SPEC | {"seq_len": 28}  # several rows a line
 
 
 def trainer(
@@ -107,7 +108,7 @@ def test_it_predicts_as_it_evaluates(url: str, tmp_path: Path) -> None:
 
 
 def test_what_the_model_does_not_take_stays_behind(url: str, tmp_path: Path) -> None:
-    data = RemoteDataset(url, "numbers", **SPEC, packing="concat", boundaries="documents", tail="wrap")
+    data = RemoteDataset(url, "numbers", **PACKED, packing="concat", boundaries="documents", tail="wrap")
     [batch, *_] = data
     assert "cu_seqlens" in batch
     one = trainer(url, tmp_path, data=data, max_steps=1)
@@ -118,7 +119,7 @@ def test_what_the_model_does_not_take_stays_behind(url: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("packing", [{"packing": "best_fit"}, {"packing": "concat", "boundaries": "documents"}], ids=str)
 def test_rows_that_share_a_sequence_do_not_see_one_another(url: str, tmp_path: Path, packing: dict[str, Any]) -> None:
-    data = RemoteDataset(url, "numbers", **SPEC | {"seq_len": 28}, **packing, tail="wrap")
+    data = RemoteDataset(url, "numbers", **PACKED, **packing, tail="wrap")
     one = trainer(url, tmp_path, data=data, max_steps=1)
     one.model.eval()
     [given, *_] = one.get_train_dataloader()
@@ -136,7 +137,7 @@ def test_a_model_that_would_not_keep_rows_apart_is_refused(url: str, tmp_path: P
     """Whether it is trained or evaluated."""
     from transformers import BloomConfig, BloomForCausalLM
 
-    packed = RemoteDataset(url, "numbers", **SPEC, packing="best_fit", tail="wrap")
+    packed = RemoteDataset(url, "numbers", **PACKED, packing="best_fit", tail="wrap")
     cached = trainer(url, tmp_path, data=packed, use_cache=True)
     with pytest.raises(SpecError, match="leave use_cache=True out"):
         cached.train()
@@ -144,7 +145,7 @@ def test_a_model_that_would_not_keep_rows_apart_is_refused(url: str, tmp_path: P
     one.model = BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(SpecError, match="BloomForCausalLM takes no position_ids"):
         one.evaluate()
-    one.evaluate(RemoteDataset(url, "numbers", **SPEC, packing="concat", tail="wrap"))
+    one.evaluate(RemoteDataset(url, "numbers", **PACKED, packing="concat", tail="wrap"))
 
 
 def test_a_trainer_that_names_columns_of_its_own_preparation_takes_nothing_from_the_model(
@@ -160,7 +161,7 @@ def test_a_trainer_that_names_columns_of_its_own_preparation_takes_nothing_from_
     one = trainer(url, tmp_path)
     given = next(iter(one.get_train_dataloader()))
     assert given.keys() == {"input_ids", "attention_mask", "labels"}
-    packed = RemoteDataset(url, "numbers", **SPEC, packing="best_fit", tail="wrap")
+    packed = RemoteDataset(url, "numbers", **PACKED, packing="best_fit", tail="wrap")
     assert next(iter(one.get_eval_dataloader(packed))).keys() == {"input_ids", "position_ids", "labels"}
     batch = one._for_the_model(dict(given, mine=given["labels"], cu_seqlens=given["labels"]))
     assert batch.keys() == {"input_ids", "attention_mask", "labels", "mine"}

@@ -77,7 +77,7 @@ def test_on_a_long_way_where_a_large_run_takes_no_longer_than_a_small_one_runs_g
         clock.now += 1.0 if steps[0] else 2.0  # with the time to connect
         return frames(steps)
 
-    assert [len(run) for run in fetch_runs(fetch, range(100), TARGET)][:8] == [1, 1, 2, 4, 4, 8, 10, 16]
+    assert [len(run) for run in fetch_runs(fetch, range(100), TARGET)][:8] == [1, 1, 2, 4, 8, 16, 16, 16]
 
 
 def test_a_first_batch_for_which_the_server_made_its_block_is_not_taken_for_a_long_way(clock: Clock) -> None:
@@ -86,7 +86,8 @@ def test_a_first_batch_for_which_the_server_made_its_block_is_not_taken_for_a_lo
         return frames(steps)
 
     runs = [len(run) for run in fetch_runs(fetch, range(100), TARGET)]
-    assert (runs[:4], max(runs), runs[-2]) == ([1, 1, 2, 4], 5, 5)
+    assert runs[:4] == [1, 1, 2, 4]
+    assert set(runs[4:-1]) <= {5, 6}
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])

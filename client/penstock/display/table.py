@@ -73,7 +73,7 @@ def _pieces(pieces: Sequence[Piece], terminal: Terminal, columns: int) -> Iterat
     first, last = pieces[: -(-most // 2)], pieces[len(pieces) - most // 2 :]
     for piece in first:
         yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
-    yield from _note(f"{counted(len(pieces) - most, 'more turn')}")
+    yield from _note(counted(len(pieces) - most, "more turn"))
     for piece in last:
         yield from _piece(piece, terminal, _FEWEST_PIECE_COLUMNS)
 

@@ -78,7 +78,7 @@ class _Pace:
     def __init__(self, target_bytes: int) -> None:
         self._target_bytes = target_bytes
         self._alone_seconds = 0.0  # that the way takes for a batch alone
-        self._came_alone = False  # the last of which this could be told
+        self._came_alone = False  # one did, since several told whether it was the way that took them
         self._last_seconds = 0.0
         self._nbytes = self._seconds = 0.0  # of late: each run counts half as much as the one after it
 
@@ -88,8 +88,9 @@ class _Pace:
         if num_frames == 1:
             self._alone_seconds, self._came_alone = max(self._alone_seconds, took), True
         elif self._came_alone and took > _RUN_SECONDS / _ALONE_TIMES:  # what comes sooner may have been there already
-            # Where one batch took longer than the next few do, that was not the way: the server made its block, or was away.
-            self._alone_seconds, self._came_alone = min(self._alone_seconds, took), False
+            self._came_alone = False
+            if self._alone_seconds > _ALONE_TIMES * took:  # it was not the way: the server made a block, or was away
+                self._alone_seconds, self._nbytes, self._seconds = took, 0.0, 0.0
         self._last_seconds = seconds
         self._nbytes, self._seconds = self._nbytes / 2 + nbytes, self._seconds / 2 + max(seconds, 1e-9)
         run_seconds = max(_RUN_SECONDS, _ALONE_TIMES * self._alone_seconds)

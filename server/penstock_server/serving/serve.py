@@ -40,7 +40,7 @@ from penstock_server.settings import Settings
 log = logging.getLogger("penstock.serve")
 
 _STOP_SECONDS = 3.0  # that answers under way have, once a signal says stop
-_LATEST_SECONDS = 2.0  # after which who was cut off is gone: it takes a moment, if there is much to do
+_LATEST_SECONDS = 2.0  # more, for what was cut off to end; what has not by then is given up
 _GREETED = 20  # datasets
 _HERE = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "::1"}  # localhost may be 127.0.0.1 alone
 
