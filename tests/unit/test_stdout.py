@@ -7,13 +7,24 @@ import subprocess
 import sys
 import time
 
+import pytest
 
-def test_a_pipe_that_does_not_wait_and_is_full_for_a_moment_loses_no_line_of_a_report() -> None:
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_does_not_wait_and_is_full_for_a_moment_loses_no_line(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    code = "from penstock.display.stdout import report\nfor n in range(2000): report(f'{n} ' + 'x' * 100)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=writer) as process, os.fdopen(reader) as lines:
+    code = """
+from penstock.display.stdout import print_anything, report
+print_anything()
+for n in range(2000): report(f"{n} " + "x" * 100)
+"""
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with (
+        subprocess.Popen([sys.executable, "-c", code], stdout=writer, env=environment) as process,
+        os.fdopen(reader) as lines,
+    ):
         os.close(writer)
         time.sleep(0.5)  # the pipe holds 64 KiB, of some 200 in all
-        assert [int(line.split()[0]) for line in lines] == [*range(2000)]
+        assert [line.split()[0] for line in lines] == [*map(str, range(2000))]
     assert process.returncode == 0

@@ -24,6 +24,8 @@ def print_anything() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.platform != "win32":
+        os.set_blocking(1, True)  # a pipe that does not wait would lose what comes while it is full
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  # a stdout that is closed is None
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -52,11 +54,7 @@ def readers_may_leave() -> Iterator[None]:
 def report(text: str) -> None:
     """Prints what a command does that goes on with it where nobody can read of it any more: a pipe is left, a disk is full."""
     try:
-        try:
-            print(text, flush=True)
-        except BlockingIOError:  # of a pipe that somebody made so: the rest is in Python's buffer still
-            os.set_blocking(sys.stdout.fileno(), True)
-            sys.stdout.flush()
+        print(text, flush=True)
     except OSError:
         _give_stdout_up()
 
