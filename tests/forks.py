@@ -99,6 +99,7 @@ class Fork:
 
 def _run(argv: list[str], script: Path | None, environment: dict[str, str], *streams: Connection) -> None:
     os.setpgid(0, 0)
+    multiprocessing.set_start_method(None, force=True)  # that of Python again, not the one that it was started by
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
         stream.close()

@@ -39,10 +39,10 @@ def test_a_torn_line_is_told_and_does_no_harm_where_the_run_resumed_before_it(le
 
 def test_whatever_is_left_of_the_lines_of_starts_that_were_killed_does_no_harm(ledger: Path) -> None:
     whole = lines_of(begin_of(), range(8))
-    begin = lines_of(begin_of(start=1, step=5), [])
+    begin, after = lines_of(begin_of(start=1, step=5), []), lines_of(begin_of(start=2, step=5), range(5, 20), ends=True)
     for cut in range(1, len(begin)):
         for last in (whole, whole[:-11] + "\n"):  # of the start before, too, its last line may be cut
-            ledger.write_text(f"{last}{begin[:-cut]}\n" + lines_of(begin_of(start=2, step=5), range(5, 20), ends=True))
+            ledger.write_text(f"{last}{begin[:-cut]}\n{after}")
             report = report_on(ledger)
             assert report.is_proven
             assert all(damage.is_torn for damage in report.damages)

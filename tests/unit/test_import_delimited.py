@@ -38,9 +38,15 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
     ]
 )
 WHOLE = st.integers(-(10**18) + 1, 10**18 - 1)
-DECIMAL = st.floats(-1e290, 1e290, allow_subnormal=False).filter(
-    lambda x: x == 0 or (abs(x) > 1e-290 and not 9e15 <= abs(x) < 1e16)
-)
+
+
+def is_given_back(number: float) -> bool:
+    """Whether the digits of a float64 say that it is one: close to what it does not hold, that needs a second look."""
+    size = abs(number)
+    return size == 0 or (size > 1e-290 and not 9e15 <= size < 1e16 and not (4.5e15 <= size < 2**52 and size % 1))
+
+
+DECIMAL = st.floats(-1e290, 1e290, allow_subnormal=False).filter(is_given_back)
 
 
 def write(path: Path, header: Sequence[str], rows: Sequence[Iterable[object]], delimiter: str = ",") -> Path:
@@ -80,7 +86,7 @@ def test_every_row_comes_back_with_empty_fields_null(
         (["1e3", "-0.5E-7"], "double"),
         (["3.14159265358979323846"], "double"),
         (["1234567890123456.5"], "double"),
-        (["3999999999999999.5", "8999999999999999.0"], "double"),
+        (["4499999999999999.5", "8999999999999999.0"], "double"),
         (["0e-299", "0.0", "-0.000001", "1.5E+005", "1e299", "9.9e-299", "123456789012345e99"], "double"),
         (["12345678901234567.5"], "string"),
         (["9007199254740993.0"], "string"),
