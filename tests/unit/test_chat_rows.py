@@ -92,6 +92,10 @@ def test_json_is_given_to_the_template_as_it_is_and_of_structs_what_is_not_null(
     folder.write({"messages": [json.dumps([CHAT[0], call])], "tools": [json.dumps(tools)]}, "", {"chat_template": AS_JSON})
     assert folder.rows() == ["[{}].[{}].[{}]".format(*written)]
     folder.write({"messages": [[CHAT[0], call]], "tools": [tools]}, "", {"chat_template": AS_JSON})
+    # By the content, which is null where a tool is called, many templates tell a call from an answer.
+    there = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}], "content": None}
+    assert folder.rows() == ["[{}].[{}].[{}]".format(written[0], json.dumps(there), '[{"name": "f"}]')]
+    folder.write({"messages": [[CHAT[0], {**CHAT[1], "tool_calls": None}]], "tools": [tools]}, "", {"chat_template": AS_JSON})
     assert "null" not in folder.rows()[0]
 
 
@@ -160,7 +164,6 @@ def test_tokens_that_are_named_for_the_template_are_not_written_twice(folder: Fo
     [
         ({"eos_token": "<|im_end|>"}, "", "<|im_end|>", False),
         ({"eos_token": {"content": "</s>"}}, "", "</s>", False),
-        ({"eos_token": "<gone>"}, "", EOS, True),
         ({}, "", EOS, True),
         ({}, 'eos = "</s>"', "</s>", False),
     ],
@@ -174,6 +177,23 @@ def test_texts_end_with_the_eos_of_the_model(
     assert (told in folder.advice()) == is_guessed
     if is_guessed:
         assert "tokenizer.json has </s>, <|im_end|>, too, and nothing says which of them ends a text" in folder.advice()
+
+
+@pytest.mark.parametrize(
+    ("columns", "name", "recipe"),
+    [({"text": ["fox"]}, "eos_token", "eos = '</s>'"), ({"messages": [CHAT]}, "bos_token", "chat_template = 'own.jinja'")],
+    ids=["closes a text", "opens a chat"],
+)
+def test_a_token_that_the_tokenizer_does_not_have_is_refused(
+    folder: Folder, columns: dict[str, Any], name: str, recipe: str
+) -> None:
+    (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", ""))
+    config = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA_2}
+    folder.write(columns, "", config | {name: "<gone>"}, *USUAL)
+    with pytest.raises(DatasetRefused, match=f"name '<gone>' as {name}, and that is not in its vocabulary"):
+        folder.rows()
+    folder.write(columns, recipe, config | {name: "<gone>"})
+    assert folder.rows()[0].endswith("</s>")
 
 
 def test_one_usual_eos_is_no_guess(folder: Folder) -> None:

@@ -84,6 +84,11 @@ def test_what_leads_out_of_the_sandbox_or_past_its_bounds_is_refused(text: str) 
         ("{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}", "TrueTrueFalse"),
         ("{{ bos_token }}{{ eos_token }}{{ eos_token is defined }}", "<s>False"),
         ("{{ messages[0].name }}<{{ '&' }}>", "<&>"),
+        (
+            "{% macro plain(x) %}{{ x }}{% endmacro %}{{ plain(1700000000) }} {{ '{}'.format(1700000000) }}",
+            "1700000000 1700000000",
+        ),
+        ("{% set ns = namespace(at=1700000000) %}{{ ns.at }} {{ dict(at=1700000000).at }}", "1700000000 1700000000"),
     ],
 )
 def test_templates_have_what_hugging_face_gives_to_them(text: str, written: str) -> None:

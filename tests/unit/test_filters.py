@@ -103,6 +103,8 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
         (one(pa.string_view(), "a", "b", None), "x like 'a%'", [True, False, False]),
         (one(pa.json_(), "a", "b", None), "x > 'a' or x is null", [False, True, True]),
         (one(pa.json_(), "{}", "[1]", None), "length(x) = 2 and x like '{%'", [True, False, False]),
+        (one(pa.string(), "C:\\a", "C:\\\\a", "C:a"), r"x like 'C:\\a%' or x like '\C:a'", [True, False, True]),
+        (one(pa.string(), "a\\b\n", "a\\b", "a\n"), r"x like '%\\b%' and x not like '%\\_'", [True, False, False]),
         (one(pa.string(), "Über", "b", None), "x ilike 'ÜB%'", [True, False, False]),
         (one(pa.string(), "Über", "b", None), "x not ilike 'ÜB%'", [False, True, False]),
         (one(pa.large_string(), "http://a/1", "a", None), r"regexp_like(x, '^https?://[a-z.]+/\d$')", [True, False, False]),

@@ -61,14 +61,18 @@ def filled(value: Any, type_: pa.DataType) -> Any:
     return value
 
 
-@given(rows=ROWS, ascii_only=st.booleans())
+@given(rows=ROWS, in_first=st.integers(0, 30), ascii_only=st.booleans())
 @pytest.mark.usefixtures("portion_bytes")
 def test_every_row_comes_back_whatever_is_missing_null_or_nested(
-    tmp_path_factory: pytest.TempPathFactory, rows: Rows, ascii_only: bool
+    tmp_path_factory: pytest.TempPathFactory, rows: Rows, in_first: int, ascii_only: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("jsonl")
     rows = [{"id": number, **row} for number, row in enumerate(rows)] or [{"id": 0}]
-    table = imported(folder / "out", write(folder / "x.jsonl", rows, ascii_only=ascii_only))
+    files = [
+        write(folder / f"{number}.jsonl", some, ascii_only=ascii_only)
+        for number, some in enumerate((rows[:in_first], rows[in_first:]))
+    ]
+    table = imported(folder / "out", *files)
     types = {field.name: field.type for field in table.schema}
     expected = [{name: filled(row.get(name), type_) for name, type_ in types.items()} for row in rows]
     assert table.to_pylist() == expected
@@ -96,11 +100,15 @@ def test_every_row_comes_back_whatever_is_missing_null_or_nested(
 )
 @pytest.mark.usefixtures("portion_bytes")
 def test_a_column_whose_type_changes_gets_one_that_holds_all(tmp_path: Path, rows: Rows, type_: str) -> None:
-    table = imported(tmp_path / "out", write(tmp_path / "x.jsonl", [{"id": 1, **row} for row in rows]))
-    assert types_of(table)["a"] == type_
-    if "c: {}" not in str(rows):
-        kind = table.schema.field("a").type
-        assert table.column("a").to_pylist() == [filled(row.get("a"), kind) for row in rows]
+    rows = [{"id": 1, **row} for row in rows]
+    files = [write(tmp_path / f"{number}.jsonl", [row]) for number, row in enumerate(rows)]
+    for name, parts in (("one", [write(tmp_path / "x.jsonl", rows)]), ("many", files), ("back", files[::-1])):
+        table = imported(tmp_path / name, *parts)
+        assert types_of(table)["a"] == type_
+        if "c: {}" not in str(rows):
+            kind = table.schema.field("a").type
+            expected = [filled(row.get("a"), kind) for row in (rows[::-1] if name == "back" else rows)]
+            assert table.column("a").to_pylist() == expected
 
 
 @pytest.mark.parametrize("first", [None, "x", 7, 0.5, [1], {}, {"b": None}, {"b": [None, 1]}, True])

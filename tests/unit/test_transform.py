@@ -27,6 +27,11 @@ def test_two_folders_may_have_modules_of_one_name(tmp_path: Path) -> None:
     assert [transform(ROWS)["text"].to_pylist() for transform in (one, two)] == [["one"], ["two"]]
 
 
+def test_two_functions_of_one_module_make_two_datasets(tmp_path: Path) -> None:
+    (tmp_path / "clean.py").write_text("def say(rows):\n    return rows\n\ndef shout(rows):\n    return rows\n")
+    assert load_transform("clean:say", tmp_path).digest != load_transform("clean:shout", tmp_path).digest
+
+
 def test_a_source_that_changes_within_a_second_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "clean.py"
     for text in ("one", "two", "six"):

@@ -163,6 +163,29 @@ def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | 
     return pa.schema(fields), left_out
 
 
+def completed(schema: pa.Schema, whole: pa.Schema) -> pa.Schema:
+    """The types of a file, with those of all files for what it has no value of inside of its objects and lists."""
+    types = {field.name: field.type for field in whole}
+    fields = [
+        field if pa.types.is_null(field.type) else field.with_type(_completed(field.type, types.get(field.name)))
+        for field in schema
+    ]
+    return pa.schema(fields)
+
+
+def _completed(type_: pa.DataType, whole: pa.DataType | None) -> pa.DataType:
+    if whole is None:
+        return type_
+    if pa.types.is_null(type_):
+        return whole
+    if pa.types.is_list(type_) and pa.types.is_list(whole):
+        return pa.list_(_completed(type_.value_type, whole.value_type))
+    if pa.types.is_struct(type_) and pa.types.is_struct(whole):
+        types = {field.name: field.type for field in whole}
+        return pa.struct([(field.name, _completed(field.type, types.get(field.name))) for field in type_])
+    return type_
+
+
 def check_names(option: str, columns: Sequence[str], surveys: Sequence[tuple[Path, Survey]]) -> None:
     """Raises ImportRefused: an option names a column that is in no file."""
     known = list(dict.fromkeys(name for _, survey in surveys for name in survey.names))

@@ -64,8 +64,9 @@ class JsonLines:
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The lines as rows, in the types of the survey. Raises ImportRefused: as `survey`."""
+        told = _told(survey.schema)
         for portion in self._portions(advance):
-            yield self._parsed(portion, partial(self._read, schema=_told(survey.schema)))
+            yield self._parsed(portion, partial(self._read, schema=told))
 
     def _portions(self, advance: Advance) -> Iterator[Portion]:
         with opened(self.path) as stream:
@@ -132,8 +133,8 @@ def _parse(data: bytes, schema: pa.Schema | None = None) -> pa.Table:
 
 
 def _told(schema: pa.Schema) -> pa.Schema:
-    """The types as pyarrow can be told them."""
-    return pa.schema([(field.name, _without_null(field.type)) for field in schema])
+    """The types as pyarrow can be told them; a column without a value is left out."""
+    return pa.schema([(field.name, _without_null(field.type)) for field in schema if not pa.types.is_null(field.type)])
 
 
 def _without_null(type_: pa.DataType) -> pa.DataType:

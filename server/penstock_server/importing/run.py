@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from penstock.wording import listed
 from penstock_server.importing.columnar import ArrowFile, ParquetFile
-from penstock_server.importing.columns import check_names, conform, one_schema
+from penstock_server.importing.columns import check_names, completed, conform, one_schema
 from penstock_server.importing.delimited import Delimited
 from penstock_server.importing.jsonl import JsonLines
 from penstock_server.importing.rows import Kind
@@ -162,7 +162,7 @@ class Imported:
 
 
 def _tables(source: Source, survey: Survey, schema: pa.Schema, advance: Advance) -> Iterator[pa.Table]:
-    for table in source.tables(survey, advance):
+    for table in source.tables(replace(survey, schema=completed(survey.schema, schema)), advance):
         try:
             yield conform(table, schema)
         except ValueError as error:

@@ -5,8 +5,9 @@ messages, opens no file and loads no other template. What depends on the clock o
 which Hugging Face has, `lipsum` and the filter `random`.
 
 A template can still take long or use much memory, and Jinja cannot stop it. Bounded are what it writes, what all its ranges
-together run through, and what * and ** and calls with a large number make. Not bounded are loops in loops over the messages
-themselves, and a text that is joined to itself again and again. Serve templates that you have read.
+together run through, and what *, ** and the methods that pad a text make. Not bounded are loops in loops over the messages
+themselves, a text that is joined to itself again and again, and filters and formats that pad. Serve templates that you have
+read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jinja2.utils import Namespace
 
 MAX_CHARACTERS = 1 << 24
 MAX_RANGE = 100_000
+_PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes")
 BEGIN, END = "penstock_generation_begins", "penstock_generation_ends"  # variables that are written around a generation
 
 
@@ -71,9 +73,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """A call. Raises SecurityError: with a number that a text could be padded to, past all bounds."""
-        if any(isinstance(value, int) and value > MAX_CHARACTERS for value in (*args, *kwargs.values())):
-            raise SecurityError("a call is given too large a number")
+        """A call. Raises SecurityError: it pads a text past all bounds."""
+        if getattr(__obj, "__name__", "") in _PADDING and any(isinstance(each, int) and each > MAX_CHARACTERS for each in args):
+            raise SecurityError("a text is padded too far")
         return super().call(__context, __obj, *args, **kwargs)
 
 

@@ -6,6 +6,7 @@ fails when it is calculated.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import pyarrow as pa
@@ -65,7 +66,18 @@ def like(term: Term, pattern: Term, *, ignore_case: bool = False) -> Term:
     text = _pattern(term, pattern)
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise Mismatch(r"has a pattern that ends with \, which takes the next character as it is. Write \\ for one")
+    if "\\" in text:  # pyarrow takes it for a character of its own where the rest is plain, as in 'a\\\\%'
+        return condition(pc.match_substring_regex(term.value, pattern=_as_regex(text), ignore_case=ignore_case))
     return condition(pc.match_like(term.value, pattern=text, ignore_case=ignore_case))
+
+
+def _as_regex(pattern: str) -> str:
+    """A pattern of LIKE in RE2's syntax."""
+    parts = (
+        re.escape(escaped) if escaped else {"%": ".*", "_": "."}.get(plain) or re.escape(plain)
+        for escaped, plain in re.findall(r"\\(.)|(.)", pattern, re.DOTALL)
+    )
+    return rf"(?s)\A{''.join(parts)}\z"
 
 
 def starts_with(term: Term, pattern: Term) -> Term:

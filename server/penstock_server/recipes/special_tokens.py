@@ -44,6 +44,8 @@ class SpecialTokens:
         if is_closed:
             return None
         named = load_special_tokens(self._path).get("eos_token") if self._path else None
+        if named:
+            self._check_known("eos_token", named)
         found = self._id_of(named)
         if found is None:
             found = self._id_of(self._usual_eos())
@@ -68,7 +70,19 @@ class SpecialTokens:
         for name, key in (("eos_token", "eos"), ("bos_token", "bos")):
             if name in template and name not in tokens:
                 tokens[name] = self._written(name, key)
+        for name, token in tokens.items():
+            if name in template:
+                self._check_known(name, token)
         return tokens
+
+    def _check_known(self, name: str, token: str) -> None:
+        """Raises DatasetRefused: the tokenizer would take a special token apart, as any text."""
+        if self._id_of(token) is None:
+            raise DatasetRefused(
+                f"{self._folder}: the files beside {self._path} name {token!r} as {name}, and that is not in its vocabulary, "
+                f"so that it would be taken apart, as any text. transformers adds such tokens when it loads the files: save "
+                f"them with its save_pretrained, and take the tokenizer.json that this writes, or mend the name."
+            )
 
     def _written(self, name: str, key: str) -> str:
         """The text of a special token that a template writes and no file beside the tokenizer names."""

@@ -35,7 +35,7 @@ class TransformError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """A function over record batches; `digest` is the hash of its module's source."""
+    """A function over record batches; `digest` is the hash of its module's source and of its own name."""
 
     name: str
     digest: str
@@ -77,7 +77,7 @@ def load_transform(name: str, folder: Path) -> Transform:
         source = read_file(path)
     except OSError as error:
         raise TransformError(f"{path} cannot be read: {error.strerror}") from error
-    digest = blake2b(source, digest_size=16).hexdigest()
+    digest = blake2b(function_name.encode() + b"\0" + source, digest_size=16).hexdigest()
     try:
         module = _run(path, source, f"penstock_transform_{digest}", package)
     except (Exception, SystemExit) as error:
