@@ -117,6 +117,7 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
         (one(pa.string(), "it's", "IT'S", 'it"s'), "x = 'it''s'", [True, False, False]),
         (one(pa.float16(), 1, 2, None), "x * 2 = 4", [False, True, False]),
         (one(pa.decimal128(9, 2), 1, 2, None), "x > 1.5", [False, True, False]),
+        (one(pa.decimal128(18, 0), 2**53, 2**53 + 1, None), f"x = {2**53 + 1} or x % 2 = 1", [False, True, False]),
         (one(pa.float32(), math.nan, 1, None), "x is null", [True, False, True]),
         (one(pa.float64(), -0.0, 0.0, 0.5), "x in (0)", [True, True, False]),
         (one(pa.float64(), math.nan, 1, None), "not x > 5", [False, True, False]),

@@ -289,6 +289,25 @@ def test_decimals_beside_floats_are_refused_and_not_rounded(
     assert imported(tmp_path / "out", files[0], files[2]).num_rows == 2
 
 
+def test_texts_beside_bytes_are_refused_and_not_made_bytes(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / f"{number}.parquet", pa.table({"x": pa.array([[value]])})) for number, value in enumerate(("a", b"a"))
+    ]
+    with pytest.raises(ImportRefused, match="column 'x' is list<item: binary> here, and list<item: string> in what was read"):
+        imported(tmp_path / "out", *files)
+
+
+def test_a_dictionary_of_lists_is_refused_with_the_reason(tmp_path: Path) -> None:
+    lists = pa.DictionaryArray.from_arrays(pa.array([1, 0]), pa.array([[1, 2], [3]]))
+    with (
+        pa.OSFile(str(path := tmp_path / "x.arrow"), "wb") as file,
+        pa.ipc.new_file(file, (table := pa.table({"x": lists})).schema) as to,
+    ):
+        to.write_table(table)
+    with pytest.raises(ImportRefused, match="x.arrow cannot be imported: .*--columns"):
+        imported(tmp_path / "out", path)
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [

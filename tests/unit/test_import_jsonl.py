@@ -185,6 +185,8 @@ def test_what_is_kept_as_text_is_the_json_that_is_written(tmp_path: Path) -> Non
         assert table.column("id").to_pylist() == [1, 2, 3, 4, None, 6, 7, 8, 9]
     with pytest.raises(ImportRefused, match="--text: no file has a column 'call'. Did you mean 'calls'"):
         imported(tmp_path / "wrong", tmp_path / "x.jsonl", text=["calls", "call"])
+    with pytest.raises(ImportRefused, match="--text names 'calls', which --columns leaves out"):
+        imported(tmp_path / "wrong", tmp_path / "x.jsonl", columns=["id"], text=["calls"])
 
 
 ANY_JSON = st.recursive(INTEGERS | TEXTS | st.none(), lambda values: st.lists(values) | MESSAGES, max_leaves=4)
@@ -214,6 +216,7 @@ BAD = {
     b'{"a": 1}\n7\n': "line 2: it is not an object.*Each line must be one whole JSON object",
     b'{"a": 1}\n null\n': "line 2: it is not an object",
     b'{"a": 1}\n{"a": 1} {"a": 2}\n': "line 2: it is not exactly one object",
+    b'{"a": 1}\n{"a": 1},\n{"a": 2}\n': "line 2: it is not exactly one object",
     b'{"a": 1}\n{\n"a": 1\n}\n': "line 2: missing a name",
     b'{"a": 1}\n{"a": 1, "a": 2}\n': "line 2: column 'a' is given twice.*Remove one",
     b'{"a": "x"}\n{"a": "\xff"}\n': "line 2: byte 8 is not UTF-8.*iconv",
@@ -266,6 +269,9 @@ def test_brackets_in_text_or_side_by_side_are_not_nested(tmp_path: Path) -> None
         ("x.jsonl", '{"a": 1}\n'.encode("utf-16"), "is UTF-16.*iconv"),
         ("x.jsonl", '{"a": 1}\n'.encode("utf-16-be"), "is UTF-16.*iconv -f UTF-16BE -t"),
         ("x.jsonl", '{"a": 1}\n'.encode("utf-16-le"), "is UTF-16.*iconv -f UTF-16LE -t"),
+        ("x.jsonl", '{"a": 1}\n'.encode("utf-32"), "is UTF-32.*iconv -f UTF-32 -t"),
+        ("x.jsonl", '{"a": 1}\n'.encode("utf-32-be"), "is UTF-32.*iconv -f UTF-32BE -t"),
+        ("x.jsonl", '{"a": 1}\n'.encode("utf-32-le"), "is UTF-32.*iconv -f UTF-32LE -t"),
         ("x.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), "x.jsonl is compressed.*Rename it to x.jsonl.gz"),
         ("x.jsonl", pa.compress(b'{"a": 1}\n', "zstd", asbytes=True), "Rename it to x.jsonl.zst"),
         ("x.jsonl", bz2.compress(b'{"a": 1}\n'), "x.jsonl is compressed by bzip2, which is not read.*Unpack it"),

@@ -122,12 +122,12 @@ def survey_typed(
     """
     with refusing(path):
         chosen = normal_schema(schema, columns)
-    wide = frozenset[str]()
-    open_ = set(may_be_wide(chosen))
-    for table in read(sorted(open_)) if open_ else ():
-        wide |= wide_columns(table)
-        if wide == open_:
-            break
+        wide = frozenset[str]()
+        open_ = set(may_be_wide(chosen))
+        for table in read(sorted(open_)) if open_ else ():
+            wide |= wide_columns(table)
+            if wide == open_:
+                break
     return Survey(names=tuple(schema.names), schema=chosen, wide=wide)
 
 

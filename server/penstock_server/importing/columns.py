@@ -73,7 +73,7 @@ def merge(known: pa.Schema, new: pa.Schema) -> pa.Schema:
         return known
     common = [(known.field(field.name), field) for field in new if field.name in known.names]
     for mine, other in common:
-        if _are_rounded(mine.type, other.type):
+        if _are_changed(mine.type, other.type):
             raise _differ(mine, other)
     try:
         merged = pa.unify_schemas([known, new], promote_options="permissive")
@@ -101,19 +101,18 @@ def _differ(known: pa.Field, new: pa.Field) -> ColumnsDiffer:
     return ColumnsDiffer(f"column {new.name!r} is {_short(new.type)} here, and {_short(known.type)} in what was read before")
 
 
-def _are_rounded(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether values of both in one column are rounded: to Arrow a decimal beside a float is that float, be it of 32 bits."""
+def _are_changed(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether values of both change in one column: to Arrow decimals beside floats are floats, and texts beside bytes bytes."""
     types = pa.types
-    if types.is_decimal(one):
-        return bool(types.is_floating(other))
-    if types.is_decimal(other):
-        return bool(types.is_floating(one))
+    for is_changed, by in ((types.is_decimal, types.is_floating), (types.is_string, types.is_binary)):
+        if (is_changed(one) and by(other)) or (is_changed(other) and by(one)):
+            return True
     if types.is_struct(one) and types.is_struct(other):
         names = {field.name for field in one} & {field.name for field in other}
-        return any(_are_rounded(one.field(name).type, other.field(name).type) for name in names)
+        return any(_are_changed(one.field(name).type, other.field(name).type) for name in names)
     if types.is_map(one) and types.is_map(other):
-        return _are_rounded(one.key_type, other.key_type) or _are_rounded(one.item_type, other.item_type)
-    return bool(types.is_list(one) and types.is_list(other)) and _are_rounded(one.value_type, other.value_type)
+        return _are_changed(one.key_type, other.key_type) or _are_changed(one.item_type, other.item_type)
+    return bool(types.is_list(one) and types.is_list(other)) and _are_changed(one.value_type, other.value_type)
 
 
 def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:

@@ -23,6 +23,7 @@ from penstock_server.importing.stream import BYTE_ORDER_MARK, Portion, opened, p
 
 T = TypeVar("T")
 _PARSE_ERROR = re.compile(r"JSON parse error: (.*?)\.? in row \d+", re.DOTALL)
+_EMPTY = "JSON parse error: The document is empty"
 _NO_OBJECT = re.compile(rb"\n[ \t\r]*[^{\s]")
 _COLUMN = re.compile(r"Column\(/?(.*?)\)(?: changed from (\w+) to (\w+))?")
 _MEND_COLUMN = "Mend it, or keep all of the column{} as it is written, as text, with --text, or leave it out with --columns"
@@ -191,6 +192,8 @@ def _reason(error: ValueError) -> str:
         advice = "Write them as text, or remove the line"
     elif isinstance(error, ColumnsDiffer):
         advice = _MEND_COLUMN.format("")
+    elif what.startswith(_EMPTY):  # as behind the comma of an array's line
+        what = "it is not exactly one object"
     elif found := _PARSE_ERROR.search(what):
         what, advice = _told_by_pyarrow(found[1], advice)
     return f"{what}. Nothing was written. {advice}."

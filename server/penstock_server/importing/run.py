@@ -95,7 +95,10 @@ class Import:
         return sources
 
     def _check_options(self, sources: Sequence[Source]) -> None:
-        """Raises ImportRefused: an option is for files of another kind, so who gave it expects what will not be."""
+        """Raises ImportRefused: an option has no effect on these files, so who gave it expects what will not be."""
+        for name in self.text:
+            if self.columns is not None and name not in self.columns:
+                raise ImportRefused(f"--text names {name!r}, which --columns leaves out. Name it in both, or in neither.")
         ids = self.documents
         of_csv, of_texts, of_ids = (Delimited,), (Delimited, JsonLines), (TokenFile,)
         for option, is_given, kinds, what in (

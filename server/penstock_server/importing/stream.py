@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,15 @@ from penstock_server.importing.source import TABLE_BYTES, ImportRefused
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # which such a file begins with
 _UNREAD = {"bzip2": b"BZh", "xz": b"\xfd7zX", "zip": b"PK\x03\x04"}  # other ways to compress
+# What texts of other encodings begin with. Without a mark some iconv take UTF-16 for little-endian, others for big-endian.
+_WIDE = {
+    "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff", re.DOTALL),
+    "UTF-32BE": re.compile(rb"\0\0\0[^\0]", re.DOTALL),
+    "UTF-32LE": re.compile(rb"[^\0]\0\0\0", re.DOTALL),
+    "UTF-16": re.compile(rb"(\xff\xfe|\xfe\xff).*", re.DOTALL),
+    "UTF-16BE": re.compile(rb"\0[^\0].*", re.DOTALL),
+    "UTF-16LE": re.compile(rb"[^\0]\0.*", re.DOTALL),
+}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what Windows writes before UTF-8
 _LARGEST_LINE_BYTES = 16 << 20  # a longer one is refused: memory must be bounded
 _FIRST_PORTION_BYTES = 64 << 10
@@ -44,17 +54,14 @@ def opened(path: Path) -> Iterator[Stream]:
     """The stream of a file.
 
     Raises ImportRefused: it cannot be read, or not be decompressed, or is compressed though its ending is another, or its
-    text is UTF-16.
+    text is UTF-16 or UTF-32.
     """
     try:
         begin = Stream(path).bytes.read(4)
-        has_mark = begin[:2] in (b"\xff\xfe", b"\xfe\xff")
-        if has_mark or (begin[:1] == b"\0") != (begin[1:2] == b"\0"):
-            # Without a mark some iconv take UTF-16 for little-endian, others for big-endian.
-            encoding = "UTF-16" if has_mark else "UTF-16BE" if begin[:1] == b"\0" else "UTF-16LE"
+        if encoding := next((name for name, pattern in _WIDE.items() if pattern.fullmatch(begin)), ""):
             raise ImportRefused(
-                f"{path} is UTF-16, and penstock reads UTF-8. Nothing was written. Convert it: iconv -f {encoding} -t UTF-8 "
-                f"FILE > NEW_FILE"
+                f"{path} is {encoding[:6]}, and penstock reads UTF-8. Nothing was written. Convert it: iconv -f {encoding} -t "
+                f"UTF-8 FILE > NEW_FILE"
             )
         for ending, magic in _MAGIC.items():
             if begin.startswith(magic):

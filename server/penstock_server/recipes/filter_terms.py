@@ -32,6 +32,7 @@ _OPPOSITES: dict[Comparison, Comparison] = {
 }
 WHOLE = (pa.int64(), pa.uint64())
 _BOTH_WHOLE = pa.decimal128(20, 0)  # holds every int64 and every uint64
+_DIGITS = 18  # of which int64 holds every number
 NUMBERS = (*WHOLE, pa.float64())
 _ANYWHERE, _NOWHERE = pc.scalar(True), pc.scalar(False)
 _UNKNOWN = pc.scalar(pa.scalar(None, pa.bool_()))
@@ -113,7 +114,8 @@ def column(path: Sequence[str], type_: pa.DataType) -> Term:
         value = value.cast(pa.float64())
         return Term(value=unless_nan(value), type=pa.float64(), stored=value)
     if pa.types.is_decimal(type_):
-        return Term(value=value.cast(pa.float64()), type=pa.float64())
+        plain = pa.int64() if type_.scale == 0 and type_.precision <= _DIGITS else pa.float64()
+        return Term(value=value.cast(plain), type=plain)
     return Term(value=value, type=type_, stored=value)
 
 

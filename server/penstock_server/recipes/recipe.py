@@ -13,7 +13,6 @@ from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.column_types import (
     are_told_alike,
     name_of_travelling,
-    travelling_as,
 )
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filters import Filter, not_empty, not_null
@@ -205,7 +204,7 @@ class Recipe:
         if self.tools:
             check_tools(self.tools, schema)
         for column in self.columns:
-            if travelling_as(own := column.field.type(schema)) != travelling_as(column.type):
+            if name_of_travelling(own := column.field.type(schema)) != name_of_travelling(column.type):
                 raise FieldError(f"column {column.name!r} is {own}, but {column.type} in the first shard")
 
     def describe(self) -> str:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from penstock.wording import listed
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.column_types import is_list_of, is_messages, is_text, is_tokens
+from penstock_server.recipes.column_types import is_bytes, is_list_of, is_messages, is_text, is_tokens
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.fitting import Fields, Kind, check_field
@@ -97,7 +97,7 @@ def _why_no_guess(schema: pa.Schema, text: set[str], chats: set[str]) -> str:
     more = f" {', '.join(wrong)}: {right}." if wrong else ""
     if {"prompt", *ANSWERS} & chats:
         more += " A prompt and its answer that are chats: a transform makes one list of messages of them."
-    if any(pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type) for field in known):
+    if any(is_bytes(field.type) for field in known):
         more += " A transform makes texts of bytes: pyarrow.compute.cast(batch[NAME], pyarrow.string())."
     if any(pa.types.is_null(field.type) for field in known):
         more += " Where all of the first shard is null it has no type: write it with that of the others."

@@ -176,16 +176,21 @@ def test_bytes_of_every_type_travel(data: Path, type_: pa.DataType) -> None:
 
 def test_a_column_may_be_of_another_arrow_type_in_every_shard_if_it_is_sent_as_the_same(data: Path) -> None:
     kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string()), pa.string_view()]
+    pairs = [pa.list_(pa.field(item, pa.int8(), is_null), 2) for item, is_null in (("item", True), ("element", False))]
     shards = [
-        {"tokens": pa.array([[1]], IDS), "lang": pa.array(["en"], kind), "x": pa.array([0.5], number)}
-        for kind, number in zip(kinds, [pa.float32(), pa.float16()] * 2, strict=True)
-    ]
-    write(data, 'columns = ["lang", "x"]', *shards)
-    for block in open_blocks(data).get([0, 1, 2, 3]):
-        assert {name: (str(column.type), *column.to_pylist()) for name, column in block.columns.items()} == {
-            "lang": ("large_string", "en"),
-            "x": ("float", 0.5),
+        {
+            "tokens": pa.array([[1]], IDS),
+            "lang": pa.array(["en"], kind),
+            "x": pa.array([0.5], number),
+            "pair": pa.array([[7, 8]], pair),
         }
+        for kind, number, pair in zip(kinds, [pa.float32(), pa.float16()] * 2, pairs * 2, strict=True)
+    ]
+    write(data, 'columns = ["lang", "x", "pair"]', *shards)
+    for block in open_blocks(data).get([0, 1, 2, 3]):
+        made = {name: (str(column.type), *column.to_pylist()) for name, column in block.columns.items()}
+        assert made.pop("pair")[1] == [7, 8]
+        assert made == {"lang": ("large_string", "en"), "x": ("float", 0.5)}
     write(data, 'columns = ["x"]', shards[0], shards[1] | {"x": pa.array([0.5], pa.float64())})
     with pytest.raises(DatasetRefused, match="column 'x' is double, but float in the first shard"):
         open_snapshot(data)
