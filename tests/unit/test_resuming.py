@@ -50,7 +50,7 @@ def check_rest(spec: Spec, at: Position, left: list[int], num_samples: int) -> N
         assert len(found) == -(-len(left) // per_step) * per_step
 
 
-@pytest.mark.filterwarnings("ignore:skip counts all steps of an epoch")  # of ranges that are added
+@pytest.mark.filterwarnings("ignore:skip counts all steps of an epoch", "ignore:this state is past")  # of ranges that are added
 @given(st.integers(1, 120), st.lists(st.tuples(specs, st.integers(0, 12)), min_size=1, max_size=4), specs)
 def test_whatever_is_resumed_at_any_step_gives_the_rest_and_nothing_else(
     num_samples: int, legs: list[tuple[Spec, int]], last: Spec

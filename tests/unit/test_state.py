@@ -215,10 +215,22 @@ def test_of_a_range_that_is_added_it_is_told_where_the_run_counted_its_first_ste
         match=r"left out 2-4, so what it called step 20 is step 23 in skip, and step 20 is another: check the range\.$",
     ):
         read(state, "a", replace(then, skip="2-4,20-21"))
-    for spec in (replace(then, skip="0-1,2-4"), replace(then, skip="3"), replace(then, skip=None), replace(then, skip="2-4")):
+    for spec in (replace(then, skip="3"), replace(then, skip=None), replace(then, skip="2-4")):
         read(state, "a", spec)  # nothing to tell
     read(state, "a", replace(then, batch_size=2, world_size=4, skip="2-4"))
-    read(state, "a", replace(then, batch_size=2, skip="20"))  # in steps of another size
+    read(state, "a", replace(then, batch_size=2, skip="40"))  # in steps of another size
+
+
+@pytest.mark.parametrize("skip", [None, "2-4"])
+def test_of_a_range_that_the_run_has_trained_on_it_is_told(skip: str | None) -> None:
+    then = Spec(batch_size=4, world_size=2, skip=skip)
+    state = write_state("a", then, Position(step=15))
+    for batch_size in (4, 2):
+        with pytest.warns(UserWarning, match="is past samples:49-63, which skip leaves out now and its run did not"):
+            read(state, "a", replace(then, batch_size=batch_size, skip="samples:49-63,145-150"), num_sequences=500)
+    come_or_known = "samples:145-150,16-39" if skip else "samples:145-150"
+    read(state, "a", replace(then, skip=come_or_known), num_sequences=500)  # nothing to tell
+    read(state, "a", replace(then, skip="0-1"), num_sequences=15 * 8)  # the epoch is over: this is for the next
 
 
 def test_of_a_mixture_the_datasets_are_told_whose_data_changed() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import SpecError, StateMismatch
 from penstock.mix import first_other, parse_mix
-from penstock.skip import first_new, parse_skip, position_after
+from penstock.skip import first_new, parse_skip, position_after, spell_skip
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.whole import plain
 
@@ -98,6 +98,12 @@ def read_state(
             f"it called step {added[0]:,} is step {added[1]:,} in skip, and step {added[0]:,} is another: check the range.",
             stacklevel=4,  # of load_state_dict
         )
+    if not differing and consumed < num_sequences and (passed := _passed(state, spec, consumed)):
+        warnings.warn(
+            f"this state is past {passed}, which skip leaves out now and its run did not: they are trained on already. To leave "
+            f"them out, load a state from before them.",
+            stacklevel=4,  # of load_state_dict
+        )
     if differing or not counts_like(state, spec):
         return Position(epoch=at.epoch, offset=consumed)
     return at
@@ -124,6 +130,15 @@ def _added_step(state: Mapping[str, Any], spec: Spec) -> tuple[int, int] | None:
     step, is_inside = divmod(added, size)  # inside of a step: it was not counted in steps
     there = position_after(skipped, 0, step * size) // size
     return (step, there) if there != step and not is_inside else None
+
+
+def _passed(state: Mapping[str, Any], spec: Spec, consumed: int) -> str | None:
+    """The ranges of samples before the first `consumed` ones that the spec skips and the state did not; None for none."""
+    if _skips_the_same_steps(state, spec):
+        return None
+    size = state["batch_size"] * state["world_size"]
+    skipped = parse_skip(state["skip"], size) if state.get("skip") else ()
+    return spell_skip(tuple(each for each in spec.skipped() if each[1] <= consumed and first_new((each,), skipped) is not None))
 
 
 def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:
