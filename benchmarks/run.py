@@ -38,7 +38,7 @@ def main() -> None:
     work = _HERE / "work"
     work.mkdir(exist_ok=True)
     scale = (ratios.quick if asked.quick else ratios.full)(work, asked.minutes)
-    num_sequences = asked.sequences or scale.num_sequences
+    num_sequences = scale.num_sequences if asked.sequences is None else asked.sequences
     names = asked.peers or (peers.QUICK if asked.quick else peers.NAMES)
     rounds, seconds, warm_up = asked.rounds or (1 if asked.quick else 3), asked.seconds or (2 if asked.quick else 10), 2.0
     results = Results(
@@ -63,7 +63,7 @@ def main() -> None:
             _add_ratio(results, name, work, asked)
         _add_planning(results, work, _PLANNED_BLOCKS // 10 if asked.quick else _PLANNED_BLOCKS)
     print(report.terminal(results))
-    is_full = not (asked.quick or asked.peers or asked.no_ratios or asked.sequences)
+    is_full = not (asked.quick or asked.peers or asked.no_ratios or asked.sequences is not None)
     out = _HERE if is_full else work
     report.write(results, out / "results.json", out / "RESULTS.md")
     print(f"\nwritten: {out / 'RESULTS.md'}, results.json and results.png beside it")

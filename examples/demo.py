@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import httpx
@@ -49,8 +50,8 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         """Everything in turn. Returns the figures of the last line."""
-        if self.out.exists() and any(self.out.iterdir()) and not (self.out / MARK).exists():
-            raise SystemExit(f"demo: {self.out} holds other things, which it would remove; name another folder with --out")
+        if self.out.exists() and not (self.out / MARK).exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise SystemExit(f"demo: {self.out} is or holds something else, which it would remove; name a folder with --out")
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir(parents=True)
         (self.out / MARK).touch()
@@ -153,7 +154,7 @@ class Demo:
         return {
             "steps": len(lines),
             "loss_first": round(lines[0]["loss"], 3),
-            "loss_last": round(sum(line["loss"] for line in lines[-10:]) / 10, 3),
+            "loss_last": round(mean(line["loss"] for line in lines[-10:]), 3),
             "tokens_per_second": round(sum(run["tokens"] for run in runs) / seconds),
             "data_wait_percent": round(100 * sum(run["wait_seconds"] for run in runs) / seconds, 1),
             "batches_repeated": repeated,
@@ -190,6 +191,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for everything the demo writes")
     parser.add_argument("--steps", type=int, default=450)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, not {args.steps}")
     demo = Demo(args.out, args.steps)
     for ending in (signal.SIGTERM, signal.SIGHUP):  # the terminal is closed: the others must end, too
         signal.signal(ending, lambda number, _: sys.exit(128 + number))

@@ -1,6 +1,6 @@
 """Trains a small GPT through torchdata's StatefulDataLoader, with loader workers.
 
-    python examples/train_dataloader.py http://localhost:8000 stories --workers 2 --checkpoint gpt.pt
+    python examples/train_dataloader.py http://localhost:8000 stories --workers 2 --checkpoint gpt-workers.pt
 
 Workers are for what you do to batches yourself: the dataset fetches ahead in a thread of its own. The order is the same for
 any number of workers. Started again with the same checkpoint and workers it goes on at the very next batch.
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = 0
     if args.checkpoint.exists():
-        saved = torch.load(args.checkpoint)
+        saved = torch.load(args.checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         loader.load_state_dict(saved["loader"])
@@ -60,7 +60,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("server", help="address of the server, http://host:port")
     parser.add_argument("dataset", help="its name on the server")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
-    parser.add_argument("--checkpoint", type=Path, default=Path("gpt.pt"), help="load it if it exists; save to it at the end")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("gpt-workers.pt"), help="load it if it exists; save to it at the end"
+    )
     parser.add_argument("--workers", type=int, default=0)
     return parser.parse_args(arguments)
 

@@ -1,6 +1,6 @@
 """Trains a small GPT on several GPUs, or CPU processes: DistributedDataParallel under torchrun.
 
-    torchrun --nproc-per-node=2 examples/train_ddp.py http://localhost:8000 stories --checkpoint gpt.pt
+    torchrun --nproc-per-node=2 examples/train_ddp.py http://localhost:8000 stories --checkpoint gpt-ddp.pt
 
 Started again with the same checkpoint it goes on at the very next sample, also on another number of ranks.
 """
@@ -70,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("server", help="address of the server, http://host:port")
     parser.add_argument("dataset", help="its name on the server")
     parser.add_argument("--steps", type=int, default=300, help="train up to this step")
-    parser.add_argument("--checkpoint", type=Path, default=Path("gpt.pt"), help="load it if it exists; save to it")
+    parser.add_argument("--checkpoint", type=Path, default=Path("gpt-ddp.pt"), help="load it if it exists; save to it")
     parser.add_argument("--save-every", type=int, default=1000, help="steps between checkpoints; one is saved at the end, too")
     return parser.parse_args(arguments)
 

@@ -70,7 +70,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = 0
     if args.checkpoint and args.checkpoint.exists():
-        saved = torch.load(args.checkpoint)
+        saved = torch.load(args.checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         data.load_state_dict(saved["data"])
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def first_dataset(server: str) -> str:
-    address = server if "://" in server else f"http://{server}"
+    address = (server if "://" in server else f"http://{server}").rstrip("/")
     try:
         return str(httpx.get(f"{address}/v1/datasets").json()["datasets"][0]["name"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as error:

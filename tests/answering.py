@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,7 +47,7 @@ def server(*answers: bytes, hold: threading.Event | None = None) -> Iterator[str
 
 
 @contextmanager
-def pages(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
+def pages(answer: Callable[[str], tuple[int, bytes]], seconds_per_byte: float = 0.0) -> Iterator[str]:
     """Answers each GET with the status and the body that `answer` gives for its path, and keeps connections open."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -59,7 +60,9 @@ def pages(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             with suppress(OSError):  # whoever asked has left
-                self.wfile.write(body)
+                for part in [body[at : at + 1] for at in range(len(body))] if seconds_per_byte else [body]:
+                    self.wfile.write(part)
+                    time.sleep(seconds_per_byte)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -279,7 +279,7 @@ def test_data_that_a_server_no_longer_has_is_told(serve: Callable[..., Server], 
     server.kill()
     write_numbered(tmp_path / "data" / "numbers", 40, row_group_size=9)
     server.start()
-    status, said = audited(tmp_path / "run.ledger", "--server", server.url)
+    status, said = audited(tmp_path / "run.ledger", "--server", f"{server.url}/numbers")
     assert said.startswith("NOT PROVEN: 10 batches not as before when asked for again\n")
     assert (status, "10 are not what they were" in said, said.count("is gone: part-000.parquet was rewritten")) == (1, True, 1)
     assert "  CHANGED numbers, epoch 0, step 0 of rank 0 and 9 other batches, now " in said

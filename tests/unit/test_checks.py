@@ -14,7 +14,7 @@ import pytest
 
 from answering import pages
 from penstock import __version__, wire
-from penstock.commands import data_checks, machine_checks
+from penstock.commands import data_checks, machine_checks, remote
 from penstock.commands.check import Check
 from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
 from penstock.commands.doctor import checks
@@ -64,8 +64,19 @@ def test_versions_are_compared() -> None:
         other = found(url)["server"]
         assert (other.level, other.fix) == ("fail", "install the same penstock on both")
         assert f"wire version 7, penstock {__version__} here speaks version {wire.VERSION}" in other.text
+
+
+def test_another_service_is_told_from_a_server() -> None:
     with greeter({"status": "ok"}) as url:
-        assert found(url)["server"].text.startswith("penstock of unknown version there")
+        other = found(url)
+    assert other["server"].text.startswith(f"{url} answers, but not as a penstock server does: /healthz gave no wire version.")
+    assert "data" not in other
+
+
+def test_an_answer_that_comes_in_drops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_GREETING_SECONDS", 0.3)
+    with pages(lambda _: (200, b" " * 400), seconds_per_byte=0.01) as url:
+        assert "its answer was not whole after 0.3 seconds" in found(url)["server"].text
 
 
 def test_a_server_without_data_fails() -> None:

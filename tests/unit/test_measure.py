@@ -50,6 +50,7 @@ def supply(clock: Clock, *seconds: float) -> Supply:
         spec=Spec(),
         num_steps=1,
         memory="",
+        makes_tensors=True,
         batches=batches(),
         count=lambda _: Count(num_tokens=1000, num_positions=1250),
         num_bytes=lambda: 2000 * made,

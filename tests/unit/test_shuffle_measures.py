@@ -187,6 +187,7 @@ def test_the_spread_counts_each_part_in_each_stretch_and_rank(tmp_path: Path) ->
         ({"a": [[10, 3, 25]] * 10}, {"batch_size": 4, "world_size": 4}),
         ({"a": [[1] * 90]}, {"batch_size": 8, "world_size": 2, "offset": 20, "tail": "wrap"}),
         (MEMBERS, {"batch_size": 8, "world_size": 2, "mix": MIX}),
+        ({"a": [[30, 30]], "b": [[3]]}, {"batch_size": 16, "mix": "a:1,b:1", "mix_stop": "all"}),
     ],
 )
 def test_expected_is_what_uniform_shuffles_show_on_average(

@@ -16,6 +16,7 @@ from penstock.display.status_line import StatusLine
 
 
 def test_it_is_cut_to_the_terminal_and_cleared_where_it_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     reads, writes = pty.openpty()
     fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 10, 0, 0))
     with os.fdopen(writes, "w") as terminal:
@@ -29,6 +30,9 @@ def test_it_is_cut_to_the_terminal_and_cleared_where_it_was_drawn(monkeypatch: p
             seen += os.read(reads, 1000)
         assert seen == expected
         assert other.getvalue() == ""
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "dumb")  # it would show what clears a line
+        assert not StatusLine().is_seen
     os.close(reads)
 
 

@@ -15,7 +15,9 @@ from penstock.audit.compare import Comparison, Differing, compare, num_missing_b
 from penstock.audit.copies import without_copies
 from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
-from penstock.errors import LedgerError, ServerUnavailable, SpecError
+from penstock.commands.address import parse_address
+from penstock.commands.remote import greet
+from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
 from penstock.ledger.names import find_ledgers
 from penstock.printable import printable
 from penstock.wording import counted
@@ -28,14 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report; 1 if it is no proof.
 
     Raises LedgerError: a ledger cannot be read. Raises SpecError: wrong options. Raises ServerUnavailable: none answers, and
-    the report is of what the ledgers say.
+    the report is of what the ledgers say. Raises PenstockError: what answers is none.
     """
-    sample, servers = _sample(arguments), arguments.server or []
+    sample, servers = _sample(arguments), [parse_address(url).server for url in arguments.server or []]
     paths = _paths(arguments.ledgers)
     report = audit(paths, trust_starts=arguments.trust_starts)
     comparison, rows, silence = None, dict[str, dict[str, Any]](), None
     try:
         if servers:
+            _check_answering(servers)
             comparison = compare(paths, report.num_batches, servers, sample)
             report = replace(report, num_differing=len(comparison.differing))
         if arguments.rows:
@@ -51,6 +54,18 @@ def run(arguments: argparse.Namespace) -> int:
     if silence:
         raise ServerUnavailable(f"the report lacks what a server would say: {silence}")
     return 0 if report.is_proven else 1
+
+
+def _check_answering(servers: Sequence[str]) -> None:
+    """Whether one of them answers: batches are asked for longer than a person waits. Raises what `greet` raises of the last."""
+    for server in servers:
+        try:
+            greet(server)
+        except PenstockError:
+            if server == servers[-1]:
+                raise
+        else:
+            return
 
 
 def _sample(arguments: argparse.Namespace) -> int | None:

@@ -20,7 +20,7 @@ from penstock.display.status_line import StatusLine
 from penstock.display.terminal import BOLD, DIM, YELLOW, Terminal
 from penstock.network.transport import Transport
 from penstock.printable import printable
-from penstock.wording import without_passwords
+from penstock.wording import size, without_passwords
 
 _FEW_EPOCHS = 3
 
@@ -129,7 +129,7 @@ def _warnings(result: Result) -> Iterator[str]:
         )
     if result.newly_cached_bytes:
         yield (
-            f"The server decoded blocks meanwhile (its cache grew by {result.newly_cached_bytes / 1e6:,.1f} MB): these are the "
+            f"The server decoded blocks meanwhile (its cache grew by {size(result.newly_cached_bytes)}): these are the "
             f"figures of a cold cache. Measure again to see those of a warm one."
         )
     if retries := result.free.num_retries + (result.paced.num_retries if result.paced else 0):
@@ -139,7 +139,10 @@ def _warnings(result: Result) -> Iterator[str]:
 def _verdict(result: Result) -> str:
     could = f"This client could feed {_short(result.free.tokens_per_second)} tokens/s."
     if not result.paced or not result.training_rate:
-        return f"{could} A model that takes fewer hardly waits; one that takes twice as many would wait half of its time."
+        waits = (
+            f"some {_waits(result.free)[0]} a batch; --training-rate measures it" if result.supply.makes_tensors else "hardly"
+        )
+        return f"{could} A model that takes fewer waits {waits}; one that takes twice as many would wait half of its time."
     share = f"{result.paced.waits.share:.1%}"
     return f"{could} At {_short(result.training_rate)} tokens/s of training the loop waited {share} of the time."
 
@@ -165,7 +168,7 @@ def _figures(figures: Figures) -> dict[str, Any]:
 
 def _short(number: float) -> str:
     """Three digits, as 1.23M or 456k."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
+    for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= unit:
+            return f"{number / unit:.3g}{letter}"
     return f"{number:.3g}"

@@ -40,10 +40,11 @@ def greet(server: str) -> dict[str, Any]:
         greeting = None
     if response.status_code in (401, 407):
         raise PenstockError(f"{server} answers {response.status_code}. {doubt(server, response.status_code, '')}")
-    if response.status_code != 200 or not isinstance(greeting, dict) or greeting.get("status") != "ok":
+    if response.status_code != 200 or not isinstance(greeting, dict) or "wire" not in greeting:
+        what = "no wire version" if response.status_code == 200 else f"status {response.status_code}"
         raise PenstockError(
-            f"{server} answers, but not as a penstock server does: /healthz gave status {response.status_code}. Correct the "
-            f"address; one looks like http://localhost:8000/stories"
+            f"{server} answers, but not as a penstock server does: /healthz gave {what}. Correct the address; one looks like "
+            f"http://localhost:8000/stories"
         )
     return greeting
 

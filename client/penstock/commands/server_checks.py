@@ -24,7 +24,7 @@ _CLOCK_SECONDS = 5.0
 def check_versions(greeting: Mapping[str, Any]) -> Check:
     """Whether both sides understand each other."""
     theirs, spoken = greeting.get("version"), greeting.get("wire")
-    if spoken is not None and spoken != wire.VERSION:
+    if spoken != wire.VERSION:
         return Check(
             "fail",
             "server",
@@ -35,7 +35,7 @@ def check_versions(greeting: Mapping[str, Any]) -> Check:
         return Check(
             "warn",
             "server",
-            f"penstock {theirs or 'of unknown version'} there, {__version__} here",
+            f"penstock {theirs} there, {__version__} here",
             "install the same version on both",
         )
     return Check("ok", "server", f"penstock {theirs}, wire version {spoken}, the same as here")

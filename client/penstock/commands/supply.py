@@ -32,14 +32,16 @@ class Count:
 class Supply:
     """An endless row of batches; `num_bytes` and `num_retries` tell what it took so far.
 
-    spec       with every parameter resolved, the snapshot included
-    num_steps  of an epoch
-    memory     where batches lie, in words
+    spec           with every parameter resolved, the snapshot included
+    num_steps      of an epoch
+    memory         where batches lie, in words
+    makes_tensors  as a loop gets them, which takes some of its time for each batch
     """
 
     spec: Spec
     num_steps: int
     memory: str
+    makes_tensors: bool
     batches: Generator[Any, None, None]
     count: Callable[[Any], Count]
     num_bytes: Callable[[], int]
@@ -71,6 +73,7 @@ def tensors(server: str, dataset: str, query: Mapping[str, str], rank: int, epoc
         spec=data.spec,
         num_steps=data.steps_per_epoch,
         memory="tensors in pinned memory" if torch.cuda.is_available() else "tensors in ordinary memory (no GPU)",
+        makes_tensors=True,
         batches=batches(),
         count=partial(_count_tensors, data.spec.task == "seq2seq"),
         num_bytes=lambda: data.stats().num_bytes,
@@ -94,6 +97,7 @@ def frames(server: str, dataset: str, query: Mapping[str, str], rank: int, epoch
         spec=resolved.spec,
         num_steps=resolved.num_steps,
         memory="frames as they came, without tensors",
+        makes_tensors=False,
         batches=batches(),
         count=_count_frame,
         num_bytes=lambda: sum(transport.num_bytes for transport in used),

@@ -1,4 +1,4 @@
-"""A line on stderr that is drawn anew again and again, on a terminal alone."""
+"""A line on stderr that is drawn anew again and again, on a terminal alone that can clear it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StatusLine:
     def is_seen(self) -> bool:
         """Whether anybody sees it."""
         try:
-            return sys.stderr.isatty()
+            return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         except (AttributeError, ValueError):  # there is none, or a closed one, or something else in its place
             return False
 

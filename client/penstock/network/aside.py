@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
@@ -15,11 +16,23 @@ from penstock.errors import SpecError
 from penstock.network.receive import tls_context
 from penstock.wording import without_passwords
 
+_LONGEST = 1 << 20  # bytes of an answer that is no batch
+
 
 def ask_aside(url: str, seconds: float) -> httpx.Response:
-    """What a GET gives that is no part of a run, on a connection of its own. Raises httpx.RequestError: nothing."""
-    with client_aside(url) as client:
-        return client.get(url, timeout=seconds)
+    """What a GET gives that is no part of a run, on a connection of its own; of what is too long only the beginning.
+
+    Raises httpx.RequestError: nothing, or not all of it in time.
+    """
+    deadline, body = time.monotonic() + seconds, b""
+    with client_aside(url) as client, client.stream("GET", url, timeout=seconds) as answer:
+        for part in answer.iter_bytes():
+            body += part
+            if len(body) > _LONGEST:
+                break
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"its answer was not whole after {seconds:g} seconds", request=answer.request)
+        return httpx.Response(answer.status_code, content=body, request=answer.request)
 
 
 def status_aside(url: str, timeout: httpx.Timeout, trace: Callable[[str, Mapping[str, Any]], None]) -> int:

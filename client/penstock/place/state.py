@@ -100,8 +100,8 @@ def read_state(
         )
     if not differing and consumed < num_sequences and (passed := _passed(state, spec, consumed)):
         warnings.warn(
-            f"this state is past {passed}, which skip leaves out now and its run did not: they are trained on already. To leave "
-            f"them out, load a state from before them.",
+            f"this state is past {passed}, which skip leaves out now and its run did not: they are trained on already. To "
+            f"leave them out, load a state from before them.",
             stacklevel=4,  # of load_state_dict
         )
     if differing or not counts_like(state, spec):

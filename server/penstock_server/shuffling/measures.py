@@ -78,10 +78,10 @@ def meeting_neighbours(sample: Sample) -> Measure:
     batches, num_others, num_all = sample.batches, 0.0, 0.0
     scale = sample.samples_per_step / batches.samples.shape[1]  # of very large global batches only the beginning is here
     for number, source in enumerate(sample.sources):
-        together = (batches.sources == number).sum(axis=1) * scale
-        num_others += float((together * np.maximum(together - 1, 0)).sum()) / max(source.num_sequences - 1, 1)
-        num_all += float(together.sum())
-    expected, meet = min(num_others / num_all, 1.0), sample.pairs.meet
+        together, num = (batches.sources == number).sum(axis=1) * scale, source.num_sequences
+        num_others += float((together * np.maximum(together - 1, 0)).sum()) / num
+        num_all += float(together.sum()) * (num - 1) / num  # the last one has no neighbour behind it
+    expected, meet = min(num_others / max(num_all, 1), 1.0), sample.pairs.meet
     _, most = range_of_mean(expected, len(meet))
     return Measure(measured=float(meet.mean()), expected=expected, usual=(0.0, most))  # fewer than by luck is no fault
 

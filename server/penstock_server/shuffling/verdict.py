@@ -42,7 +42,7 @@ class Window:
             return f"All {number(self.sequences)} sequences of {self.dataset} are shuffled together."
         return (
             f"{self.dataset} is shuffled in {self.windows:,} windows of about {number(self.sequences)} sequences, "
-            f"{number(self.blocks)} blocks or {percent(self.share)} of it each."
+            f"{number(self.blocks)} block{'s' * (self.blocks != 1)} or {percent(self.share)} of it each."
         )
 
 
@@ -55,7 +55,7 @@ def windows_of(sample: Sample) -> tuple[Window, ...]:
             dataset=sample.plan.members[source.member].name,
             windows=count,
             sequences=round(source.num_sequences / count),
-            blocks=-(-source.num_pools // count),
+            blocks=max(1, round(source.num_pools / count)),
             share=1 / count,
         )
     return tuple(window for _, window in sorted(found.items()))
@@ -162,6 +162,8 @@ def samples(count: float, sample: Sample) -> str:
 def number(value: float) -> str:
     """A number as people read it, to three digits."""
     rounded = float(f"{value:.3g}")
+    if rounded >= 1e15:  # no epoch is as long, but that of a mixture that never ends
+        return "more than a quadrillion"
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if rounded >= unit:
             return f"{rounded / unit:.3g} {name}"
