@@ -207,7 +207,10 @@ class RemoteDataset(IterableDataset[Batch]):
             warn_of_beginning_anew(self.spec, self._progress.position)
 
     def rewind(self, epoch: int = 0) -> None:
-        """Puts the next iteration at the first step of an epoch, whatever was consumed or loaded. The ledger counts no load."""
+        """Puts the next iteration at the first step of an epoch, whatever was consumed or loaded.
+
+        To an audit that is a start without a state.
+        """
         self._progress.set_epoch(check_whole("epoch", epoch, 0, LARGEST_COUNT))
 
     def __len__(self) -> int:

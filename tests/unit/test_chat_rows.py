@@ -227,15 +227,17 @@ def test_columns_of_the_right_names_and_other_types_are_told_with_the_way_out(
 
 def test_chats_and_answers_beside_texts_are_told(folder: Folder) -> None:
     both = {"text": ["fox"], "messages": [CHAT], "prompt": ["a"], "completion": ["b"], "response": [3]}
+    both |= {"chosen": [CHAT], "rejected": [CHAT]}
     for names, way in (
         (("messages", "prompt", "completion"), 'messages = "messages"'),
         (("prompt", "completion"), 'prompt = "prompt" and response = "completion"'),
+        (("chosen", "rejected"), 'chosen = "chosen" and rejected = "rejected"'),
     ):
         folder.write({name: both[name] for name in ("text", "response", *names)})
         assert f"d: its rows are its texts, of which every token is learned; {', '.join(names)} of its" in folder.advice()
         assert f"{way}; if this is right" in folder.advice()
-    for columns in ({"text": ["fox"], "prompt": ["a"]}, {"text": ["fox"], "response": ["a"], "completion": ["b"]}):
-        folder.write(columns)
+    for names in (("prompt", "chosen"), ("response", "completion", "rejected")):
+        folder.write({name: (both | {"response": ["a"]})[name] for name in ("text", *names)})
         assert folder.advice() == ""
     folder.write(both, 'text = "text"')
     assert folder.advice() == ""

@@ -69,10 +69,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     audit = commands.add_parser(
         "audit",
-        help="prove that a run trained on each sample exactly once an epoch",
-        description="Reads the ledgers of a run, of all its ranks and starts, and proves that each sample was trained on "
-        "exactly once an epoch, or lists those that were not. It needs no server. The exit status is 0 for a proof, 1 for "
-        "none, and 2 if a ledger cannot be read or the server does not answer.",
+        help="prove that a run left out no sample that was due, and trained on none twice",
+        description="Reads the ledgers of a run, of all its ranks and starts, and proves that each sample that was due was "
+        "trained on exactly once an epoch, or lists those that were not. It needs no server. The exit status is 0 for a "
+        "proof, 1 for none, and 2 if a ledger cannot be read or the server does not answer.",
         allow_abbrev=False,
     )
     audit.add_argument(

@@ -122,6 +122,8 @@ def _named_as(unused: tuple[str, ...]) -> str:
     """What a recipe says that uses these columns of chats, or of a prompt and its answer."""
     if unused[0] == "messages":
         return 'messages = "messages"'
+    if unused[0] == "chosen":
+        return 'chosen = "chosen" and rejected = "rejected"'
     return f'prompt = "prompt" and response = "{unused[1]}"'
 
 

@@ -52,7 +52,7 @@ class Known:
             raise DatasetRefused(self.unopened[name])
         if name in self.mixtures:
             raise BadParameter(
-                f"{name} is a mixture, which has only batches and a spec; rows and snapshots belong to its datasets: "
+                f"{name} is a mixture, which has batches, a spec and a shuffle report; rows and snapshots are its datasets': "
                 f"{', '.join(self.mixtures[name].mix.datasets)}. Ask for one of them. With "
                 f"mix={self.mixtures[name].mix} the schedule of a row is that in the mixture."
             )

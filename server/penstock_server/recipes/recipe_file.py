@@ -120,7 +120,8 @@ class _Reader:
         if kind == "text" and is_guessed:
             chats = ("messages",) if "messages" in types and is_chats(types["messages"]) else ()
             texts = [name for name in ("prompt", *ANSWERS) if name in types and is_text(types[name])]
-            return (*chats, *texts[:2]) if "prompt" in texts[:-1] else chats
+            pair = [name for name in ("chosen", "rejected") if name in types and is_chats(types[name])]
+            return (*chats, *(texts[:2] if "prompt" in texts[:-1] else ()), *(pair if len(pair) == 2 else ()))
         # Had the pairs been of its type, it would be their prompt.
         has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
