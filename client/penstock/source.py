@@ -114,7 +114,7 @@ class Source:
         Raises ServerUnavailable, and the PenstockError that fits a refusal.
         """
         path = batches_path(self.dataset, epoch, self._rank)
-        return transport.get(f"{path}/{step}/provenance?{_query_of(spec)}", _decode_object)
+        return transport.get(f"{path}/{step}/provenance?{_query_of(spec)}", decode_object)
 
     def _decoder(self, spec: Spec, epoch: int, steps: range) -> Callable[[memoryview], Iterator[list[wire.Frame]]]:
         own = (self.dataset, spec.snapshot, spec.digest, epoch, self._rank)
@@ -154,8 +154,8 @@ def _query_of(spec: Spec) -> str:
     return query
 
 
-def _decode_object(body: memoryview) -> dict[str, Any]:
-    """Raises WireError: it is no object of JSON."""
+def decode_object(body: memoryview) -> dict[str, Any]:
+    """A JSON object. Raises WireError: it is none."""
     try:
         found = json.loads(bytes(body))
     except ValueError as error:

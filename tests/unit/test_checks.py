@@ -14,7 +14,7 @@ import pytest
 
 from answering import pages
 from penstock import __version__, wire
-from penstock.commands import data_checks, machine_checks, remote
+from penstock.commands import data_checks, doctor, machine_checks, remote
 from penstock.commands.check import Check
 from penstock.commands.data_checks import check_bandwidth, check_cache, check_datasets
 from penstock.commands.doctor import checks
@@ -77,6 +77,15 @@ def test_an_answer_that_comes_in_drops_is_not_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(remote, "_GREETING_SECONDS", 0.3)
     with pages(lambda _: (200, b" " * 400), seconds_per_byte=0.01) as url:
         assert "its answer was not whole after 0.3 seconds" in found(url)["server"].text
+
+
+def test_what_is_no_json_object_is_asked_for_again_and_then_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "RETRY_SECONDS", 0.3)
+    answers = chain([b"{", b"[]"], repeat(b'{"datasets": [], "mixtures": [], "refused": []}'))
+    with pages(lambda path: (200, json.dumps(GOOD).encode() if path == "/healthz" else next(answers))) as url:
+        assert "data" not in found(url)
+    with pages(lambda path: (200, json.dumps(GOOD).encode() if path == "/healthz" else b"[]")) as url:
+        assert "the answer is not a JSON object, but a list" in found(url)["data"].text
 
 
 def test_a_server_without_data_fails() -> None:

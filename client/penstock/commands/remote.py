@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
@@ -11,11 +10,12 @@ from urllib.parse import quote, urlencode
 import httpx
 
 from penstock.commands.address import Address
-from penstock.errors import PenstockError, ServerUnavailable, SpecError, VersionMismatch
+from penstock.errors import PenstockError, ServerUnavailable, SpecError
 from penstock.network.answers import doubt
 from penstock.network.aside import ask_aside, by_proxy, plain_address
 from penstock.network.servers import Servers
 from penstock.network.transport import Transport
+from penstock.source import decode_object
 from penstock.urls import DATASETS, dataset_path
 from penstock.wording import listed
 
@@ -57,12 +57,12 @@ def connected(server: str) -> Iterator[Transport]:
         yield transport
 
 
-def get_json(transport: Transport, path: str, query: Mapping[str, str] | None = None) -> Any:
-    """The JSON at a path. Raises the PenstockError that says why there is none."""
-    return transport.get(f"{path}?{urlencode(query)}" if query else path, _decode)
+def get_json(transport: Transport, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The JSON object at a path. Raises the PenstockError that says why there is none."""
+    return transport.get(f"{path}?{urlencode(query)}" if query else path, decode_object)
 
 
-def describe_dataset(transport: Transport, dataset: str) -> Any:
+def describe_dataset(transport: Transport, dataset: str) -> dict[str, Any]:
     """What the server tells of a dataset or a mixture."""
     return get_json(transport, dataset_path(dataset))
 
@@ -79,10 +79,3 @@ def dataset_of(address: Address, transport: Transport) -> str:
         + (f" Name it after the server: {example}" if names else ""),
         ("dataset",),
     )
-
-
-def _decode(body: memoryview) -> Any:
-    try:
-        return json.loads(bytes(body))
-    except ValueError as error:
-        raise VersionMismatch(f"an answer that should be JSON is none ({error}): is this a penstock server?") from error
