@@ -85,18 +85,26 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-def test_json_is_given_to_the_template_as_it_is_and_of_structs_what_is_not_null(folder: Folder) -> None:
+def test_json_is_given_to_the_template_as_it_is_and_of_messages_and_structs_what_is_not_null(folder: Folder) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": None}}]}
     tools = [{"name": "f", "default": None}]
-    written = [json.dumps(each) for each in (CHAT[0], call, tools)]
+    written = [json.dumps(each) for each in (CHAT[0], {key: call[key] for key in ("role", "tool_calls")}, tools)]
     folder.write({"messages": [json.dumps([CHAT[0], call])], "tools": [json.dumps(tools)]}, "", {"chat_template": AS_JSON})
     assert folder.rows() == ["[{}].[{}].[{}]".format(*written)]
     folder.write({"messages": [[CHAT[0], call]], "tools": [tools]}, "", {"chat_template": AS_JSON})
-    # By the content, which is null where a tool is called, many templates tell a call from an answer.
-    there = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}], "content": None}
-    assert folder.rows() == ["[{}].[{}].[{}]".format(written[0], json.dumps(there), '[{"name": "f"}]')]
-    folder.write({"messages": [[CHAT[0], {**CHAT[1], "tool_calls": None}]], "tools": [tools]}, "", {"chat_template": AS_JSON})
     assert "null" not in folder.rows()[0]
+
+
+def test_the_content_of_a_call_is_none_where_the_template_asks_for_that(folder: Folder) -> None:
+    """As DeepSeek's does; many others would write None."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% generation %}{% if m['content'] is none %}{{ m.tool_calls[0].name }}"
+        "{% else %}{{ '' + m['content'] }}{% endif %}{% endgeneration %}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "fox"}]}
+    for messages in ([CHAT[0], call], json.dumps([CHAT[0], {**call, "name": None}])):
+        folder.write({"messages": [messages]}, "", {"chat_template": template})
+        assert folder.rows() == ["[user:]fox[assistant:]fox"]
 
 
 def test_maps_are_objects_and_decimals_are_numbers(folder: Folder) -> None:

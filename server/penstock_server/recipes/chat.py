@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -90,7 +91,15 @@ class ChatTemplate:
         if not chat:
             raise ChatError("has a chat without messages")
         render = self._render_marked if self._is_marked else self._render_in_steps
-        return render(chat, tools or None)
+        try:
+            return render(chat, tools or None)
+        except ChatError:
+            if all("content" in message for message in chat):
+                raise
+            # A few templates ask whether the content of a call is none, where others would write None.
+            with suppress(ChatError):
+                return render([{"content": None, **message} for message in chat], tools or None)
+            raise
 
     def _render_marked(self, chat: list[Message], tools: _Tools) -> Rendered:
         text = self._write(chat, tools)
@@ -198,12 +207,13 @@ class ChatTemplate:
 
 
 def _checked(number: int, message: object) -> Message:
-    plain = message if isinstance(message, Mapping) else {}
+    """A message without its keys that are null, as transformers gives it to templates."""
+    plain = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if not isinstance(plain.get("role"), str):
         raise ChatError(f"has a chat whose message {number} has no role")
     if not isinstance(plain.get("content"), (str, list)) and not plain.get("tool_calls"):
         raise ChatError(f"has a chat whose message {number} has no content")
-    reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 

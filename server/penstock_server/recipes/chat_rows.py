@@ -34,15 +34,8 @@ def read_chats(rows: Rows, role: str) -> list[Chat]:
             chat = None
         if chat is None:
             rows.note(row, "is null", of=source.text)
-        found.append(chat if isinstance(value, str) else chat and [_with_content(message) for message in chat])
+        found.append(chat)
     return found
-
-
-def _with_content(message: Any) -> Any:
-    """A message of a nested column. Where it calls a tool, its content is there, as in JSON: templates ask if it is none."""
-    if isinstance(message, dict) and "tool_calls" in message and "content" not in message:
-        return {**message, "content": None}
-    return message
 
 
 def read_tools(rows: Rows) -> list[Tools]:
