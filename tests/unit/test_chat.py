@@ -192,13 +192,38 @@ def test_a_header_that_the_template_does_not_prompt_with_carries_no_loss() -> No
     with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt. Mark"):
         template(PROMPTLESS).render(turns("Q", "A"))
     assert said(marked(PROMPTLESS), turns("Q", "A")) == ["A<|im_end|>"]
-    with pytest.raises(ChatError, match="does not prompt for message 0"):
-        template(ZEPHYR).render([{"role": "assistant", "content": "A"}])
+    headed = "{% for m in messages %}{{ '\n\n' + m.role | capitalize + ': ' + m.content }}{% endfor %}"
+    with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt. Mark"):
+        template(headed).render(turns("Q", "A"))  # as the header begins
     twice = [*turns("Q", "A"), {"role": "assistant", "content": "B"}]
     thinking = CHATML.replace("'<|im_start|>assistant\\n' if", "'<|im_start|>assistant\\n<think>\\n' if")
     with pytest.raises(ChatError, match="does not begin message 1 as it asks for it"):
         template(thinking).render(twice)
     assert said(CHATML, twice) == ["A<|im_end|>", "B<|im_end|>"]
+
+
+def test_what_stands_right_behind_the_chat_before_it_needs_no_prompt() -> None:
+    calling = LLAMA_2.replace(
+        "' ' + message.content.strip() + ' '",
+        "('[CALLS] ' + (message.tool_calls | tojson) if message.tool_calls else ' ' + message.content.strip() + ' ')",
+    )
+    assert calling != LLAMA_2
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    assert said(calling, [*turns("Q"), call]) == ['[CALLS] [{"name": "f"}]</s>']
+    assert said(LLAMA_2, [*turns("Q", "", "R", "A")]) == ["  </s>", " A </s>"]
+    in_parts = LLAMA_2.replace("message.content.strip()", "message.content[0].text")
+    parts = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]
+    assert said(in_parts, parts) == [" x </s>"]
+
+
+def test_a_chat_may_begin_with_the_assistant() -> None:
+    chat = turns("", "A", "Q", "B")[1:]
+    assert said(ZEPHYR, chat) == ["A</s>", "B</s>"]
+    greeting = "{% if messages[0].role != 'system' %}<|im_start|>system\nHi.<|im_end|>\n{% endif %}" + CHATML
+    assert said(greeting, chat) == ["A<|im_end|>", "B<|im_end|>"]
+    promptless = "{{ messages[0].role }}" + LLAMA_2.replace("(message.role == 'user') != (loop.index0 is even)", "false")
+    with pytest.raises(ChatError, match="begins with the assistant, and its template prompts for no answer. Mark what"):
+        template(promptless).render(chat)
 
 
 def test_a_chat_without_the_assistant_carries_no_loss() -> None:

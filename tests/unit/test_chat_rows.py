@@ -204,6 +204,54 @@ def test_a_token_that_the_tokenizer_does_not_have_is_refused(
     assert folder.rows()[0].endswith("</s>")
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"added_tokens_decoder": {"400": {"content": "<|turn|>"}}}},
+        {"tokenizer_config.json": {"additional_special_tokens": ["<|turn|>"]}},
+        {"special_tokens_map.json": {"extra_special_tokens": {"turn": "<|turn|>"}}},
+        {"added_tokens.json": {"<|turn|>": 400}},
+    ],
+    ids=str,
+)
+def test_a_token_that_is_added_beside_the_tokenizer_and_that_a_template_writes_must_be_in_it(
+    folder: Folder, files: dict[str, Any]
+) -> None:
+    folder.write({"messages": [CHAT]}, "chat_template = 'own.jinja'")
+    (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", "<|turn|>").replace("{{ eos_token }}", ""))
+    assert len(folder.rows()) == 1
+    for name, content in files.items():
+        folder._tokenizer.with_name(name).write_text(json.dumps(content))
+    with pytest.raises(DatasetRefused, match=r"name '<\|turn\|>' as a token that the chat template writes, and that is not in"):
+        folder.rows()
+    (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", "").replace("{{ eos_token }}", ""))
+    assert len(folder.rows()) == 1
+
+
+@pytest.mark.parametrize(("config", "recipe"), [({"bos_token": None}, ""), ({"bos_token": ""}, ""), ({}, "bos = false")])
+def test_a_template_writes_no_bos_where_there_is_none(folder: Folder, config: dict[str, Any], recipe: str) -> None:
+    folder.write({"messages": [CHAT]}, recipe, {"chat_template": LLAMA_2, "eos_token": "</s>"} | config, *USUAL)
+    assert folder.rows() == ["[[INST] fox [/INST]] dog</s>"]
+
+
+def test_an_eos_that_the_template_writes_before_a_line_break_is_not_added(folder: Folder) -> None:
+    chatml = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
+    for end in ("", "</s>"):
+        template = chatml + "{{ '<assistant>' if add_generation_prompt else '" + end + "' }}"
+        folder.write({"messages": [CHAT]}, 'eos = "<|im_end|>"', {"chat_template": template}, *USUAL)
+        assert folder.rows() == [f"[<user>fox<|im_end|>\n<assistant>]dog<|im_end|>[\n{end}]"]
+
+
+def test_a_template_that_ends_no_answer_is_told_of(folder: Folder) -> None:
+    endless = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
+    folder.write({"messages": [CHAT]}, "", {"chat_template": endless}, *USUAL)
+    assert "d: its chat template ends what the assistant says with nothing but blanks, so nothing teaches" in folder.advice()
+    folder.write({"messages": [CHAT]}, 'eos = "</s>"', {"chat_template": endless})
+    assert folder.advice() == ""
+    folder.write({"messages": [CHAT]}, "", {"chat_template": endless.replace("\n{% endfor", "</s>\n{% endfor")})
+    assert folder.advice() == ""
+
+
 def test_one_usual_eos_is_no_guess(folder: Folder) -> None:
     folder.write({"text": ["fox"]})
     assert folder.advice() == ""

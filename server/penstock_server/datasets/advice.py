@@ -34,10 +34,11 @@ def advice_on_folder(data_dir: Path) -> Iterator[str]:
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
     """What to know of datasets.
 
-    A cache too small for a block, splits in one folder, columns without use, BOS and EOS in doubt, too many bad rows.
+    A cache too small for a block, splits in one folder, columns without use, BOS and EOS in doubt, answers without an end, too
+    many bad rows.
     """
     found = [_of_tight_cache(budget_bytes, datasets)]
-    of_each = (_of_splits, _of_unused_columns, _of_unsaid_bos, _of_guessed_eos)
+    of_each = (_of_splits, _of_unused_columns, _of_unsaid_bos, _of_guessed_eos, _of_open_answers)
     found += [told(served) for served in datasets for told in of_each]
     found += [served.blocks.quarantine.refusal for served in datasets]
     yield from filter(None, found)
@@ -125,6 +126,18 @@ def _named_as(unused: tuple[str, ...]) -> str:
     if unused[0] == "chosen":
         return 'chosen = "chosen" and rejected = "rejected"'
     return f'prompt = "prompt" and response = "{unused[1]}"'
+
+
+def _of_open_answers(served: Served) -> str | None:
+    """What follows from a chat template that ends answers with nothing; None if it ends them, or an EOS does."""
+    recipe = served.snapshot.recipe
+    if not recipe.chat or recipe.chat.closes or recipe.eos_id is not None:
+        return None
+    return (
+        f"{served.name}: its chat template ends what the assistant says with nothing but blanks, so nothing teaches a model to "
+        f"stop. Write the token that ends a turn into the template, or, for chats of one answer, name it in "
+        f'{served.snapshot.folder / FILE_NAME}: eos = "<the token>".'
+    )
 
 
 def _of_unsaid_bos(served: Served) -> str | None:

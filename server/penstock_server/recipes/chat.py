@@ -75,6 +75,11 @@ class ChatTemplate:
         self._prompt, self._tail, self._closes_turns = self._try_out()
 
     @property
+    def closes(self) -> bool:
+        """Whether it ends what the assistant says with more than blanks, which teaches a model to stop."""
+        return self._closes_turns or bool(self._tail.strip())
+
+    @property
     def digest(self) -> str:
         """A hash of all that the rendering and its loss depend on beside the messages."""
         content = json.dumps(["penstock chat v5", self._text, sorted(self._special_tokens.items())])
@@ -129,7 +134,8 @@ class ChatTemplate:
         goes_on = True
         for number, message in enumerate(chat):
             if message["role"] == "assistant":
-                before, text = self._write(chat[:number], tools, prompt=True), self._write(chat[: number + 1], tools)
+                text = self._write(chat[: number + 1], tools)
+                before = self._before(chat[:number], text, tools)
                 step = text.removesuffix(self._tail)
                 goes_on = goes_on and (step.startswith(longest) or longest.startswith(step))
                 longest = max(longest, step, key=len)
@@ -137,7 +143,7 @@ class ChatTemplate:
                     raise ChatError(f"has a chat whose template does not begin message {number} as it asks for it. {_WAY_OUT}")
                 said = self._without_blanks_behind_the_end(step[len(before) :], message)
                 prompted = self._prompt and before.endswith(self._prompt)
-                if not prompted and not _begins_with_content(said, message):
+                if not prompted and not self._begins_at_once(said, message, chat[:number], before, tools):
                     raise ChatError(
                         f"has a chat whose template does not prompt for message {number} with add_generation_prompt. {_WAY_OUT}"
                     )
@@ -149,6 +155,29 @@ class ChatTemplate:
         if not (goes_on and text.startswith(longest)):
             raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")
         return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
+
+    def _before(self, chat: Sequence[Message], text: str, tools: _Tools) -> str:
+        """What is written before an answer to a chat, which is written to `text` with it."""
+        if not chat and self._prompt and self._prompt in text:  # of no messages at all many templates make nothing
+            return text[: text.index(self._prompt)] + self._prompt
+        try:
+            return self._write(chat, tools, prompt=True)
+        except ChatError:
+            if chat:
+                raise
+            raise ChatError(
+                f"has a chat that begins with the assistant, and its template prompts for no answer. {_WAY_OUT}"
+            ) from None
+
+    def _begins_at_once(self, said: str, message: Message, chat: Sequence[Message], before: str, tools: _Tools) -> bool:
+        """Whether what is said begins right behind the chat before it, without a header that a prompt should have written."""
+        answer = _ANSWERED[-1]["content"]
+        parts = [{"type": "text", "text": answer}] if isinstance(message.get("content"), list) else answer
+        try:
+            text = self._write([*chat, {"role": "assistant", "content": parts}], tools)
+        except ChatError:
+            return _begins_with_content(said, message)
+        return text.startswith(before) and text[len(before) :].lstrip().startswith(answer)
 
     def _write(
         self, chat: Sequence[Message], tools: _Tools = None, *, prompt: bool = False, marks: tuple[str, str] = ("", "")

@@ -10,7 +10,8 @@ from penstock_server.files import may_be_there, read_text
 from penstock_server.recipes.chat import TemplateError
 
 _JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
-FILES_BESIDE_TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", _JSON_TEMPLATE, "special_tokens_map.json")
+_ADDING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+FILES_BESIDE_TOKENIZER = ("chat_template.jinja", _JSON_TEMPLATE, *_ADDING)
 
 
 def load_chat_template(tokenizer_path: Path) -> str | None:
@@ -72,7 +73,25 @@ def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
         token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):
             tokens[name] = token
+        if name == "bos_token" and token is None:  # as transformers writes that there is none
+            tokens[name] = ""
     return tokens
+
+
+def load_added_tokens(tokenizer_path: Path) -> list[str]:
+    """The tokens that the files beside a tokenizer.json add to it, in transformers; they may be in it as well.
+
+    Raises TemplateError: a file cannot be read.
+    """
+    config, named, added = (_read_json(tokenizer_path.with_name(name)) for name in _ADDING)
+    listed = [*config.get("added_tokens_decoder", {}).values()] if isinstance(config.get("added_tokens_decoder"), dict) else []
+    for file in (config, named):
+        listed += [value for name, value in file.items() if name.endswith("_token")]
+        for name in ("additional_special_tokens", "extra_special_tokens"):
+            some = file.get(name)
+            listed += some.values() if isinstance(some, dict) else some if isinstance(some, list) else []
+    texts = [each.get("content") if isinstance(each, dict) else each for each in listed]
+    return list(dict.fromkeys(text for text in [*texts, *added] if isinstance(text, str) and text))
 
 
 def _read(path: Path) -> str:

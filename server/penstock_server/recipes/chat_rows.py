@@ -82,7 +82,7 @@ def tokenized_chats(
             note(row, "has no tokens")
         # The template may write them itself.
         opening = [] if tokens[:1].tolist() == bos else bos
-        closing = [] if tokens[-1:].tolist() == eos else eos
+        closing = [] if tokens[-1:].tolist() == eos or _is_closed(texts[row], spans[row], recipe) else eos
         ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
         runs[0] += len(opening)
         if answered[row] or runs[-1]:
@@ -91,6 +91,14 @@ def tokenized_chats(
             runs[-2] += len(closing)
         turns.append(runs)
     return Lists(*_end_to_end(ids), _end_to_end(turns))
+
+
+def _is_closed(text: str, spans: Sequence[Span], recipe: Recipe) -> bool:
+    """Whether a chat, or what is learned last of it, ends with the EOS, but for blanks."""
+    assert recipe.tokenizer
+    token = None if recipe.eos_id is None else recipe.tokenizer.tokenizer.id_to_token(recipe.eos_id)
+    ends = [text, *(text[start:stop] for start, stop in spans[-1:])]
+    return token is not None and any(end.rstrip().endswith(token) for end in ends)
 
 
 def _from_json(value: Any) -> list[Any] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.chat_files import load_special_tokens
+from penstock_server.recipes.chat_files import load_added_tokens, load_special_tokens
 from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.recipes.tokenizer import TokenizerFile
 
@@ -71,8 +71,11 @@ class SpecialTokens:
             if name in template and name not in tokens:
                 tokens[name] = self._written(name, key)
         for name, token in tokens.items():
-            if name in template:
+            if name in template and token:
                 self._check_known(name, token)
+        for token in load_added_tokens(self._path):
+            if token in template:
+                self._check_known("a token that the chat template writes", token)
         return tokens
 
     def _check_known(self, name: str, token: str) -> None:
@@ -87,6 +90,8 @@ class SpecialTokens:
     def _written(self, name: str, key: str) -> str:
         """The text of a special token that a template writes and no file beside the tokenizer names."""
         declared = self._given.get(key)
+        if key == "bos" and declared is False:
+            return ""
         if _is_id(declared) and self._tokenizer:
             declared = self._tokenizer.tokenizer.id_to_token(declared)
         if isinstance(declared, str):
