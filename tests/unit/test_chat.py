@@ -226,6 +226,20 @@ def test_a_chat_may_begin_with_the_assistant() -> None:
         template(promptless).render(chat)
 
 
+def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> None:
+    calling = CHATML.replace("message.content", "(message.tool_calls | tojson if message.tool_calls else message.content)")
+    both = ChatTemplate(text=CHATML, special_tokens=TOKENS, with_tools=template(calling))
+    assert (both.takes_tools, template(CHATML).takes_tools) == (True, False)
+    assert len({both.digest, template(CHATML).digest, template(calling).digest}) == 3
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find"}}]}
+    chat = [*turns("find Q"), call]
+    rendered = both.render(chat, [{"name": "find"}])
+    assert [rendered.text[start:stop] for start, stop in rendered.spans] == ['[{"function": {"name": "find"}}]<|im_end|>']
+    for text in (CHATML, marked(CHATML).replace("message.content", "''")):
+        with pytest.raises(ChatError, match="with a call of find, and its template writes no calls"):
+            template(text).render(chat)
+
+
 def test_a_chat_without_the_assistant_carries_no_loss() -> None:
     for text in (PHI_3, marked(PHI_3)):
         rendered = template(text).render(turns("Q"))
@@ -289,7 +303,7 @@ def test_marks_are_found_in_macros_and_in_one_another() -> None:
 
 def test_the_digest_stands_for_what_is_learned_of_a_chat() -> None:
     # To be changed with that: under the same snapshot a run would go on with other labels, and caches would keep the old ones.
-    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "645dfd4b24f7e05d757f90c444df993d"
+    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "7962aaae50d0c44c0e26001b215ab7c7"
 
 
 def test_the_digest_is_of_the_text_and_the_tokens() -> None:
@@ -311,13 +325,17 @@ def test_the_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     config.write_text(json.dumps({"chat_template": PLAIN}), encoding="utf-8")
     assert load_chat_template(tokenizer) == PLAIN
     several = [{"name": "tool_use", "template": ZEPHYR}, {"name": "default", "template": CHATML}]
-    config.write_text(json.dumps({"chat_template": several}), encoding="utf-8")
-    assert load_chat_template(tokenizer) == CHATML
+    for spelled in (several, {each["name"]: each["template"] for each in several}):
+        config.write_text(json.dumps({"chat_template": spelled}), encoding="utf-8")
+        assert (load_chat_template(tokenizer), load_chat_template(tokenizer, "tool_use")) == (CHATML, ZEPHYR)
     config.write_text(json.dumps({"chat_template": several[:1]}), encoding="utf-8")
     with pytest.raises(TemplateError, match="has the chat templates tool_use, and none of them is called default"):
         load_chat_template(tokenizer)
     (tmp_path / "chat_template.jinja").write_text(LLAMA_2, encoding="utf-8")
-    assert load_chat_template(tokenizer) == LLAMA_2
+    assert (load_chat_template(tokenizer), load_chat_template(tokenizer, "tool_use")) == (LLAMA_2, None)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(PHI_3, encoding="utf-8")
+    assert load_chat_template(tokenizer, "tool_use") == PHI_3
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(TemplateError, match="chat_template.jinja cannot be read"):
         load_chat_template(tokenizer)

@@ -242,6 +242,22 @@ def test_an_eos_that_the_template_writes_before_a_line_break_is_not_added(folder
         assert folder.rows() == [f"[<user>fox<|im_end|>\n<assistant>]dog<|im_end|>[\n{end}]"]
 
 
+def test_tools_that_a_template_does_not_look_at_are_told(folder: Folder) -> None:
+    plain = AS_JSON.replace("{{ tools | tojson }}", "</s>")
+    tools = {"tools": [[{"name": "f"}]]}
+    folder.write({"messages": [CHAT]} | tools, "", {"chat_template": plain}, *USUAL)
+    assert "d: tools of its shards is not used, since its chat template looks at no tools." in folder.advice()
+    folder.write({"messages": [CHAT]} | tools, "tools = false", {"chat_template": plain})
+    assert folder.advice() == ""
+    folder.write(
+        {"messages": [CHAT]} | tools,
+        "",
+        {"chat_template": [{"name": n, "template": t} for n, t in (("default", plain), ("tool_use", AS_JSON))]},
+    )
+    assert folder.rows()[0].endswith('[[{"name": "f"}]]')
+    assert folder.advice() == ""
+
+
 def test_a_template_that_ends_no_answer_is_told_of(folder: Folder) -> None:
     endless = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
     folder.write({"messages": [CHAT]}, "", {"chat_template": endless}, *USUAL)

@@ -84,6 +84,11 @@ def _of_unused_columns(served: Served | Member) -> str | None:
     """What follows from columns that would tell what is learned, and that nothing is made of; None if there is none."""
     if not (unused := served.snapshot.recipe.unused):
         return None
+    if unused == ("tools",):
+        return (
+            f"{served.name}: tools of its shards is not used, since its chat template looks at no tools. Take a template that "
+            f"writes them; if this is right, set tools = false in {served.snapshot.folder / FILE_NAME}."
+        )
     if served.snapshot.recipe.kind == "preference":
         return (
             f"{served.name}: prompt of its shards is not used, since of prompt, chosen and rejected some are text and others "

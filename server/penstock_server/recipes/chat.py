@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -56,13 +56,13 @@ class Rendered:
 class ChatTemplate:
     """A tokenizer's chat template: a Jinja text, and the special tokens that it may write, by name, as `eos_token`.
 
-    `takes_tools`: it looks at definitions of tools.
+    `with_tools` is the one for chats with tools, where a tokenizer has two. `takes_tools`: it looks at definitions of tools.
 
     Raises TemplateError: the text is no template, or needs what is not there.
     """
 
-    def __init__(self, *, text: str, special_tokens: Mapping[str, str]) -> None:
-        self._text, self._special_tokens = text, special_tokens
+    def __init__(self, *, text: str, special_tokens: Mapping[str, str], with_tools: ChatTemplate | None = None) -> None:
+        self._text, self._special_tokens, self._with_tools = text, special_tokens, with_tools
         try:
             tree = _SANDBOX.parse(text)
             self._template = _SANDBOX.from_string(text)
@@ -71,7 +71,7 @@ class ChatTemplate:
         except (SyntaxError, RecursionError) as error:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
         names = {name.name for name in tree.find_all(nodes.Name)}
-        self._is_marked, self.takes_tools = BEGIN in names, "tools" in names
+        self._is_marked, self.takes_tools = BEGIN in names, "tools" in names or with_tools is not None
         self._prompt, self._tail, self._closes_turns = self._try_out()
 
     @property
@@ -82,7 +82,8 @@ class ChatTemplate:
     @property
     def digest(self) -> str:
         """A hash of all that the rendering and its loss depend on beside the messages."""
-        content = json.dumps(["penstock chat v5", self._text, sorted(self._special_tokens.items())])
+        parts: list[object] = ["penstock chat v6", self._text, sorted(self._special_tokens.items())]
+        content = json.dumps([*parts, self._with_tools.digest] if self._with_tools else parts)
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Rendered:
@@ -92,19 +93,27 @@ class ChatTemplate:
 
         Raises ChatError: the template refuses the chat or fails on it, or what the assistant says cannot be told.
         """
+        if tools and self._with_tools:
+            return self._with_tools.render(messages, tools)
         chat = [_checked(number, message) for number, message in enumerate(messages)]
         if not chat:
             raise ChatError("has a chat without messages")
-        render = self._render_marked if self._is_marked else self._render_in_steps
         try:
-            return render(chat, tools or None)
+            rendered = self._rendered(chat, tools or None)
         except ChatError:
             if all("content" in message for message in chat):
                 raise
             # A few templates ask whether the content of a call is none, where others would write None.
             with suppress(ChatError):
-                return render([{"content": None, **message} for message in chat], tools or None)
+                return self._rendered([{"content": None, **message} for message in chat], tools or None)
             raise
+        written = rendered.text if self._is_marked else "".join(rendered.text[start:stop] for start, stop in rendered.spans)
+        if lost := next((name for message in chat for name in _called(message) if name not in written), None):
+            raise ChatError(f"has a chat with a call of {lost}, and its template writes no calls. Take one that does")
+        return rendered
+
+    def _rendered(self, chat: list[Message], tools: _Tools) -> Rendered:
+        return self._render_marked(chat, tools) if self._is_marked else self._render_in_steps(chat, tools)
 
     def _render_marked(self, chat: list[Message], tools: _Tools) -> Rendered:
         text = self._write(chat, tools)
@@ -257,6 +266,16 @@ def _content(message: Message) -> str | None:
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = "".join(part["text"] for part in content)
     return content.strip() if isinstance(content, str) and (content.strip() or not message.get("tool_calls")) else None
+
+
+def _called(message: Message) -> Iterator[str]:
+    """The names of the functions that a message calls."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            yield name
 
 
 def says_something(message: Message) -> bool:

@@ -10,24 +10,30 @@ from penstock_server.files import may_be_there, read_text
 from penstock_server.recipes.chat import TemplateError
 
 _JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
+_OTHERS = "additional_chat_templates"  # a folder, as transformers writes them since its version 5
 _ADDING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-FILES_BESIDE_TOKENIZER = ("chat_template.jinja", _JSON_TEMPLATE, *_ADDING)
+FILES_BESIDE_TOKENIZER = ("chat_template.jinja", f"{_OTHERS}/tool_use.jinja", _JSON_TEMPLATE, *_ADDING)
 
 
-def load_chat_template(tokenizer_path: Path) -> str | None:
-    """The chat template beside a tokenizer.json, None for none.
+def load_chat_template(tokenizer_path: Path, name: str = "default") -> str | None:
+    """The chat template of a name beside a tokenizer.json, None for none: the default, or tool_use.
 
     That is chat_template.jinja, else what tokenizer_config.json has under "chat_template", else what chat_template.json has.
+    Others than the default are with it, or in the folder additional_chat_templates.
 
     `tokenizer_path` is where the tokenizer lies by name: in a folder of links, the template is where the link is.
 
     Raises TemplateError: a file cannot be read, or has several templates and none of them is the default.
     """
-    path = tokenizer_path.with_name("chat_template.jinja")
+    default, others = tokenizer_path.with_name("chat_template.jinja"), tokenizer_path.with_name(_OTHERS)
+    path = default if name == "default" else others / f"{name}.jinja"
     if may_be_there(path):
         return _read(path)
-    of_json = (tokenizer_path.with_name(name) for name in ("tokenizer_config.json", _JSON_TEMPLATE))
-    return next((text for path in of_json if (text := _template_in(_read_json(path), path)) is not None), None)
+    if may_be_there(default):
+        return None
+    of_json = (tokenizer_path.with_name(file) for file in ("tokenizer_config.json", _JSON_TEMPLATE))
+    found = (_templates_in(_read_json(path), path) for path in of_json)
+    return next((templates.get(name) for templates in found if templates), None)
 
 
 def read_chat_template(path: Path) -> str:
@@ -40,23 +46,24 @@ def read_chat_template(path: Path) -> str:
         content = json.loads(text)
     except ValueError:
         return text
-    found = _template_in(content, path) if isinstance(content, dict) else None
+    found = _templates_in(content, path).get("default") if isinstance(content, dict) else None
     if found is None:
         raise TemplateError(f'{path} is JSON without a text under "chat_template". Name a file of the template itself.')
     return found
 
 
-def _template_in(content: dict[str, Any], path: Path) -> str | None:
+def _templates_in(content: dict[str, Any], path: Path) -> dict[str, str]:
+    """The chat templates of a file by their names; a single one is the default."""
     given = content.get("chat_template")
     if isinstance(given, list):
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-        if "default" not in named:
-            raise TemplateError(
-                f"{path} has the chat templates {', '.join(map(str, named))}, and none of them is called default. Put the one "
-                f"to use beside it as chat_template.jinja."
-            )
-        given = named["default"]
-    return given if isinstance(given, str) else None
+        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    named = given if isinstance(given, dict) else {"default": given}
+    if named and "default" not in named:
+        raise TemplateError(
+            f"{path} has the chat templates {', '.join(map(str, named))}, and none of them is called default. Put the one "
+            f"to use beside it as chat_template.jinja."
+        )
+    return {name: text for name, text in named.items() if isinstance(text, str)}
 
 
 def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:

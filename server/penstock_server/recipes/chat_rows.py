@@ -82,7 +82,9 @@ def tokenized_chats(
             note(row, "has no tokens")
         # The template may write them itself.
         opening = [] if tokens[:1].tolist() == bos else bos
-        closing = [] if tokens[-1:].tolist() == eos or _is_closed(texts[row], spans[row], recipe) else eos
+        closing = (
+            [] if tokens[-1:].tolist() == eos or _is_closed(texts[row], spans[row] if answered[row] else (), recipe) else eos
+        )
         ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
         runs[0] += len(opening)
         if answered[row] or runs[-1]:
@@ -94,7 +96,7 @@ def tokenized_chats(
 
 
 def _is_closed(text: str, spans: Sequence[Span], recipe: Recipe) -> bool:
-    """Whether a chat, or what is learned last of it, ends with the EOS, but for blanks."""
+    """Whether a chat, or what is learned last in it, ends with the EOS, but for blanks."""
     assert recipe.tokenizer
     token = None if recipe.eos_id is None else recipe.tokenizer.tokenizer.id_to_token(recipe.eos_id)
     ends = [text, *(text[start:stop] for start, stop in spans[-1:])]

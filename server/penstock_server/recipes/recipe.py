@@ -23,6 +23,7 @@ from penstock_server.recipes.transform import Transform
 
 # To be raised where equal recipes come to make other tokens of equal rows: all runs end then, and all rows are tokenized anew.
 _READING = 1
+_FILTERING = 2  # likewise where equal filters come to keep other rows, for those that have one
 
 FEATURES = ("tokens", "chosen", "rejected")  # all token lists that a row may become: see `Recipe.features`
 DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
@@ -43,7 +44,8 @@ class Recipe:
     columns       what travels beside the tokens
     absent_masks  masks that penstock.toml does not name and the first shard lacks: no other shard may have them
     unused        columns that tell what is learned, by their names, and are not used. Of ids they are masks; of texts, of which
-                  every token is learned, chats or answers; of preference pairs, a prompt of another type than the answers
+                  every token is learned, chats or answers; of preference pairs, a prompt of another type than the answers;
+                  of chats, tools that their template does not look at
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all
@@ -163,7 +165,7 @@ class Recipe:
             "pad_id": self.pad_id,
             "chat": self.chat.digest if self.chat else None,
             "columns": [[column.name, name_of_travelling(column.type)] for column in self.columns],
-            "filter": self.filter.text if self.filter else None,
+            "filter": [_FILTERING, self.filter.text] if self.filter else None,
             "transform": self.transform.digest if self.transform else None,
             "split_by": self.split_by.text if self.split_by else None,
             "masks": [[role, source.text] for role, source in self.masks] or None,

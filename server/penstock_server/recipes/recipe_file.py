@@ -88,7 +88,7 @@ class _Reader:
             unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
             absent_masks=absent_masks(given, masks) if "tokens" in dict(fields) else (),
-            unused=self._unused(kind, fields, masks),
+            unused=self._unused(kind, fields, masks) or self._unused_tools(chat),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
             validation=float(given.get("validation", DEFAULT_VALIDATION)),
@@ -125,6 +125,10 @@ class _Reader:
         # Had the pairs been of its type, it would be their prompt.
         has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
+
+    def _unused_tools(self, chat: ChatTemplate | None) -> tuple[str, ...]:
+        has_tools = "tools" in self._schema.names and is_tools(self._schema.field("tools").type)
+        return ("tools",) if has_tools and chat and not chat.takes_tools and "tools" not in self._given else ()
 
     def _tokenizer(self, kind: Kind, fields: Fields) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)
@@ -181,7 +185,9 @@ class _Reader:
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
-        return ChatTemplate(text=text, special_tokens=special.of_template(text))
+        of_tools = None if named else load_chat_template(path, "tool_use")
+        with_tools = ChatTemplate(text=of_tools, special_tokens=special.of_template(of_tools)) if of_tools else None
+        return ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
 
     def _is_chat(self, kind: Kind, fields: Fields) -> bool:
         # A text of a preference pair may be anything: it is taken for a chat as JSON where a template of chats is declared.
