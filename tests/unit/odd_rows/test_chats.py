@@ -98,6 +98,12 @@ def test_chats_of_from_and_value_are_refused_with_the_way_out(data: Path) -> Non
         open_snapshot(data, data / "../tokenizer.json")
 
 
+def test_a_column_of_chats_of_another_name_is_told(data: Path) -> None:
+    write(data, "", {"conversations": [[{"role": "user", "content": "fox"}]]})
+    with pytest.raises(DatasetRefused, match='conversations has role and content: name it, messages = "conversations"'):
+        open_snapshot(data, data / "../tokenizer.json")
+
+
 def test_tools_that_are_no_json_are_a_bad_row(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     write(data, "", {"messages": [ASKED] * 4, "tools": ["[", '{"a": 1}', "null", ""]})
