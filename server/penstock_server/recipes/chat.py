@@ -32,6 +32,7 @@ _MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
 _WAY_OUT = "Mark what the assistant says in the template, with {% generation %} and {% endgeneration %}"
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
+_LONGEST_HEADER = 32  # characters: an answer that is longer is no header
 _ASKED = ({"role": "user", "content": "Who is there?"},)
 _ANSWERED = (*_ASKED, {"role": "assistant", "content": "An answer."})
 _ASKED_AGAIN = (*_ANSWERED, {"role": "user", "content": "And now?"})
@@ -180,6 +181,8 @@ class ChatTemplate:
 
     def _begins_at_once(self, said: str, message: Message, chat: Sequence[Message], before: str, tools: _Tools) -> bool:
         """Whether what is said begins right behind the chat before it, without a header that a prompt should have written."""
+        if len(_content(message) or "") > _LONGEST_HEADER and _begins_with_content(said, message):
+            return True  # and nothing is rendered once more for each answer
         answer = _ANSWERED[-1]["content"]
         parts = [{"type": "text", "text": answer}] if isinstance(message.get("content"), list) else answer
         try:
