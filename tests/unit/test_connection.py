@@ -14,9 +14,10 @@ from weakref import ref
 import httpx
 import pytest
 
+import answering
 from answering import pages, response
 from penstock import SpecError
-from penstock.network.answers import Fault
+from penstock.network.answers import Fault, Stranger
 from penstock.network.aside import client_aside
 from penstock.network.connection import Connection
 
@@ -266,14 +267,22 @@ def test_what_is_asked_aside_of_a_run_goes_by_the_proxy_too(monkeypatch: pytest.
 @pytest.mark.usefixtures("no_proxies")
 @pytest.mark.parametrize(
     ("no_proxy", "is_past"),
-    [("127.0.0.1", True), ("x, 127.0.0.0/8", True), ("127.0.0.1/8", True), ("10.0.0.0/8,127.0.0.0/x", False), ("*", True)],
+    [
+        ("127.0.0.1", True),
+        ("x, 127.0.0.0/8", True),
+        ("127.0.0.1/8", True),
+        ("10.0.0.0/8,127.0.0.0/x", False),
+        ("*", True),
+        ("127.0.0.1:{port}", True),
+        ("127.0.0.1:1", False),
+    ],
 )
 def test_addresses_in_a_network_that_no_proxy_names_are_asked_without(
     monkeypatch: pytest.MonkeyPatch, no_proxy: str, is_past: bool
 ) -> None:
     with pages(lambda _: (200, b"by the proxy")) as proxy, pages(lambda _: (200, b"by itself")) as server:
         monkeypatch.setenv("http_proxy", proxy)
-        monkeypatch.setenv("no_proxy", no_proxy)
+        monkeypatch.setenv("no_proxy", no_proxy.format(port=server.rpartition(":")[2]))
         with closing(Connection()) as connection:
             assert bytes(fetch(connection, server)) == (b"by itself" if is_past else b"by the proxy")
 
@@ -292,6 +301,19 @@ def test_a_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, a
             fetch(connection, "http://elsewhere.invalid")
         assert fetch(connection, server.replace("127.0.0.1", "localhost")) == BODY  # which needs none
     assert "secret" not in str(told.value)
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_who_is_no_server_is_told_from_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = response(b"x", "200 OK", "Content-Encoding: gzip")
+    for answer, is_silence in ((packed, False), (b"SSH-2.0-x\r\n\r\n", False), (b"", True)):
+        with answering.server(answer) as url, closing(Connection()) as connection, pytest.raises(Fault) as told:
+            fetch(connection, url)
+        assert told.value.is_silence == is_silence
+    with answering.server(response(b"", "407 Proxy Authentication Required")) as proxy, closing(Connection()) as connection:
+        monkeypatch.setenv("https_proxy", proxy)
+        with pytest.raises(Stranger, match="^407 .*The proxy asks for a name and a password: give them in"):
+            fetch(connection, "https://elsewhere.invalid")
 
 
 @pytest.mark.usefixtures("no_proxies")

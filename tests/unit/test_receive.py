@@ -67,6 +67,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(CONTENT)))
         else:
             self.send_header("Connection", "close")
+        if kind == "closing":
+            self.send_header("Connection", "close")
         self.end_headers()
         if "chunked" in kind:
             for start in range(0, len(CONTENT), 100_000):
@@ -223,6 +225,18 @@ def test_what_is_asked_ahead_is_asked_once_over_a_second_connection(server: List
         asked = [kind.split("?")[0] for kind in kinds]
         # Two are under way at a time, in whatever order they come; the last perhaps has not come yet.
         assert sorted(server.asked) in (sorted(asked), sorted(asked[:-1]))
+    assert all(known.fileno() < 0 for known in made)
+
+
+def test_what_is_asked_ahead_comes_once_also_where_each_answer_ends_its_connection(server: Listener) -> None:
+    made: list[socket.socket] = []
+    kinds = ["closing", "closing?b", "sized", "closing?c", "sized?b", "sized?c"]
+    with receiver(made) as client:
+        for kind, then in pairwise([*kinds, "last"]):
+            assert get(client, server, kind, then) == CONTENT
+        assert server.has_last.wait(60)  # it was asked ahead
+        assert sorted(server.asked) == sorted([kind.split("?")[0] for kind in kinds] + ["last"])
+        assert server.num_connections == len(made) == 5
     assert all(known.fileno() < 0 for known in made)
 
 

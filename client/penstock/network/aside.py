@@ -58,7 +58,8 @@ def plain_address(server: str, reason: str) -> str:
 def proxy_of(server: str) -> str | None:
     """The variable of the environment that names a proxy for this server; None if no proxy is taken."""
     address, known = urlsplit(server), getproxies()
-    if proxy_bypass(address.hostname or "") or _is_in_networks(address.hostname or "", known.get("no", "")):
+    host, port = address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+    if proxy_bypass(host) or proxy_bypass(f"{host}:{port}") or _is_in_networks(host, known.get("no", "")):
         return None
     return next((f"{name.upper()}_PROXY" for name in (address.scheme, "all") if name in known), None)
 

@@ -16,7 +16,7 @@ import httpx
 
 from penstock import __version__
 from penstock.errors import SpecError, WireError
-from penstock.network.answers import Fault, Stranger, failure_of
+from penstock.network.answers import Fault, Stranger, doubt, failure_of
 from penstock.network.aside import by_proxy, http_client, plain_address, proxy_of, status_aside
 from penstock.network.buffers import Buffers
 from penstock.network.channel import HttpError
@@ -79,8 +79,11 @@ class Connection:
             reason = self._hung_up or str(error) or type(error).__name__
             if plain := plain_address(server, reason):
                 raise Stranger(plain) from error
+            if isinstance(error, httpx.ProxyError) and reason.startswith("407"):
+                raise Stranger(f"{reason.rstrip('.')}. {doubt(server, 407, '')}") from error
             received = receiving.received if receiving.status == 200 else memoryview(b"")
-            raise Fault(reason + by_proxy(server), received=received, is_silence=not receiving.status) from error
+            is_silence = not receiving.status and not isinstance(error, (HttpError, httpx.ProxyError))
+            raise Fault(reason + by_proxy(server), received=received, is_silence=is_silence) from error
         finally:
             self._is_fetching, self._hung_up = False, None
         declared = headers.get("content-digest", "")

@@ -121,14 +121,14 @@ class Receiver:
         try:
             channel, head = self._answer(request)
             _check(head)
-            if head.status == _OK and not head.is_last:
+            if head.status == _OK:
                 self._ask_ahead(request)
             body.read(head, channel)
         except BaseException:
             self._drop(request.origin)  # what it would still send belongs to no request
             raise
         if head.is_last:
-            self._drop(request.origin)
+            self._end(request.origin, channel)
         return head.status, head.headers
 
     def close(self) -> None:
@@ -211,6 +211,13 @@ class Receiver:
                 raise TimeoutError(f"no TLS connection within {seconds:g} seconds") from error
         self._on_connect(made)
         return Channel(made)
+
+    def _end(self, origin: Origin, channel: Channel) -> None:
+        """Closes a connection after its last answer. What was asked ahead over the other one comes all the same."""
+        channel.close()
+        others = deque(other for other in self._channels.pop(origin, ()) if other is not channel)
+        if others:
+            self._channels[origin] = others
 
     def _drop(self, origin: Origin) -> None:
         self._asked = None
