@@ -192,9 +192,6 @@ def test_a_header_that_the_template_does_not_prompt_with_carries_no_loss() -> No
     with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt. Mark"):
         template(PROMPTLESS).render(turns("Q", "A"))
     assert said(marked(PROMPTLESS), turns("Q", "A")) == ["A<|im_end|>"]
-    headed = "{% for m in messages %}{{ '\n\n' + m.role | capitalize + ': ' + m.content }}{% endfor %}"
-    with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt. Mark"):
-        template(headed).render(turns("Q", "A"))  # as the header begins
     twice = [*turns("Q", "A"), {"role": "assistant", "content": "B"}]
     thinking = CHATML.replace("'<|im_start|>assistant\\n' if", "'<|im_start|>assistant\\n<think>\\n' if")
     with pytest.raises(ChatError, match="does not begin message 1 as it asks for it"):
@@ -222,8 +219,10 @@ def test_a_chat_may_begin_with_the_assistant() -> None:
     greeting = "{% if messages[0].role != 'system' %}<|im_start|>system\nHi.<|im_end|>\n{% endif %}" + CHATML
     assert said(greeting, chat) == ["A<|im_end|>", "B<|im_end|>"]
     promptless = "{{ messages[0].role }}" + LLAMA_2.replace("(message.role == 'user') != (loop.index0 is even)", "false")
-    with pytest.raises(ChatError, match="begins with the assistant, and its template prompts for no answer. Mark what"):
+    with pytest.raises(ChatError, match="begins with the assistant, and its template does not prompt for that. Mark what"):
         template(promptless).render(chat)
+    sly = greeting.replace("Hi.", "Behind <|im_start|>assistant\\n you answer.")
+    assert said(sly, chat) == ["A<|im_end|>", "B<|im_end|>"]
 
 
 def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> None:
@@ -235,9 +234,26 @@ def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> N
     chat = [*turns("find Q"), call]
     rendered = both.render(chat, [{"name": "find"}])
     assert [rendered.text[start:stop] for start, stop in rendered.spans] == ['[{"function": {"name": "find"}}]<|im_end|>']
-    for text in (CHATML, marked(CHATML).replace("message.content", "''")):
-        with pytest.raises(ChatError, match="with a call of find, and its template writes no calls"):
-            template(text).render(chat)
+    for text in (CHATML, marked(CHATML).replace("message.content", "''"), "{{ tools }}" + marked(CHATML)):
+        with pytest.raises(ChatError, match="has a chat with calls of tools, and its template writes none"):
+            template(text).render(chat, [{"name": "find"}])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "message.tool_calls[0].id",
+        "message.tool_calls | tojson",
+        "message.tool_calls[0].function.name | replace('.', '_')",
+        "'' if message.content is not none else message.tool_calls[0].function.name",
+    ],
+)
+def test_a_call_may_be_written_in_any_way(call: str) -> None:
+    calling = CHATML.replace("message.content", f"({call} if message.tool_calls else message.content)")
+    calls = [{"id": "functions.0", "function": {"name": 'find."x"', "arguments": {}}}]
+    rendered = template(calling).render([*turns("find Q"), {"role": "assistant", "content": None, "tool_calls": calls}])
+    [(start, stop)] = rendered.spans
+    assert len(rendered.text[start:stop]) > len("<|im_end|>")
 
 
 def test_a_chat_without_the_assistant_carries_no_loss() -> None:

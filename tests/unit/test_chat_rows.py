@@ -198,7 +198,8 @@ def test_a_token_that_the_tokenizer_does_not_have_is_refused(
     (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", ""))
     config = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA_2}
     folder.write(columns, "", config | {name: "<gone>"}, *USUAL)
-    with pytest.raises(DatasetRefused, match=f"name '<gone>' as {name}, and that is not in its vocabulary"):
+    why = "it is the eos_token" if name == "eos_token" else "the chat template writes it"
+    with pytest.raises(DatasetRefused, match=rf"name the token '<gone>' \({why}\), and it is not in its vocabulary"):
         folder.rows()
     folder.write(columns, recipe, config | {name: "<gone>"})
     assert folder.rows()[0].endswith("</s>")
@@ -222,9 +223,10 @@ def test_a_token_that_is_added_beside_the_tokenizer_and_that_a_template_writes_m
     assert len(folder.rows()) == 1
     for name, content in files.items():
         folder._tokenizer.with_name(name).write_text(json.dumps(content))
-    with pytest.raises(DatasetRefused, match=r"name '<\|turn\|>' as a token that the chat template writes, and that is not in"):
+    with pytest.raises(DatasetRefused, match=r"name the token '<\|turn\|>' \(the chat template writes it\), and it is not in"):
         folder.rows()
-    (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", "").replace("{{ eos_token }}", ""))
+    shown = "{# <|turn|> #}{% if messages[0].image %}<|turn|>{% endif %}"  # to nobody
+    (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", shown).replace("{{ eos_token }}", ""))
     assert len(folder.rows()) == 1
 
 

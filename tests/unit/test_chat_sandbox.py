@@ -56,6 +56,7 @@ def chat() -> list[dict[str, Any]]:
         "{{ 100_000_000 * [1] }}",
         "{{ 9 ** 9 ** 9 }}",
         "{{ 'x'.ljust(10_000_000_000) }}",
+        "{{ '\\t'.expandtabs(tabsize=100_000_000) }}",
         "{% for x in range(100) %}{{ 'x' * 1_000_000 }}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ 1 // 0 }}",

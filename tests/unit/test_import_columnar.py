@@ -290,11 +290,31 @@ def test_decimals_beside_floats_are_refused_and_not_rounded(
 
 
 def test_texts_beside_bytes_are_refused_and_not_made_bytes(tmp_path: Path) -> None:
-    files = [
-        write(tmp_path / f"{number}.parquet", pa.table({"x": pa.array([[value]])})) for number, value in enumerate(("a", b"a"))
-    ]
-    with pytest.raises(ImportRefused, match="column 'x' is list<item: binary> here, and list<item: string> in what was read"):
-        imported(tmp_path / "out", *files)
+    for bytes_ in (pa.binary(), pa.binary(1)):
+        files = [
+            write(tmp_path / f"{number}.parquet", pa.table({"x": pa.array([["a"]], pa.list_(type_))}))
+            for number, type_ in enumerate((pa.string(), bytes_))
+        ]
+        with pytest.raises(ImportRefused, match=r"column 'x' is list<item: .*binary.*> here, and list<item: string> in what"):
+            imported(tmp_path / "out", *files)
+
+
+@pytest.mark.parametrize("type_", [pa.binary(2), pa.float16(), pa.date32(), pa.decimal128(9, 2), pa.list_(pa.int8())], ids=str)
+def test_what_json_lines_hold_no_value_of_is_null_of_the_type_in_other_files(tmp_path: Path, type_: pa.DataType) -> None:
+    lines = tmp_path / "x.jsonl"
+    lines.write_text('{"id": 1, "a": {"h": null}, "b": [null], "c": null}\n')
+    columns = {"a": pa.nulls(1, pa.struct({"h": type_})), "b": pa.nulls(1, pa.list_(type_)), "c": pa.nulls(1, type_)}
+    other = write(tmp_path / "y.parquet", pa.table({"id": [2], **columns}))
+    table = imported(tmp_path / "out", lines, other)
+    assert table.to_pylist()[0] == {"id": 1, "a": {"h": None}, "b": [None], "c": None}
+
+
+@pytest.mark.parametrize("type_", [pa.map_(pa.string(), pa.int8()), pa.duration("s")], ids=str)
+def test_what_json_lines_cannot_hold_is_refused_inside_of_their_objects(tmp_path: Path, type_: pa.DataType) -> None:
+    (tmp_path / "x.jsonl").write_text('{"id": 1, "a": {"h": null}}\n')
+    other = write(tmp_path / "y.parquet", pa.table({"id": [2], "a": pa.nulls(1, pa.struct({"h": type_}))}))
+    with pytest.raises(ImportRefused, match=r"x\.jsonl: column 'a' does not fit"):
+        imported(tmp_path / "out", tmp_path / "x.jsonl", other)
 
 
 def test_a_dictionary_of_lists_is_refused_with_the_reason(tmp_path: Path) -> None:

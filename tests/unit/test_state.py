@@ -228,6 +228,8 @@ def test_of_a_range_that_the_run_has_trained_on_it_is_told(skip: str | None) -> 
     for batch_size in (4, 2):
         with pytest.warns(UserWarning, match="is past samples:49-63, which skip leaves out now and its run did not"):
             read(state, "a", replace(then, batch_size=batch_size, skip="samples:49-63,145-150"), num_sequences=500)
+    with pytest.warns(UserWarning, match="is past samples:49-119, which" if skip is None else "is past samples:49-143, which"):
+        read(state, "a", replace(then, skip="samples:49-150"), num_sequences=500)
     come_or_known = "samples:145-150,16-39" if skip else "samples:145-150"
     read(state, "a", replace(then, skip=come_or_known), num_sequences=500)  # nothing to tell
     read(state, "a", replace(then, skip="0-1"), num_sequences=15 * 8)  # the epoch is over: this is for the next

@@ -30,19 +30,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report; 1 if it is no proof.
 
     Raises LedgerError: a ledger cannot be read. Raises SpecError: wrong options. Raises ServerUnavailable: none answers, and
-    the report is of what the ledgers say. Raises PenstockError: what answers is none.
+    the report is of what the ledgers say.
     """
     sample, servers = _sample(arguments), [parse_address(url).server for url in arguments.server or []]
     paths = _paths(arguments.ledgers)
     report = audit(paths, trust_starts=arguments.trust_starts)
-    comparison, rows, silence = None, dict[str, dict[str, Any]](), None
+    comparison, rows = None, dict[str, dict[str, Any]]()
+    silence: PenstockError | None = None
     try:
-        if servers:
-            _check_answering(servers)
+        if servers and not (silence := _why_silent(servers)):
             comparison = compare(paths, report.num_batches, servers, sample)
             report = replace(report, num_differing=len(comparison.differing))
-        if arguments.rows:
-            rows = dict(rows_of_missing(report, servers))
+            if arguments.rows:
+                rows = dict(rows_of_missing(report, servers))
     except ServerUnavailable as error:
         silence = error
     num_left_out = num_missing_batches(report) - len(rows) if rows else 0
@@ -56,16 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.is_proven else 1
 
 
-def _check_answering(servers: Sequence[str]) -> None:
-    """Whether one of them answers: batches are asked for longer than a person waits. Raises what `greet` raises of the last."""
+def _why_silent(servers: Sequence[str]) -> PenstockError | None:
+    """Why none of them answers, None if one does: batches would be asked for longer than a person waits."""
+    silence = None
     for server in servers:
         try:
             greet(server)
-        except PenstockError:
-            if server == servers[-1]:
-                raise
+        except PenstockError as error:
+            silence = error
         else:
-            return
+            return None
+    return silence
 
 
 def _sample(arguments: argparse.Namespace) -> int | None:

@@ -22,7 +22,7 @@ _LONGEST = 1 << 20  # bytes of an answer that is no batch
 def ask_aside(url: str, seconds: float) -> httpx.Response:
     """What a GET gives that is no part of a run, on a connection of its own; of what is too long only the beginning.
 
-    Raises httpx.RequestError: nothing, or not all of it in time.
+    Raises httpx.RequestError: nothing, or not all of its body in time.
     """
     deadline, body = time.monotonic() + seconds, b""
     with client_aside(url) as client, client.stream("GET", url, timeout=seconds) as answer:

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import SpecError, StateMismatch
 from penstock.mix import first_other, parse_mix
-from penstock.skip import first_new, parse_skip, position_after, spell_skip
+from penstock.skip import first_new, kept_runs, parse_skip, position_after, spell_skip
 from penstock.spec import LARGEST_COUNT, Spec
 from penstock.whole import plain
 
@@ -138,7 +138,9 @@ def _passed(state: Mapping[str, Any], spec: Spec, consumed: int) -> str | None:
         return None
     size = state["batch_size"] * state["world_size"]
     skipped = parse_skip(state["skip"], size) if state.get("skip") else ()
-    return spell_skip(tuple(each for each in spec.skipped() if each[1] <= consumed and first_new((each,), skipped) is not None))
+    behind = [(start, min(stop, consumed)) for start, stop in spec.skipped() if start < consumed]
+    new = [(max(start, at), min(stop, end)) for start, stop in behind for at, end in kept_runs(skipped, stop)]
+    return spell_skip(tuple(each for each in new if each[0] < each[1]))
 
 
 def _skips_the_same_steps(state: Mapping[str, Any], spec: Spec) -> bool:

@@ -104,7 +104,7 @@ def _differ(known: pa.Field, new: pa.Field) -> ColumnsDiffer:
 def _are_changed(one: pa.DataType, other: pa.DataType) -> bool:
     """Whether values of both change in one column: to Arrow decimals beside floats are floats, and texts beside bytes bytes."""
     types = pa.types
-    for is_changed, by in ((types.is_decimal, types.is_floating), (types.is_string, types.is_binary)):
+    for is_changed, by in ((types.is_decimal, types.is_floating), (types.is_string, _is_bytes)):
         if (is_changed(one) and by(other)) or (is_changed(other) and by(one)):
             return True
     if types.is_struct(one) and types.is_struct(other):
@@ -113,6 +113,10 @@ def _are_changed(one: pa.DataType, other: pa.DataType) -> bool:
     if types.is_map(one) and types.is_map(other):
         return _are_changed(one.key_type, other.key_type) or _are_changed(one.item_type, other.item_type)
     return bool(types.is_list(one) and types.is_list(other)) and _are_changed(one.value_type, other.value_type)
+
+
+def _is_bytes(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(type_) or (pa.types.is_fixed_size_binary(type_) and not pa.types.is_decimal(type_)))
 
 
 def one_schema(surveys: Sequence[tuple[Path, Survey]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
@@ -172,11 +176,20 @@ def completed(schema: pa.Schema, whole: pa.Schema) -> pa.Schema:
     return pa.schema(fields)
 
 
+def _is_read_from_json(type_: pa.DataType) -> bool:
+    """Whether pyarrow's reader can be told that what it is to find is null, or missing, in a column of this type."""
+    types = pa.types
+    if types.is_list(type_) or types.is_struct(type_):
+        return all(_is_read_from_json(type_.field(number).type) for number in range(type_.num_fields))
+    kinds = (types.is_null, types.is_map, types.is_duration, types.is_float16, types.is_fixed_size_binary, types.is_interval)
+    return not any(is_kind(type_) for is_kind in kinds)
+
+
 def _completed(type_: pa.DataType, whole: pa.DataType | None) -> pa.DataType:
     if whole is None:
         return type_
     if pa.types.is_null(type_):
-        return whole
+        return whole if _is_read_from_json(whole) else type_
     if pa.types.is_list(type_) and pa.types.is_list(whole):
         return pa.list_(_completed(type_.value_type, whole.value_type))
     if pa.types.is_struct(type_) and pa.types.is_struct(whole):

@@ -18,9 +18,9 @@ _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # which such a file 
 _UNREAD = {"bzip2": b"BZh", "xz": b"\xfd7zX", "zip": b"PK\x03\x04"}  # other ways to compress
 # What texts of other encodings begin with. Without a mark some iconv take UTF-16 for little-endian, others for big-endian.
 _WIDE = {
-    "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff", re.DOTALL),
-    "UTF-32BE": re.compile(rb"\0\0\0[^\0]", re.DOTALL),
-    "UTF-32LE": re.compile(rb"[^\0]\0\0\0", re.DOTALL),
+    "UTF-32": re.compile(rb"\xff\xfe\0\0|\0\0\xfe\xff"),
+    "UTF-32BE": re.compile(rb"\0\0\0[^\0]"),
+    "UTF-32LE": re.compile(rb"[^\0]\0\0\0"),
     "UTF-16": re.compile(rb"(\xff\xfe|\xfe\xff).*", re.DOTALL),
     "UTF-16BE": re.compile(rb"\0[^\0].*", re.DOTALL),
     "UTF-16LE": re.compile(rb"[^\0]\0.*", re.DOTALL),

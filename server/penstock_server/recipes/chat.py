@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -32,7 +32,6 @@ _MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
 _WAY_OUT = "Mark what the assistant says in the template, with {% generation %} and {% endgeneration %}"
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
-_LONGEST_HEADER = 32  # characters: an answer that is longer is no header
 _ASKED = ({"role": "user", "content": "Who is there?"},)
 _ANSWERED = (*_ASKED, {"role": "assistant", "content": "An answer."})
 _ASKED_AGAIN = (*_ANSWERED, {"role": "user", "content": "And now?"})
@@ -58,6 +57,7 @@ class ChatTemplate:
     """A tokenizer's chat template: a Jinja text, and the special tokens that it may write, by name, as `eos_token`.
 
     `with_tools` is the one for chats with tools, where a tokenizer has two. `takes_tools`: it looks at definitions of tools.
+    `trial` is what it makes of a chat of ours, "" if it refuses that.
 
     Raises TemplateError: the text is no template, or needs what is not there.
     """
@@ -73,12 +73,13 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
         names = {name.name for name in tree.find_all(nodes.Name)}
         self._is_marked, self.takes_tools = BEGIN in names, "tools" in names or with_tools is not None
-        self._prompt, self._tail, self._closes_turns = self._try_out()
+        self._prompt, self._tail, self._closes_turns, self.trial = self._try_out()
 
     @property
     def closes(self) -> bool:
         """Whether it ends what the assistant says with more than blanks, which teaches a model to stop."""
-        return self._closes_turns or bool(self._tail.strip())
+        closes = self._closes_turns or bool(self._tail.strip())
+        return closes and (self._with_tools is None or self._with_tools.closes)
 
     @property
     def digest(self) -> str:
@@ -100,7 +101,7 @@ class ChatTemplate:
         if not chat:
             raise ChatError("has a chat without messages")
         try:
-            rendered = self._rendered(chat, tools or None)
+            return self._rendered(chat, tools or None)
         except ChatError:
             if all("content" in message for message in chat):
                 raise
@@ -108,13 +109,21 @@ class ChatTemplate:
             with suppress(ChatError):
                 return self._rendered([{"content": None, **message} for message in chat], tools or None)
             raise
-        written = rendered.text if self._is_marked else "".join(rendered.text[start:stop] for start, stop in rendered.spans)
-        if lost := next((name for message in chat for name in _called(message) if name not in written), None):
-            raise ChatError(f"has a chat with a call of {lost}, and its template writes no calls. Take one that does")
-        return rendered
 
     def _rendered(self, chat: list[Message], tools: _Tools) -> Rendered:
-        return self._render_marked(chat, tools) if self._is_marked else self._render_in_steps(chat, tools)
+        rendered = self._render_marked(chat, tools) if self._is_marked else self._render_in_steps(chat, tools)
+        if self._loses_calls(chat, tools, rendered.text):
+            raise ChatError("has a chat with calls of tools, and its template writes none. Take one that does")
+        return rendered
+
+    def _loses_calls(self, chat: Sequence[Message], tools: _Tools, text: str) -> bool:
+        """Whether the chat would be the same text without the calls that the assistant makes in it."""
+        others = [_without_calls(message) for message in chat]
+        if others == list(chat):
+            return False
+        with suppress(ChatError):
+            return self._write(others, tools) == text
+        return False
 
     def _render_marked(self, chat: list[Message], tools: _Tools) -> Rendered:
         text = self._write(chat, tools)
@@ -145,7 +154,7 @@ class ChatTemplate:
         for number, message in enumerate(chat):
             if message["role"] == "assistant":
                 text = self._write(chat[: number + 1], tools)
-                before = self._before(chat[:number], text, tools)
+                before = self._before(chat[:number], text, message, tools)
                 step = text.removesuffix(self._tail)
                 goes_on = goes_on and (step.startswith(longest) or longest.startswith(step))
                 longest = max(longest, step, key=len)
@@ -166,29 +175,29 @@ class ChatTemplate:
             raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")
         return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
 
-    def _before(self, chat: Sequence[Message], text: str, tools: _Tools) -> str:
+    def _before(self, chat: Sequence[Message], text: str, answer: Message, tools: _Tools) -> str:
         """What is written before an answer to a chat, which is written to `text` with it."""
-        if not chat and self._prompt and self._prompt in text:  # of no messages at all many templates make nothing
-            return text[: text.index(self._prompt)] + self._prompt
-        try:
+        if chat:
             return self._write(chat, tools, prompt=True)
-        except ChatError:
-            if chat:
-                raise
-            raise ChatError(
-                f"has a chat that begins with the assistant, and its template prompts for no answer. {_WAY_OUT}"
-            ) from None
+        # Of no messages at all many templates make nothing.
+        other = "B" if (_content(answer) or "").startswith("A") else "A"
+        before = text[: _num_alike(text, self._write([{"role": "assistant", "content": other}], tools))]
+        if not (self._prompt and before.endswith(self._prompt)):
+            raise ChatError(f"has a chat that begins with the assistant, and its template does not prompt for that. {_WAY_OUT}")
+        return before
 
     def _begins_at_once(self, said: str, message: Message, chat: Sequence[Message], before: str, tools: _Tools) -> bool:
-        """Whether what is said begins right behind the chat before it, without a header that a prompt should have written."""
-        if len(_content(message) or "") > _LONGEST_HEADER and _begins_with_content(said, message):
-            return True  # and nothing is rendered once more for each answer
-        answer = _ANSWERED[-1]["content"]
-        parts = [{"type": "text", "text": answer}] if isinstance(message.get("content"), list) else answer
-        try:
-            text = self._write([*chat, {"role": "assistant", "content": parts}], tools)
-        except ChatError:
+        """Whether what is said begins right behind the chat before it, without a header that a prompt should have written.
+
+        Of calls and of nothing that is told by a plain answer in their place.
+        """
+        if _content(message):
             return _begins_with_content(said, message)
+        answer = _ANSWERED[-1]["content"]
+        try:
+            text = self._write([*chat, {"role": "assistant", "content": answer}], tools)
+        except ChatError:
+            return False
         return text.startswith(before) and text[len(before) :].lstrip().startswith(answer)
 
     def _write(
@@ -221,10 +230,10 @@ class ChatTemplate:
             return stripped if said.lstrip()[len(content) :].strip() else said
         return said if stripped.endswith(content) else stripped
 
-    def _try_out(self) -> tuple[str, str, bool]:
+    def _try_out(self) -> tuple[str, str, bool, str]:
         """What the template writes to prompt for an answer, and after a chat that ends, as Phi-3 does an EOS; "" for nothing.
 
-        And whether it writes more than blanks between an answer and that.
+        And whether it writes more than blanks between an answer and that; and all that it wrote.
 
         Raises TemplateError: it writes today's date.
         """
@@ -233,18 +242,24 @@ class ChatTemplate:
             once, again = self._write(_ANSWERED), self._write(_ASKED_AGAIN)
         except ChatError as error:
             if "'strftime_now' is undefined" not in str(error):
-                return "", "", True
+                return "", "", True, ""
             raise TemplateError(
                 "the chat template writes today's date (strftime_now), and a batch must be the same on every day. "
                 "Write a date into it."
             ) from error
-        end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(once, again, strict=False)))
+        end = _num_alike(once, again)
         for token in _TOKEN.finditer(once):  # two tokens may begin alike
             end = token.start() if token.start() < end < token.end() else end
         tail = once[end:] if again.endswith(once[end:]) else ""
         asked = asked.removesuffix(tail)
         _, _, behind = once.removesuffix(tail).rpartition(_ANSWERED[-1]["content"])
-        return prompted[len(asked) :] if prompted.startswith(asked) else "", tail, bool(behind.strip())
+        prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
+        return prompt, tail, bool(behind.strip()), prompted + again
+
+
+def _num_alike(a: str, b: str) -> int:
+    """How many characters two texts begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _checked(number: int, message: object) -> Message:
@@ -271,14 +286,9 @@ def _content(message: Message) -> str | None:
     return content.strip() if isinstance(content, str) and (content.strip() or not message.get("tool_calls")) else None
 
 
-def _called(message: Message) -> Iterator[str]:
-    """The names of the functions that a message calls."""
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str):
-            yield name
+def _without_calls(message: Message) -> Message:
+    is_calling = message["role"] == "assistant" and message.get("tool_calls")
+    return {key: value for key, value in message.items() if key != "tool_calls"} if is_calling else message
 
 
 def says_something(message: Message) -> bool:

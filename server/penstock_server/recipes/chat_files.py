@@ -36,7 +36,7 @@ def load_chat_template(tokenizer_path: Path, name: str = "default") -> str | Non
     return next((templates.get(name) for templates in found if templates), None)
 
 
-def read_chat_template(path: Path) -> str:
+def read_chat_template(path: Path, name: str = "default") -> str | None:
     """The chat template of a file that a recipe names: its text, or, of a JSON file, what stands under "chat_template".
 
     Raises TemplateError: it cannot be read, or has none, or several of which none is the default.
@@ -45,18 +45,18 @@ def read_chat_template(path: Path) -> str:
     try:
         content = json.loads(text)
     except ValueError:
-        return text
-    found = _templates_in(content, path).get("default") if isinstance(content, dict) else None
-    if found is None:
+        return text if name == "default" else None
+    found = _templates_in(content, path) if isinstance(content, dict) else {}
+    if "default" not in found:
         raise TemplateError(f'{path} is JSON without a text under "chat_template". Name a file of the template itself.')
-    return found
+    return found.get(name)
 
 
 def _templates_in(content: dict[str, Any], path: Path) -> dict[str, str]:
     """The chat templates of a file by their names; a single one is the default."""
     given = content.get("chat_template")
     if isinstance(given, list):
-        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        given = {str(each.get("name")): each.get("template") for each in given if isinstance(each, dict)}
     named = given if isinstance(given, dict) else {"default": given}
     if named and "default" not in named:
         raise TemplateError(
@@ -80,8 +80,8 @@ def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
         token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):
             tokens[name] = token
-        if name == "bos_token" and token is None:  # as transformers writes that there is none
-            tokens[name] = ""
+    if any(file.get("bos_token", "") is None for file in files):  # as transformers writes that there is none
+        tokens.setdefault("bos_token", "")
     return tokens
 
 
@@ -91,10 +91,10 @@ def load_added_tokens(tokenizer_path: Path) -> list[str]:
     Raises TemplateError: a file cannot be read.
     """
     config, named, added = (_read_json(tokenizer_path.with_name(name)) for name in _ADDING)
-    listed = [*config.get("added_tokens_decoder", {}).values()] if isinstance(config.get("added_tokens_decoder"), dict) else []
+    listed: list[Any] = []
     for file in (config, named):
         listed += [value for name, value in file.items() if name.endswith("_token")]
-        for name in ("additional_special_tokens", "extra_special_tokens"):
+        for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
             some = file.get(name)
             listed += some.values() if isinstance(some, dict) else some if isinstance(some, list) else []
     texts = [each.get("content") if isinstance(each, dict) else each for each in listed]

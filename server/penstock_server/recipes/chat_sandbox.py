@@ -74,7 +74,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """A call. Raises SecurityError: it pads a text past all bounds."""
-        if getattr(__obj, "__name__", "") in _PADDING and any(isinstance(each, int) and each > MAX_CHARACTERS for each in args):
+        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, int)]
+        if getattr(__obj, "__name__", "") in _PADDING and max(numbers, default=0) > MAX_CHARACTERS:
             raise SecurityError("a text is padded too far")
         return super().call(__context, __obj, *args, **kwargs)
 

@@ -114,8 +114,9 @@ def column(path: Sequence[str], type_: pa.DataType) -> Term:
         value = value.cast(pa.float64())
         return Term(value=unless_nan(value), type=pa.float64(), stored=value)
     if pa.types.is_decimal(type_):
-        plain = pa.int64() if type_.scale == 0 and type_.precision <= _DIGITS else pa.float64()
-        return Term(value=value.cast(plain), type=plain)
+        if type_.scale == 0 and type_.precision <= _DIGITS:  # of 32 bits pyarrow casts none at once
+            return Term(value=value.cast(pa.decimal128(_DIGITS, 0)).cast(pa.int64()), type=pa.int64())
+        return Term(value=value.cast(pa.float64()), type=pa.float64())
     return Term(value=value, type=type_, stored=value)
 
 

@@ -127,8 +127,7 @@ class _Reader:
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
     def _unused_tools(self, chat: ChatTemplate | None) -> tuple[str, ...]:
-        has_tools = "tools" in self._schema.names and is_tools(self._schema.field("tools").type)
-        return ("tools",) if has_tools and chat and not chat.takes_tools and "tools" not in self._given else ()
+        return ("tools",) if self._has_tools and chat and not chat.takes_tools and "tools" not in self._given else ()
 
     def _tokenizer(self, kind: Kind, fields: Fields) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)
@@ -178,16 +177,28 @@ class _Reader:
             return None
         path, named = self._tokenizer_path(kind), self._given.get("chat_template")
         assert path  # only token ids go without
-        text = read_chat_template(self._folder / named) if named else load_chat_template(path)
+
+        def load(name: str) -> str | None:
+            return read_chat_template(self._folder / named, name) if named else load_chat_template(path, name)
+
+        text = load("default")
         if text is None:
             raise DatasetRefused(
                 f"{self._folder}: its rows are chats, but beside {path} there is no chat template "
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
-        of_tools = None if named else load_chat_template(path, "tool_use")
+        of_tools = load("tool_use") if self._given.get("tools") or (self._has_tools and "tools" not in self._given) else None
         with_tools = ChatTemplate(text=of_tools, special_tokens=special.of_template(of_tools)) if of_tools else None
-        return ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
+        chat = ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
+        for each in (chat, with_tools):
+            if each:
+                special.check_written(each.trial)
+        return chat
+
+    @property
+    def _has_tools(self) -> bool:
+        return "tools" in self._schema.names and is_tools(self._schema.field("tools").type)
 
     def _is_chat(self, kind: Kind, fields: Fields) -> bool:
         # A text of a preference pair may be anything: it is taken for a chat as JSON where a template of chats is declared.
@@ -211,7 +222,6 @@ class _Reader:
                 )
             check_tools(source := Field.parse(declared, self._schema), self._schema)
             return source
-        if declared is False or not chat or not chat.takes_tools or "tools" not in self._schema.names:
+        if declared is False or not chat or not chat.takes_tools or not self._has_tools:
             return None
-        source = Field.parse("tools", self._schema)
-        return source if is_tools(source.type(self._schema)) else None
+        return Field.parse("tools", self._schema)

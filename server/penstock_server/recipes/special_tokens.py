@@ -45,7 +45,7 @@ class SpecialTokens:
             return None
         named = load_special_tokens(self._path).get("eos_token") if self._path else None
         if named:
-            self._check_known("eos_token", named)
+            self._check_known(named, "it is the eos_token", 'name another: eos = "<the token>"')
         found = self._id_of(named)
         if found is None:
             found = self._id_of(self._usual_eos())
@@ -70,21 +70,22 @@ class SpecialTokens:
         for name, key in (("eos_token", "eos"), ("bos_token", "bos")):
             if name in template and name not in tokens:
                 tokens[name] = self._written(name, key)
-        for name, token in tokens.items():
-            if name in template and token:
-                self._check_known(name, token)
-        for token in load_added_tokens(self._path):
-            if token in template:
-                self._check_known("a token that the chat template writes", token)
         return tokens
 
-    def _check_known(self, name: str, token: str) -> None:
-        """Raises DatasetRefused: the tokenizer would take a special token apart, as any text."""
+    def check_written(self, text: str) -> None:
+        """Raises DatasetRefused: of what a chat template writes, as this text, the tokenizer takes an added token apart."""
+        assert self._path
+        for token in load_added_tokens(self._path):
+            if token in text:
+                self._check_known(token, "the chat template writes it", 'name a template that does not: chat_template = "FILE"')
+
+    def _check_known(self, token: str, why: str, way_out: str) -> None:
         if self._id_of(token) is None:
             raise DatasetRefused(
-                f"{self._folder}: the files beside {self._path} name {token!r} as {name}, and that is not in its vocabulary, "
-                f"so that it would be taken apart, as any text. transformers adds such tokens when it loads the files: save "
-                f"them with its save_pretrained, and take the tokenizer.json that this writes, or mend the name."
+                f"{self._folder}: the files beside {self._path} name the token {token!r} ({why}), and it is not in its "
+                f"vocabulary: it would be taken apart, as any text. transformers adds such tokens when it loads the files: "
+                f"save them with its save_pretrained, and take the tokenizer.json that this writes, or, in "
+                f"{self._folder / FILE_NAME}, {way_out}."
             )
 
     def _written(self, name: str, key: str) -> str:
