@@ -219,8 +219,11 @@ def test_a_chat_may_begin_with_the_assistant() -> None:
     greeting = "{% if messages[0].role != 'system' %}<|im_start|>system\nHi.<|im_end|>\n{% endif %}" + CHATML
     assert said(greeting, chat) == ["A<|im_end|>", "B<|im_end|>"]
     promptless = "{{ messages[0].role }}" + LLAMA_2.replace("(message.role == 'user') != (loop.index0 is even)", "false")
+    assert said(promptless, chat) == ["A </s>", " B </s>"]
+    headed = CHATML.replace("'<|im_start|>assistant\\n' if", "'<|im_start|>assistant\\n<think>' if")
+    assert headed != CHATML
     with pytest.raises(ChatError, match="begins with the assistant, and its template does not prompt for that. Mark what"):
-        template(promptless).render(chat)
+        template(headed).render(chat)
     sly = greeting.replace("Hi.", "Behind <|im_start|>assistant\\n you answer.")
     assert said(sly, chat) == ["A<|im_end|>", "B<|im_end|>"]
 
@@ -235,8 +238,12 @@ def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> N
     rendered = both.render(chat, [{"name": "find"}])
     assert [rendered.text[start:stop] for start, stop in rendered.spans] == ['[{"function": {"name": "find"}}]<|im_end|>']
     for text in (CHATML, marked(CHATML).replace("message.content", "''"), "{{ tools }}" + marked(CHATML)):
-        with pytest.raises(ChatError, match="has a chat with calls of tools, and its template writes none"):
+        with pytest.raises(ChatError, match="has a chat in which the assistant calls tools or thinks, and its template writes"):
             template(text).render(chat, [{"name": "find"}])
+    thinking = {"role": "assistant", "content": "", "reasoning_content": "A"}
+    with pytest.raises(ChatError, match="calls tools or thinks, and its template writes none of it"):
+        template(CHATML).render([*turns("Q"), thinking])
+    assert said(CHATML, [*turns("Q"), {**thinking, **call, "content": "B"}]) == ["B<|im_end|>"]
 
 
 @pytest.mark.parametrize(

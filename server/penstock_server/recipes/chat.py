@@ -32,6 +32,7 @@ _MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
 _WAY_OUT = "Mark what the assistant says in the template, with {% generation %} and {% endgeneration %}"
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
+_DOES = ("tool_calls", "function_call", *_REASONING)
 _ASKED = ({"role": "user", "content": "Who is there?"},)
 _ANSWERED = (*_ASKED, {"role": "assistant", "content": "An answer."})
 _ASKED_AGAIN = (*_ANSWERED, {"role": "user", "content": "And now?"})
@@ -113,12 +114,12 @@ class ChatTemplate:
     def _rendered(self, chat: list[Message], tools: _Tools) -> Rendered:
         rendered = self._render_marked(chat, tools) if self._is_marked else self._render_in_steps(chat, tools)
         if self._loses_calls(chat, tools, rendered.text):
-            raise ChatError("has a chat with calls of tools, and its template writes none. Take one that does")
+            raise ChatError("has a chat in which the assistant calls tools or thinks, and its template writes none of it")
         return rendered
 
     def _loses_calls(self, chat: Sequence[Message], tools: _Tools, text: str) -> bool:
-        """Whether the chat would be the same text without the calls that the assistant makes in it."""
-        others = [_without_calls(message) for message in chat]
+        """Whether the chat would be the same text without what the assistant does where it says nothing: calls and thoughts."""
+        others = [_silenced(message) for message in chat]
         if others == list(chat):
             return False
         with suppress(ChatError):
@@ -182,9 +183,10 @@ class ChatTemplate:
         # Of no messages at all many templates make nothing.
         other = "B" if (_content(answer) or "").startswith("A") else "A"
         before = text[: _num_alike(text, self._write([{"role": "assistant", "content": other}], tools))]
-        if not (self._prompt and before.endswith(self._prompt)):
+        begin, prompt, blanks = before.rpartition(self._prompt) if self._prompt else (before, "", "")
+        if prompt != self._prompt or blanks.strip():
             raise ChatError(f"has a chat that begins with the assistant, and its template does not prompt for that. {_WAY_OUT}")
-        return before
+        return begin + prompt
 
     def _begins_at_once(self, said: str, message: Message, chat: Sequence[Message], before: str, tools: _Tools) -> bool:
         """Whether what is said begins right behind the chat before it, without a header that a prompt should have written.
@@ -286,16 +288,19 @@ def _content(message: Message) -> str | None:
     return content.strip() if isinstance(content, str) and (content.strip() or not message.get("tool_calls")) else None
 
 
-def _without_calls(message: Message) -> Message:
-    is_calling = message["role"] == "assistant" and message.get("tool_calls")
-    return {key: value for key, value in message.items() if key != "tool_calls"} if is_calling else message
+def _silenced(message: Message) -> Message:
+    """A message of the assistant without what it does, if it says nothing."""
+    if message["role"] != "assistant":
+        return message
+    rest = {key: value for key, value in message.items() if key not in _DOES}
+    return message if says_something(rest) else rest
 
 
 def says_something(message: Message) -> bool:
     """Whether a message has more than blanks in it, or calls a tool, or thinks."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    return not all(map(_is_blank, parts)) or any(message.get(name) for name in ("tool_calls", "function_call", *_REASONING))
+    return not all(map(_is_blank, parts)) or any(message.get(name) for name in _DOES)
 
 
 def _is_blank(part: Any) -> bool:
