@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from penstock.ledger.begin import Begin, check_of
 from penstock.ledger.names import find_ledgers, ledger_path
 from penstock.place.state import Position, read_state, write_state
 from penstock_server.geometry.schedule import Schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:this state is past")  # of ranges that are added
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Record = tuple[int, int, int, int]  # launch, epoch, step, rank

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from answering import pages
 from audited import report_on, words, write_run
 from ledgers import append, begin_of
 from penstock import Spec
@@ -113,16 +114,26 @@ def test_what_the_ledgers_say_is_told_though_no_server_answers(
 ) -> None:
     write_run(ledger)
     monkeypatch.setattr(compare, "_RETRY_SECONDS", 0)
-    for is_json, first in ((False, "PROVEN: each sample that was due"), (True, '{\n  "proven": true')):
-        with pytest.raises(ServerUnavailable, match="the report lacks what a server would say: no answer within"):
-            command.run(asked(ledger, server=["http://127.0.0.1:1"], sample="9" * 5000, json=is_json))
-        assert capsys.readouterr().out.startswith(first)
+    with (
+        pages(lambda path: (200, b'{"status": "ok", "wire": 1}') if path == "/healthz" else (503, b"")) as away,
+        pages(lambda _: (404, b"")) as stranger,
+    ):
+        for server, reason in (
+            ("http://127.0.0.1:1", "http://127.0.0.1:1 does not answer: "),
+            (stranger, f"{stranger} answers, but not as a penstock server does: "),
+            (away, "no answer within"),
+        ):
+            for is_json, first in ((False, "PROVEN: each sample that was due"), (True, '{\n  "proven": true')):
+                with pytest.raises(ServerUnavailable, match=f"the report lacks what a server would say: {reason}"):
+                    command.run(asked(ledger, server=[server], sample="9" * 5000, json=is_json))
+                assert capsys.readouterr().out.startswith(first)
 
 
 def test_how_many_batches_are_missing_is_told_though_not_the_rows_of_each(
     ledger: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(ledger, steps=6)  # of 10
+    monkeypatch.setattr(command, "greet", lambda _: {})
     monkeypatch.setattr(command, "compare", lambda *_: compare.Comparison(0, []))
     monkeypatch.setattr(command, "rows_of_missing", lambda *_: {"one": {"sequences": []}, "two": {"reason": "no more"}})
     num_missing = sum(len(gap.ranks) * len(range(*gap.steps)) for e in report_on(ledger).orders[0].epochs for gap in e.gaps)

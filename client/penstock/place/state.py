@@ -98,7 +98,8 @@ def read_state(
             f"it called step {added[0]:,} is step {added[1]:,} in skip, and step {added[0]:,} is another: check the range.",
             stacklevel=4,  # of load_state_dict
         )
-    if not differing and consumed < num_sequences and (passed := _passed(state, spec, consumed)):
+    # A loader's worker counts steps of others, too, and may be at its end before the epoch is.
+    if not (differing or by_worker) and consumed < num_sequences and (passed := _passed(state, spec, consumed)):
         warnings.warn(
             f"this state is past {passed}, which skip leaves out now and its run did not: they are trained on already. To "
             f"leave them out, load a state from before them.",

@@ -52,8 +52,8 @@ class Known:
             raise DatasetRefused(self.unopened[name])
         if name in self.mixtures:
             raise BadParameter(
-                f"{name} is a mixture, which has batches, a spec and a shuffle report; rows and snapshots are its datasets': "
-                f"{', '.join(self.mixtures[name].mix.datasets)}. Ask for one of them. With "
+                f"{name} is a mixture, which has batches, a spec and a shuffle report; rows and snapshots belong to its "
+                f"datasets: {', '.join(self.mixtures[name].mix.datasets)}. Ask for one of them. With "
                 f"mix={self.mixtures[name].mix} the schedule of a row is that in the mixture."
             )
         refused = self.refused
