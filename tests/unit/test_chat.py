@@ -244,6 +244,8 @@ def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> N
     with pytest.raises(ChatError, match="calls tools or thinks, and its template writes none of it"):
         template(CHATML).render([*turns("Q"), thinking])
     assert said(CHATML, [*turns("Q"), {**thinking, **call, "content": "B"}]) == ["B<|im_end|>"]
+    nothing = {"role": "assistant", "content": "", "tool_calls": [], "reasoning": ""}
+    assert said(CHATML, [*turns("Q"), nothing, *turns("R", "B")]) == ["<|im_end|>", "B<|im_end|>"]
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def _content(message: Message) -> str | None:
 
 def _silenced(message: Message) -> Message:
     """A message of the assistant without what it does, if it says nothing."""
-    if message["role"] != "assistant":
+    if message["role"] != "assistant" or not any(message.get(name) for name in _DOES):
         return message
     rest = {key: value for key, value in message.items() if key not in _DOES}
     return message if says_something(rest) else rest
