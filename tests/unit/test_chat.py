@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
 from penstock_server.recipes import chat_sandbox
-from penstock_server.recipes.chat import ChatError, ChatTemplate, TemplateError
+from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens, read_chat_template
+from penstock_server.recipes.messages import ChatError
 
 Chat = list[dict[str, Any]]
 

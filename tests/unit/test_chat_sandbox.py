@@ -5,8 +5,9 @@ from unittest.mock import Mock
 import pytest
 
 from penstock_server.recipes import chat_sandbox
-from penstock_server.recipes.chat import ChatError, ChatTemplate, TemplateError
+from penstock_server.recipes.chat import ChatTemplate, TemplateError
 from penstock_server.recipes.chat_sandbox import MAX_CHARACTERS
+from penstock_server.recipes.messages import ChatError
 
 
 def render(text: str, chat: list[dict[str, Any]]) -> str:

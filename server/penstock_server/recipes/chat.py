@@ -22,8 +22,8 @@ from jinja2 import nodes
 from penstock.wording import cut, one_line
 from penstock_server.recipes import chat_sandbox
 from penstock_server.recipes.chat_sandbox import BEGIN, END, Refused, Sandbox
+from penstock_server.recipes.messages import ChatError, Message, checked, content_of, silenced
 
-Message = Mapping[str, Any]
 Span = tuple[int, int]
 _Tools = Sequence[Any] | None
 
@@ -31,8 +31,6 @@ _SANDBOX = Sandbox()
 _MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
 _WAY_OUT = "Mark what the assistant says in the template, with {% generation %} and {% endgeneration %}"
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
-_DOES = ("tool_calls", "function_call", *_REASONING)
 _ASKED = ({"role": "user", "content": "Who is there?"},)
 _ANSWERED = (*_ASKED, {"role": "assistant", "content": "An answer."})
 _ASKED_AGAIN = (*_ANSWERED, {"role": "user", "content": "And now?"})
@@ -40,10 +38,6 @@ _ASKED_AGAIN = (*_ANSWERED, {"role": "user", "content": "And now?"})
 
 class TemplateError(ValueError):
     """A chat template cannot be used, whatever the chat; the message says why and what to do."""
-
-
-class ChatError(ValueError):
-    """A chat cannot be rendered; the message goes on after the name of its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,7 @@ class ChatTemplate:
         """
         if tools and self._with_tools:
             return self._with_tools.render(messages, tools)
-        chat = [_checked(number, message) for number, message in enumerate(messages)]
+        chat = [checked(number, message) for number, message in enumerate(messages)]
         if not chat:
             raise ChatError("has a chat without messages")
         try:
@@ -113,13 +107,13 @@ class ChatTemplate:
 
     def _rendered(self, chat: list[Message], tools: _Tools) -> Rendered:
         rendered = self._render_marked(chat, tools) if self._is_marked else self._render_in_steps(chat, tools)
-        if self._loses_calls(chat, tools, rendered.text):
+        if self._loses_what_it_does(chat, tools, rendered.text):
             raise ChatError("has a chat in which the assistant calls tools or thinks, and its template writes none of it")
         return rendered
 
-    def _loses_calls(self, chat: Sequence[Message], tools: _Tools, text: str) -> bool:
+    def _loses_what_it_does(self, chat: Sequence[Message], tools: _Tools, text: str) -> bool:
         """Whether the chat would be the same text without what the assistant does where it says nothing: calls and thoughts."""
-        others = [_silenced(message) for message in chat]
+        others = [silenced(message) for message in chat]
         if others == list(chat):
             return False
         with suppress(ChatError):
@@ -181,7 +175,7 @@ class ChatTemplate:
         if chat:
             return self._write(chat, tools, prompt=True)
         # Of no messages at all many templates make nothing.
-        other = "B" if (_content(answer) or "").startswith("A") else "A"
+        other = "B" if (content_of(answer) or "").startswith("A") else "A"
         before = text[: _num_alike(text, self._write([{"role": "assistant", "content": other}], tools))]
         begin, prompt, blanks = before.rpartition(self._prompt) if self._prompt else (before, "", "")
         if prompt != self._prompt or blanks.strip():
@@ -193,8 +187,8 @@ class ChatTemplate:
 
         Of calls and of nothing that is told by a plain answer in their place.
         """
-        if _content(message):
-            return _begins_with_content(said, message)
+        if content := content_of(message):
+            return said.lstrip().startswith(content)
         answer = _ANSWERED[-1]["content"]
         try:
             text = self._write([*chat, {"role": "assistant", "content": answer}], tools)
@@ -225,7 +219,7 @@ class ChatTemplate:
 
     def _without_blanks_behind_the_end(self, said: str, message: Message) -> str:
         """What the assistant says up to the mark that ends it. Where blanks are all that ends it, they are the mark."""
-        content, stripped = _content(message), said.rstrip()
+        content, stripped = content_of(message), said.rstrip()
         if content is None:
             return stripped if self._closes_turns else said
         if said.lstrip().startswith(content):
@@ -262,52 +256,6 @@ class ChatTemplate:
 def _num_alike(a: str, b: str) -> int:
     """How many characters two texts begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def _checked(number: int, message: object) -> Message:
-    """A message without its keys that are null, as transformers gives it to templates."""
-    plain = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
-    if not isinstance(plain.get("role"), str):
-        raise ChatError(f"has a chat whose message {number} has no role")
-    if not isinstance(plain.get("content"), (str, list)) and not plain.get("tool_calls"):
-        raise ChatError(f"has a chat whose message {number} has no content")
-    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
-    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-
-
-def _begins_with_content(said: str, message: Message) -> bool:
-    content = _content(message)
-    return bool(content) and said.lstrip().startswith(content or "")
-
-
-def _content(message: Message) -> str | None:
-    """The text of a message; None where that is not all of it, or there is none."""
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        content = "".join(part["text"] for part in content)
-    return content.strip() if isinstance(content, str) and (content.strip() or not message.get("tool_calls")) else None
-
-
-def _silenced(message: Message) -> Message:
-    """A message of the assistant without what it does, if it says nothing."""
-    if message["role"] != "assistant" or not any(message.get(name) for name in _DOES):
-        return message
-    rest = {key: value for key, value in message.items() if key not in _DOES}
-    return message if says_something(rest) else rest
-
-
-def says_something(message: Message) -> bool:
-    """Whether a message has more than blanks in it, or calls a tool, or thinks."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    return not all(map(_is_blank, parts)) or any(message.get(name) for name in _DOES)
-
-
-def _is_blank(part: Any) -> bool:
-    """Whether a content, or a part of one, is nothing but blanks: not where it is an image or a call."""
-    if isinstance(part, dict) and part.get("type", "text") == "text":
-        part = part.get("text")
-    return part is None or (isinstance(part, str) and not part.strip())
 
 
 def _reason(error: Exception) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.recipes.chat import ChatError, Span, says_something
+from penstock_server.recipes.chat import Span
 from penstock_server.recipes.fields import Field
+from penstock_server.recipes.messages import ChatError, says_something
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.texts import special

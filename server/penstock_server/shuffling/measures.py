@@ -78,7 +78,7 @@ def meeting_neighbours(sample: Sample) -> Measure:
     batches, num_others, num_all = sample.batches, 0.0, 0.0
     scale = sample.samples_per_step / batches.samples.shape[1]  # of very large global batches only the beginning is here
     for number, source in enumerate(sample.sources):
-        together, num = (batches.sources == number).sum(axis=1) * scale, source.num_sequences
+        together, num = (batches.sources == number).sum(axis=1) * scale, max(source.num_sequences, 1)
         num_others += float((together * np.maximum(together - 1, 0)).sum()) / num
         num_all += float(together.sum()) * (num - 1) / num  # the last one has no neighbour behind it
     expected, meet = min(num_others / max(num_all, 1), 1.0), sample.pairs.meet

@@ -15,7 +15,7 @@ from blocks_of import rows_of
 from corpora import EOS
 from odd_rows import CHATML, broken_text, open_blocks, write
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.chat import says_something
+from penstock_server.recipes.messages import says_something
 from penstock_server.recipes.tokenizer import load_tokenizer
 from planned import open_snapshot
 

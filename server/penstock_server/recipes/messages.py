@@ -1,0 +1,59 @@
+"""Messages of a chat: what one must have, what it says, and what it does beside that: calls of tools, and thoughts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Message = Mapping[str, Any]
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
+_DOES = ("tool_calls", "function_call", *_REASONING)
+
+
+class ChatError(ValueError):
+    """A chat cannot be rendered; the message goes on after the name of its row."""
+
+
+def checked(number: int, message: object) -> Message:
+    """A message without its keys that are null, as transformers gives it to templates; thoughts under all their names.
+
+    Raises ChatError: it is none, the message of that number, or has no role, or no content and no calls.
+    """
+    plain = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
+    if not isinstance(plain.get("role"), str):
+        raise ChatError(f"has a chat whose message {number} has no role")
+    if not isinstance(plain.get("content"), (str, list)) and not plain.get("tool_calls"):
+        raise ChatError(f"has a chat whose message {number} has no content")
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def content_of(message: Message) -> str | None:
+    """The text of a message; None where that is not all of it, or there is none."""
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
+    return content.strip() if isinstance(content, str) and (content.strip() or not message.get("tool_calls")) else None
+
+
+def silenced(message: Message) -> Message:
+    """A message of the assistant without what it does, if it says nothing."""
+    if message["role"] != "assistant" or not any(message.get(name) for name in _DOES):
+        return message
+    rest = {key: value for key, value in message.items() if key not in _DOES}
+    return message if says_something(rest) else rest
+
+
+def says_something(message: Message) -> bool:
+    """Whether a message has more than blanks in it, or calls a tool, or thinks."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    return not all(map(_is_blank, parts)) or any(message.get(name) for name in _DOES)
+
+
+def _is_blank(part: Any) -> bool:
+    """Whether a content, or a part of one, is nothing but blanks: not where it is an image or a call."""
+    if isinstance(part, dict) and part.get("type", "text") == "text":
+        part = part.get("text")
+    return part is None or (isinstance(part, str) and not part.strip())
