@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from chat_templates import CHATML, FORGETFUL, LLAMA_2, LLAMA_3, PHI_3, PLAIN, PROMPTLESS, STEADY, TOKENS, ZEPHYR, marked
 from penstock_server.recipes import chat_sandbox
-from penstock_server.recipes.chat import ChatTemplate, TemplateError
+from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, load_special_tokens, read_chat_template
-from penstock_server.recipes.messages import ChatError
+from penstock_server.recipes.messages import ChatError, TemplateError
 
 Chat = list[dict[str, Any]]
 
@@ -28,8 +28,8 @@ def turns(*contents: str, system: str | None = None) -> Chat:
     return chat if system is None else [{"role": "system", "content": system}, *chat]
 
 
-def said(text: str, chat: Chat) -> list[str]:
-    rendered = template(text).render(chat)
+def said(text: str, chat: Chat, first: int = 0) -> list[str]:
+    rendered = template(text).render(chat, first=first)
     return [rendered.text[start:stop] for start, stop in rendered.spans]
 
 
@@ -181,6 +181,33 @@ def test_a_template_that_forgets_earlier_reasoning_needs_marks() -> None:
     assert said(marked(FORGETFUL), chat) == ["A<|im_end|>", "<think>\nHm.\n</think>\n\nB<|im_end|>"]
 
 
+def test_behind_a_prompt_nothing_is_learned_of_what_was_said_in_it() -> None:
+    for text in (PHI_3, marked(PHI_3), LLAMA_2, marked(LLAMA_2)):
+        whole = template(text).render(chat := turns("Q", "A", "R", "B", "S", "C"))
+        for first in range(7):
+            assert template(text).render(chat, first=first).spans == whole.spans[(first // 2) :]
+
+
+def test_behind_a_prompt_all_is_learned_though_thoughts_in_it_are_forgotten() -> None:
+    chat = turns("Q", "A", "R", "B")
+    for message in chat:
+        message["reasoning_content"] = "Hm."
+    thoughts_apart = marked(FORGETFUL).replace("{{- message", "{%- endgeneration -%}{%- generation -%}{{- message", 1)
+    for first in (2, 3):
+        for text in (FORGETFUL, marked(FORGETFUL), thoughts_apart):
+            assert "".join(said(text, chat, first)).endswith("B<|im_end|>")
+            assert "".join(said(text, chat, first)).startswith("<think>\nHm.")
+    of_last = (
+        "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    assert said(of_last, chat, 2) == ["B"]
+    called = [*chat[:2], {"role": "tool", "content": "T"}, *chat[1:]]
+    late = marked(FORGETFUL).replace("loop.last", "(loop.last or loop.nextitem.role == 'tool' and messages | length < 4)")
+    with pytest.raises(ChatError, match="changes what the assistant said in the prompt when the chat goes on, so that what is"):
+        template(late).render(called, first=2)
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("asked", ["reasoning_content", "thinking"])
 def test_reasoning_is_found_by_any_of_its_names(name: str, asked: str) -> None:
@@ -214,6 +241,32 @@ def test_what_stands_right_behind_the_chat_before_it_needs_no_prompt() -> None:
     assert said(in_parts, parts) == [" x </s>"]
 
 
+def test_an_answer_of_another_kind_may_stand_right_behind_the_chat_before_it() -> None:
+    thinking = LLAMA_2.replace(
+        "' ' + message.content", "('[T]' + message.thinking + '[/T]' if message.thinking else ' ') + message.content"
+    )
+    assert thinking != LLAMA_2
+    [*asked, answer] = turns("Q", "A")
+    assert said(thinking, [*asked, {**answer, "thinking": "Hm."}]) == ["[T]Hm.[/T]A </s>"]
+    lines = LLAMA_2.replace("message.content.strip()", "(message.content | map(attribute='text') | join('\\n'))")
+    parts = [{"type": "text", "text": text} for text in "xy"]
+    assert said(lines, [{"role": role, "content": parts} for role in ("user", "assistant")]) == [" x\ny </s>"]
+
+
+def test_an_answer_that_begins_like_a_header_is_not_taken_for_one() -> None:
+    headed = "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' }}{{ m.content }}\n{% endfor %}"
+    for answer in ("A", "B"):
+        with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt"):
+            template(headed).render(turns("Q", answer))
+
+
+def test_where_blanks_end_an_answer_they_are_learned_whatever_it_is() -> None:
+    calling = PLAIN.replace("message.content + '\\n'", "message.content + (message.tool_calls or []) | join + '\\n'")
+    assert calling != PLAIN
+    answer = {"role": "assistant", "content": "A", "tool_calls": ["f"]}
+    assert said(calling, [*turns("Q"), answer]) == ["Af\n"]
+
+
 def test_a_chat_may_begin_with_the_assistant() -> None:
     chat = turns("", "A", "Q", "B")[1:]
     assert said(ZEPHYR, chat) == ["A</s>", "B</s>"]
@@ -223,6 +276,10 @@ def test_a_chat_may_begin_with_the_assistant() -> None:
     assert said(promptless, chat) == ["A </s>", " B </s>"]
     headed = CHATML.replace("'<|im_start|>assistant\\n' if", "'<|im_start|>assistant\\n<think>' if")
     assert headed != CHATML
+    for text in ("A cat", "B cat", "The cat"):
+        parts = [{"role": "assistant", "content": [{"type": "text", "text": text}, {"type": "image"}]}]
+        in_parts = ZEPHYR.replace("message['content']", "(message.content | map(attribute='text') | join)")
+        assert said(in_parts, parts) == [f"{text}</s>"]
     with pytest.raises(ChatError, match="begins with the assistant, and its template does not prompt for that. Mark what"):
         template(headed).render(chat)
     sly = greeting.replace("Hi.", "Behind <|im_start|>assistant\\n you answer.")
@@ -245,6 +302,13 @@ def test_chats_with_tools_have_a_template_of_their_own_where_there_is_one() -> N
     with pytest.raises(ChatError, match="calls tools or thinks, and its template writes none of it"):
         template(CHATML).render([*turns("Q"), thinking])
     assert said(CHATML, [*turns("Q"), {**thinking, **call, "content": "B"}]) == ["B<|im_end|>"]
+    lost = [*turns("Q"), call, *turns("R"), {**thinking, "content": "<think>Hm.</think>"}]
+    thoughtful = CHATML.replace("message.content +", "(message.reasoning_content or message.content.split('</think>')[-1]) +")
+    assert thoughtful != CHATML
+    for chat in (lost, lost[:2], [*turns("Q"), {**thinking, **call}], lost[-2:], [*turns("Q"), lost[-1], *turns("R", "B")]):
+        stray = {**lost[-1], "reasoning_content": None}
+        with pytest.raises(ChatError, match="its template writes none of it|whose template writes nothing of message [13]"):
+            template(thoughtful).render([stray if message is lost[-1] else message for message in chat])
     nothing = {"role": "assistant", "content": "", "tool_calls": [], "reasoning": ""}
     assert said(CHATML, [*turns("Q"), nothing, *turns("R", "B")]) == ["<|im_end|>", "B<|im_end|>"]
 
@@ -264,6 +328,52 @@ def test_a_call_may_be_written_in_any_way(call: str) -> None:
     rendered = template(calling).render([*turns("find Q"), {"role": "assistant", "content": None, "tool_calls": calls}])
     [(start, stop)] = rendered.spans
     assert len(rendered.text[start:stop]) > len("<|im_end|>")
+
+
+def test_contents_in_parts_that_a_template_does_not_look_at_are_not_left_out() -> None:
+    texts = CHATML.replace("message.content +", "(message.content if message.content is string else '') +")
+    parts = [{"type": "text", "text": "x"}]
+    for text in (texts, marked(texts)):
+        for chat in (
+            [{"role": role, "content": parts} for role in ("user", "assistant")],
+            [{"role": "user", "content": parts}],
+        ):
+            with pytest.raises(
+                ChatError, match="contents that are lists, and its template writes nothing of them|of message 1"
+            ):
+                template(text).render(chat)
+        assert said(text, [{"role": "user", "content": [{"type": "text", "text": ""}]}, *turns("", "A")[1:]]) == ["A<|im_end|>"]
+
+
+def test_no_none_is_written_where_a_message_has_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": ["f"]}
+    late = "{% for m in messages %}{{ 'A' }}{{ ': ' ~ m.content if m.content is defined }}{{ m.tool_calls }}{% endfor %}"
+    for text in (late, "{{ messages[1].content | length }}" + late):
+        with pytest.raises(ChatError, match="fails on|does not begin message 1"):
+            template(text + "{{ 'A: ' if add_generation_prompt }}").render([*turns("Q"), call])
+    asking = marked(CHATML).replace(
+        "message.content +", "(message.content if message.content is not none else message.tool_calls[0]) +"
+    )
+    assert said(asking, [*turns("Q"), call]) == ["f<|im_end|>"]
+    assert said(
+        CHATML.replace("message.content", "(message.content or '-')"), [*turns("Q", "None"), *turns("R"), call][:2]
+    ) == ["None<|im_end|>"]
+
+
+def test_a_message_that_only_thinks_or_calls_by_the_older_name_needs_no_content() -> None:
+    doing = marked(CHATML).replace("message.content +", "(message.content or message.thinking or message.function_call.name) +")
+    for deed in ({"reasoning": "Hm."}, {"function_call": {"name": "Hm."}}):
+        assert said(doing, [*turns("Q"), {"role": "assistant", "content": None, **deed}]) == ["Hm.<|im_end|>"]
+
+
+def test_a_template_that_wants_a_system_message_or_one_question_is_tried_with_that() -> None:
+    demanding = "{{ raise_exception('no system') if messages[0].role != 'system' }}" + PLAIN
+    once = "{{ raise_exception('one question') if messages | length > 2 }}" + PLAIN
+    for text, chat in ((demanding, turns("Q", "A", system="S")), (once, turns("Q", "A"))):
+        assert not template(text).closes
+        assert said(text, chat) == ["A\n"]
+        assert "Who is there?" in template(text).trial.written
+    assert template("{{ raise_exception('never') }}").trial.written == ""
 
 
 def test_a_chat_without_the_assistant_carries_no_loss() -> None:
@@ -329,7 +439,7 @@ def test_marks_are_found_in_macros_and_in_one_another() -> None:
 
 def test_the_digest_stands_for_what_is_learned_of_a_chat() -> None:
     # To be changed with that: under the same snapshot a run would go on with other labels, and caches would keep the old ones.
-    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "7962aaae50d0c44c0e26001b215ab7c7"
+    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "b227cfa9544433dcd49df7658cf3ed5f"
 
 
 def test_the_digest_is_of_the_text_and_the_tokens() -> None:
@@ -401,6 +511,10 @@ def test_special_tokens_are_those_of_the_files_beside_the_tokenizer(tmp_path: Pa
     assert load_special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     config.write_text(json.dumps({**newer, "added_tokens_decoder": {}}), encoding="utf-8")
     assert load_special_tokens(tokenizer) == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    named = {"extra_special_tokens": {"image_token": "<image>", "eos_token": "never"}}
+    config.write_text(json.dumps({**newer, "added_tokens_decoder": {}, **named}), encoding="utf-8")
+    assert load_special_tokens(tokenizer)["image_token"] == "<image>"
+    assert load_special_tokens(tokenizer)["eos_token"] == "<|im_end|>"
     config.write_text("{", encoding="utf-8")
     with pytest.raises(TemplateError, match="tokenizer_config.json cannot be read"):
         load_special_tokens(tokenizer)

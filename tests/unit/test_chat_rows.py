@@ -270,6 +270,18 @@ def test_a_template_that_ends_no_answer_is_told_of(folder: Folder) -> None:
     assert folder.advice() == ""
 
 
+def test_an_end_that_is_left_out_of_the_marks_is_told_of(folder: Folder) -> None:
+    turn = "<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n"
+    for opening in ("", "{{ raise_exception('no system') if messages[0].role != 'system' }}"):
+        for recipe in ("", 'eos = "<|im_end|>"'):
+            template = f"{opening}{{% for m in messages %}}{turn}{{% endfor %}}"
+            folder.write({"messages": [CHAT]}, recipe, {"chat_template": template}, *USUAL)
+            assert "d: its chat template writes what ends an answer behind {% endgeneration %}, where it is" in folder.advice()
+    inside = turn.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
+    folder.write({"messages": [CHAT]}, "", {"chat_template": f"{{% for m in messages %}}{inside}{{% endfor %}}"})
+    assert folder.advice() == ""
+
+
 def test_one_usual_eos_is_no_guess(folder: Folder) -> None:
     folder.write({"text": ["fox"]})
     assert folder.advice() == ""

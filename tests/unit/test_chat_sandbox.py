@@ -5,9 +5,9 @@ from unittest.mock import Mock
 import pytest
 
 from penstock_server.recipes import chat_sandbox
-from penstock_server.recipes.chat import ChatTemplate, TemplateError
+from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_sandbox import MAX_CHARACTERS
-from penstock_server.recipes.messages import ChatError
+from penstock_server.recipes.messages import ChatError, TemplateError
 
 
 def render(text: str, chat: list[dict[str, Any]]) -> str:
@@ -63,6 +63,8 @@ def chat() -> list[dict[str, Any]]:
         "{{ 1 // 0 }}",
         "{{ messages.x.y }}",
         "{{ (messages[0] | tojson)[5] + 1 }}",
+        "{{ messages[0].items }}",
+        "{{ raise_exception }}",
     ],
 )
 def test_what_leads_out_of_the_sandbox_or_past_its_bounds_is_refused(text: str) -> None:

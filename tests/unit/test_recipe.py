@@ -38,6 +38,7 @@ CHANGES: dict[str, Any] = {
 ALIKE: dict[str, Any] = {
     "split_type": pa.int64(),
     "absent_masks": ("labels",),
+    "absent_tools": True,
     "unused": ("labels",),
     "unsaid_bos": "<s>",
     "guessed_eos": ("<s>", "</s>"),

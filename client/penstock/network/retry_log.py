@@ -65,7 +65,7 @@ class RetryLog:
         if _is_first_rank():
             self._say(
                 "slow",
-                f"{server} is alive, but has sent nothing for {seconds:.0f} seconds: it may be reading or tokenizing what "
+                f"{server} is alive, but has sent nothing for {counted(round(seconds), 'second')}: it may be reading or tokenizing what "
                 f"the batch needs, which penstock prepare can do beforehand, or its disks may hang",
             )
 

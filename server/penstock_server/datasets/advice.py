@@ -136,6 +136,11 @@ def _named_as(unused: tuple[str, ...]) -> str:
 def _of_open_answers(served: Served) -> str | None:
     """What follows from a chat template that ends answers with nothing; None if it ends them, or an EOS does."""
     recipe = served.snapshot.recipe
+    if recipe.chat and recipe.chat.leaves_end_out:
+        return (
+            f"{served.name}: its chat template writes what ends an answer behind {{% endgeneration %}}, where it is not "
+            f"learned, so nothing teaches a model to stop. Put {{% endgeneration %}} behind it."
+        )
     if not recipe.chat or recipe.chat.closes or recipe.eos_id is not None:
         return None
     return (

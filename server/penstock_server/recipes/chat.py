@@ -22,7 +22,20 @@ from jinja2 import nodes
 from penstock.wording import cut, one_line
 from penstock_server.recipes import chat_sandbox
 from penstock_server.recipes.chat_sandbox import BEGIN, END, Refused, Sandbox
-from penstock_server.recipes.messages import ChatError, Message, checked, content_of, silenced
+from penstock_server.recipes.chat_trial import ANSWER, ANSWERED, num_alike, try_out
+from penstock_server.recipes.messages import (
+    CALLS,
+    DEEDS,
+    ChatError,
+    Message,
+    TemplateError,
+    checked,
+    content_of,
+    has_words,
+    says_something,
+    silenced,
+    without_parts,
+)
 
 Span = tuple[int, int]
 _Tools = Sequence[Any] | None
@@ -30,14 +43,8 @@ _Tools = Sequence[Any] | None
 _SANDBOX = Sandbox()
 _MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text has them
 _WAY_OUT = "Mark what the assistant says in the template, with {% generation %} and {% endgeneration %}"
-_TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
-_ASKED = ({"role": "user", "content": "Who is there?"},)
-_ANSWERED = (*_ASKED, {"role": "assistant", "content": "An answer."})
-_ASKED_AGAIN = (*_ANSWERED, {"role": "user", "content": "And now?"})
-
-
-class TemplateError(ValueError):
-    """A chat template cannot be used, whatever the chat; the message says why and what to do."""
+_LOST = "has a chat in which the assistant calls tools or thinks, and its template writes none of it"
+_LONG = 64  # characters, and no header is: what begins with so many of an answer's is the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class ChatTemplate:
     """A tokenizer's chat template: a Jinja text, and the special tokens that it may write, by name, as `eos_token`.
 
     `with_tools` is the one for chats with tools, where a tokenizer has two. `takes_tools`: it looks at definitions of tools.
-    `trial` is what it makes of a chat of ours, "" if it refuses that.
+    `trial` is what it writes around an answer, as a chat of ours shows.
 
     Raises TemplateError: the text is no template, or needs what is not there.
     """
@@ -68,59 +75,97 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
         names = {name.name for name in tree.find_all(nodes.Name)}
         self._is_marked, self.takes_tools = BEGIN in names, "tools" in names or with_tools is not None
-        self._prompt, self._tail, self._closes_turns, self.trial = self._try_out()
+        self.trial = try_out(self._write)
 
     @property
     def closes(self) -> bool:
         """Whether it ends what the assistant says with more than blanks, which teaches a model to stop."""
-        closes = self._closes_turns or bool(self._tail.strip())
+        closes = self.trial.closes or bool(self.trial.tail.strip())
         return closes and (self._with_tools is None or self._with_tools.closes)
+
+    @property
+    def leaves_end_out(self) -> bool:
+        """Whether it marks what the assistant says without what ends it, so that nothing teaches a model to stop."""
+        if self._with_tools and self._with_tools.leaves_end_out:
+            return True
+        if not self._is_marked or not self.closes:
+            return False
+        try:
+            rendered = self._render_marked([*self.trial.opening, *ANSWERED])
+        except ChatError:
+            return False
+        return any(rendered.text[slice(*span)].rstrip().endswith(ANSWER) for span in rendered.spans[-1:])
 
     @property
     def digest(self) -> str:
         """A hash of all that the rendering and its loss depend on beside the messages."""
-        parts: list[object] = ["penstock chat v6", self._text, sorted(self._special_tokens.items())]
+        parts: list[object] = ["penstock chat v7", self._text, sorted(self._special_tokens.items())]
         content = json.dumps([*parts, self._with_tools.digest] if self._with_tools else parts)
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Rendered:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), first: int = 0) -> Rendered:
         """The chat as text, and the spans of it that carry loss: what the assistant says and the mark that ends its turn.
 
-        `tools` are the definitions of those that the assistant may call.
+        `tools` are the definitions of those that the assistant may call. In the messages before the `first` nothing is learned.
 
         Raises ChatError: the template refuses the chat or fails on it, or what the assistant says cannot be told.
         """
         if tools and self._with_tools:
-            return self._with_tools.render(messages, tools)
+            return self._with_tools.render(messages, tools, first)
         chat = [checked(number, message) for number, message in enumerate(messages)]
         if not chat:
             raise ChatError("has a chat without messages")
         try:
-            return self._rendered(chat, tools or None)
+            return self._rendered(chat, tools or None, first)
         except ChatError:
             if all("content" in message for message in chat):
                 raise
-            # A few templates ask whether the content of a call is none, where others would write None.
+            # A few templates ask whether the content of a call is none; others would write "None".
+            null, empty = (list[Message]({"content": content, **message} for message in chat) for content in (None, ""))
             with suppress(ChatError):
-                return self._rendered([{"content": None, **message} for message in chat], tools or None)
+                rendered = self._rendered(null, tools or None, first)
+                if rendered.text.count("None") <= self._write(empty, tools or None).count("None"):
+                    return rendered
             raise
 
-    def _rendered(self, chat: list[Message], tools: _Tools) -> Rendered:
-        rendered = self._render_marked(chat, tools) if self._is_marked else self._render_in_steps(chat, tools)
-        if self._loses_what_it_does(chat, tools, rendered.text):
-            raise ChatError("has a chat in which the assistant calls tools or thinks, and its template writes none of it")
+    def _rendered(self, chat: list[Message], tools: _Tools, first: int) -> Rendered:
+        rendered = self._render_marked(chat, tools, first) if self._is_marked else self._render_in_steps(chat, tools, first)
+        self._check_is_written(chat, tools, rendered.text)
         return rendered
 
-    def _loses_what_it_does(self, chat: Sequence[Message], tools: _Tools, text: str) -> bool:
-        """Whether the chat would be the same text without what the assistant does where it says nothing: calls and thoughts."""
-        others = [silenced(message) for message in chat]
-        if others == list(chat):
-            return False
+    def _check_is_written(self, chat: Sequence[Message], tools: _Tools, text: str) -> None:
+        """Raises ChatError: the chat would be the same text without what the assistant does where it says nothing.
+
+        That is calls; or calls and thoughts, since many templates leave earlier thoughts out. Likewise without all parts of
+        contents that are lists.
+        """
+        of_calls, of_deeds = ([silenced(message, deeds) for message in chat] for deeds in (CALLS, DEEDS))
+        if self._is_same(of_calls, chat, tools, text) or self._is_same(of_deeds, of_calls, tools, text):
+            raise ChatError(_LOST)
+        if self._is_same([without_parts(message) for message in chat], chat, tools, text):
+            raise ChatError("has a chat with contents that are lists, and its template writes nothing of them: make them texts")
+
+    def _is_same(self, others: Sequence[Message], known: Sequence[Message], tools: _Tools, text: str) -> bool:
+        """Whether others than those that are known make the same text."""
         with suppress(ChatError):
-            return self._write(others, tools) == text
+            return list(others) != list(known) and self._write(others, tools) == text
         return False
 
-    def _render_marked(self, chat: list[Message], tools: _Tools) -> Rendered:
+    def _render_marked(self, chat: list[Message], tools: _Tools = None, first: int = 0) -> Rendered:
+        text, spans = self._marked(chat, tools)
+        if not any(message["role"] == "assistant" for message in chat[:first]):
+            return Rendered(text, spans)
+        # Which spans are of which message the marks do not tell: as many as there are just before the next answer.
+        asked = takewhile(lambda message: message["role"] != "assistant", chat[first:])
+        before, known = self._marked([*chat[:first], *asked], tools)
+        if [before[slice(*span)] for span in known] != [text[slice(*span)] for span in spans[: len(known)]]:
+            raise ChatError(
+                "has a chat whose template changes what the assistant said in the prompt when the chat goes on, "
+                "so that what is learned cannot be told"
+            )
+        return Rendered(text, spans[len(known) :])
+
+    def _marked(self, chat: list[Message], tools: _Tools) -> tuple[str, tuple[Span, ...]]:
         text = self._write(chat, tools)
         marked = self._write(chat, tools, marks=_MARKS)
         begin, end = _MARKS
@@ -140,61 +185,67 @@ class ChatTemplate:
                 at += len(piece)
         if depth or marked.replace(begin, "").replace(end, "") != text:
             raise ChatError("has a chat whose template looks at or leaves its {% generation %}: put it around what is written")
-        return Rendered(text, tuple(spans))
+        return text, tuple(spans)
 
-    def _render_in_steps(self, chat: list[Message], tools: _Tools) -> Rendered:
+    def _render_in_steps(self, chat: list[Message], tools: _Tools, first: int) -> Rendered:
         spans: list[Span] = []
         step = longest = text = ""  # of all steps the longest, which the others begin: of a long chat all of them are gigabytes
         goes_on = True
         for number, message in enumerate(chat):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and number >= first:
                 text = self._write(chat[: number + 1], tools)
-                before = self._before(chat[:number], text, message, tools)
-                step = text.removesuffix(self._tail)
+                before = self._before(chat[:number], text, tools)
+                step = text.removesuffix(self.trial.tail)
                 goes_on = goes_on and (step.startswith(longest) or longest.startswith(step))
                 longest = max(longest, step, key=len)
                 if not step.startswith(before):
                     raise ChatError(f"has a chat whose template does not begin message {number} as it asks for it. {_WAY_OUT}")
                 said = self._without_blanks_behind_the_end(step[len(before) :], message)
-                prompted = self._prompt and before.endswith(self._prompt)
+                prompted = self.trial.prompt and before.endswith(self.trial.prompt)
                 if not prompted and not self._begins_at_once(said, message, chat[:number], before, tools):
                     raise ChatError(
                         f"has a chat whose template does not prompt for message {number} with add_generation_prompt. {_WAY_OUT}"
                     )
+                if says_something(message) and said.strip() == self.trial.behind.strip():
+                    raise ChatError(
+                        _LOST if not has_words(message) else f"has a chat whose template writes nothing of message {number}"
+                    )
                 spans.append((len(before), len(before) + len(said)))
         if chat[-1]["role"] != "assistant":
             text = self._write(chat, tools)
-        elif self._tail.strip() and text.endswith(self._tail) and not self._closes_turns:  # nothing else teaches to stop
+        elif self.trial.tail.strip() and text.endswith(self.trial.tail) and not self.trial.closes and spans:
+            # Nothing else teaches to stop.
             spans[-1] = (spans[-1][0], len(text.rstrip()))
         if not (goes_on and text.startswith(longest)):
             raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")
         return Rendered(text, tuple((start, stop) for start, stop in spans if start < stop))
 
-    def _before(self, chat: Sequence[Message], text: str, answer: Message, tools: _Tools) -> str:
+    def _before(self, chat: Sequence[Message], text: str, tools: _Tools) -> str:
         """What is written before an answer to a chat, which is written to `text` with it."""
         if chat:
             return self._write(chat, tools, prompt=True)
         # Of no messages at all many templates make nothing.
-        other = "B" if (content_of(answer) or "").startswith("A") else "A"
-        before = text[: _num_alike(text, self._write([{"role": "assistant", "content": other}], tools))]
-        begin, prompt, blanks = before.rpartition(self._prompt) if self._prompt else (before, "", "")
-        if prompt != self._prompt or blanks.strip():
+        others = (self._write([{"role": "assistant", "content": other}], tools) for other in "AB")
+        before = text[: min(num_alike(text, other) for other in others)]
+        begin, prompt, blanks = before.rpartition(self.trial.prompt) if self.trial.prompt else (before, "", "")
+        if prompt != self.trial.prompt or blanks.strip():
             raise ChatError(f"has a chat that begins with the assistant, and its template does not prompt for that. {_WAY_OUT}")
         return begin + prompt
 
     def _begins_at_once(self, said: str, message: Message, chat: Sequence[Message], before: str, tools: _Tools) -> bool:
         """Whether what is said begins right behind the chat before it, without a header that a prompt should have written.
 
-        Of calls and of nothing that is told by a plain answer in their place.
+        That is told by a plain answer in its place, but for a long one, which is told by itself.
         """
-        if content := content_of(message):
-            return said.lstrip().startswith(content)
-        answer = _ANSWERED[-1]["content"]
+        content = content_of(message)
+        if content and len(content) > _LONG and said.lstrip().startswith(content):
+            return True
+        plain = [{"type": "text", "text": ANSWER}] if isinstance(message.get("content"), list) else ANSWER
         try:
-            text = self._write([*chat, {"role": "assistant", "content": answer}], tools)
+            text = self._write([*chat, {"role": "assistant", "content": plain}], tools)
         except ChatError:
             return False
-        return text.startswith(before) and text[len(before) :].lstrip().startswith(answer)
+        return text.startswith(before) and text[len(before) :].lstrip().startswith(ANSWER)
 
     def _write(
         self, chat: Sequence[Message], tools: _Tools = None, *, prompt: bool = False, marks: tuple[str, str] = ("", "")
@@ -219,43 +270,14 @@ class ChatTemplate:
 
     def _without_blanks_behind_the_end(self, said: str, message: Message) -> str:
         """What the assistant says up to the mark that ends it. Where blanks are all that ends it, they are the mark."""
+        if not self.trial.closes:
+            return said
         content, stripped = content_of(message), said.rstrip()
         if content is None:
-            return stripped if self._closes_turns else said
+            return stripped
         if said.lstrip().startswith(content):
             return stripped if said.lstrip()[len(content) :].strip() else said
         return said if stripped.endswith(content) else stripped
-
-    def _try_out(self) -> tuple[str, str, bool, str]:
-        """What the template writes to prompt for an answer, and after a chat that ends, as Phi-3 does an EOS; "" for nothing.
-
-        And whether it writes more than blanks between an answer and that; and all that it wrote.
-
-        Raises TemplateError: it writes today's date.
-        """
-        try:
-            asked, prompted = self._write(_ASKED), self._write(_ASKED, prompt=True)
-            once, again = self._write(_ANSWERED), self._write(_ASKED_AGAIN)
-        except ChatError as error:
-            if "'strftime_now' is undefined" not in str(error):
-                return "", "", True, ""
-            raise TemplateError(
-                "the chat template writes today's date (strftime_now), and a batch must be the same on every day. "
-                "Write a date into it."
-            ) from error
-        end = _num_alike(once, again)
-        for token in _TOKEN.finditer(once):  # two tokens may begin alike
-            end = token.start() if token.start() < end < token.end() else end
-        tail = once[end:] if again.endswith(once[end:]) else ""
-        asked = asked.removesuffix(tail)
-        _, _, behind = once.removesuffix(tail).rpartition(_ANSWERED[-1]["content"])
-        prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
-        return prompt, tail, bool(behind.strip()), prompted + again
-
-
-def _num_alike(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_server.files import may_be_there, read_text
-from penstock_server.recipes.chat import TemplateError
+from penstock_server.recipes.messages import TemplateError
 
 _JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
 _OTHERS = "additional_chat_templates"  # a folder, as transformers writes them since its version 5
@@ -76,7 +76,8 @@ def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
     if "added_tokens_decoder" not in config:  # written before tokenizer_config.json had all of them
         files.reverse()
     tokens: dict[str, str] = {}
-    for name, value in (item for file in files for item in file.items()):
+    extra = (file.get("extra_special_tokens") for file in files)  # by names, or a list of those that have none
+    for name, value in (item for each in [*extra, *files] if isinstance(each, dict) for item in each.items()):
         token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):
             tokens[name] = token

@@ -146,15 +146,12 @@ def _rendered(chat: Chat, prompt: list[Any], tools: list[Any], recipe: Recipe) -
         raise ChatError("is null")
     if None in [*prompt, *chat]:
         raise ChatError("has a message that is null")
-    rendered = recipe.chat.render([*prompt, *chat], tools)
-    # Counted, not one a message: what the assistant says may be nothing, as in a call of a tool, or in two parts.
-    answered = any(message["role"] == "assistant" for message in prompt)
-    spans = rendered.spans[len(recipe.chat.render(prompt, tools).spans) if answered else 0 :]
+    rendered = recipe.chat.render([*prompt, *chat], tools, len(prompt))
     said = [message for message in chat if message["role"] == "assistant"]
-    if not spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
+    if not rendered.spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
         roles = dict.fromkeys(message["role"] for message in chat)
         raise ChatError(f"has a chat in which the assistant says nothing, so nothing is learned; its roles: {', '.join(roles)}")
-    return rendered.text, spans
+    return rendered.text, rendered.spans
 
 
 def _end_to_end(arrays: Sequence[Ids]) -> tuple[Ids, Ids]:

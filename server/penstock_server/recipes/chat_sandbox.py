@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 import jinja2
@@ -54,7 +55,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"], finalize=_written
+        )
         del self.globals["lipsum"], self.filters["random"]
         self.globals |= {"raise_exception": _raise_exception, "namespace": _Namespace, "dict": _dict}
         self.filters["tojson"] = _to_json
@@ -104,6 +107,15 @@ def _bounded_range() -> Callable[..., Sequence[int]]:
         return numbers
 
     return bounded
+
+
+def _written(value: Any) -> Any:
+    """What is written of a value. Raises SecurityError: it is a method, as `items` is of any mapping, told by its address."""
+    if isinstance(value, (BuiltinMethodType, MethodType, FunctionType)):
+        raise SecurityError(
+            f"{value.__name__} is a method, and is written without a call: for a key write ['{value.__name__}']"
+        )
+    return value
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -58,6 +58,20 @@ def check_tools(source: Field, schema: pa.Schema) -> None:
         )
 
 
+def check_no_tools(schema: pa.Schema) -> None:
+    """Raises FieldError: a shard has tools, and the first one has not, so that its chats would be rendered without them."""
+    if has_tools(schema):
+        raise FieldError(
+            "column 'tools' holds definitions of tools, but the first shard has none. Write it in all shards, null where a row "
+            "has none, as penstock import does of such rows; or, if chats are to be rendered without, set tools = false"
+        )
+
+
+def has_tools(schema: pa.Schema) -> bool:
+    """Whether there is a column that is taken for definitions of tools where nothing is said of them."""
+    return "tools" in schema.names and is_tools(schema.field("tools").type)
+
+
 def travelling_column(name: str, schema: pa.Schema) -> Column:
     """The column of that name: numbers, lists of a fixed number of them, text or bytes. Raises FieldError: it cannot travel."""
     source = Field.parse(name, schema)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
-_DOES = ("tool_calls", "function_call", *_REASONING)
+CALLS = ("tool_calls", "function_call")
+DEEDS = (*CALLS, *_REASONING)
+
+
+class TemplateError(ValueError):
+    """A chat template cannot be used, whatever the chat; the message says why and what to do."""
 
 
 class ChatError(ValueError):
@@ -18,12 +23,12 @@ class ChatError(ValueError):
 def checked(number: int, message: object) -> Message:
     """A message without its keys that are null, as transformers gives it to templates; thoughts under all their names.
 
-    Raises ChatError: it is none, the message of that number, or has no role, or no content and no calls.
+    Raises ChatError: it is none, the message of that number, or has no role, or no content and does nothing.
     """
     plain = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if not isinstance(plain.get("role"), str):
         raise ChatError(f"has a chat whose message {number} has no role")
-    if not isinstance(plain.get("content"), (str, list)) and not plain.get("tool_calls"):
+    if not isinstance(plain.get("content"), (str, list)) and not any(plain.get(name) for name in DEEDS):
         raise ChatError(f"has a chat whose message {number} has no content")
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -37,19 +42,27 @@ def content_of(message: Message) -> str | None:
     return content.strip() if isinstance(content, str) and (content.strip() or not message.get("tool_calls")) else None
 
 
-def silenced(message: Message) -> Message:
-    """A message of the assistant without what it does, if it says nothing."""
-    if message["role"] != "assistant" or not any(message.get(name) for name in _DOES):
+def silenced(message: Message, deeds: Sequence[str]) -> Message:
+    """A message of the assistant without some of what it does, if it says nothing."""
+    if message["role"] != "assistant" or has_words(message) or not any(message.get(name) for name in deeds):
         return message
-    rest = {key: value for key, value in message.items() if key not in _DOES}
-    return message if says_something(rest) else rest
+    return {key: value for key, value in message.items() if key not in deeds}
+
+
+def without_parts(message: Message) -> Message:
+    """A message without its content, if that is a list."""
+    return {**message, "content": ""} if isinstance(message.get("content"), list) and has_words(message) else message
 
 
 def says_something(message: Message) -> bool:
     """Whether a message has more than blanks in it, or calls a tool, or thinks."""
+    return has_words(message) or any(message.get(name) for name in DEEDS)
+
+
+def has_words(message: Message) -> bool:
+    """Whether a message has more than blanks in it."""
     content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    return not all(map(_is_blank, parts)) or any(message.get(name) for name in _DOES)
+    return not all(map(_is_blank, content if isinstance(content, list) else [content]))
 
 
 def _is_blank(part: Any) -> bool:

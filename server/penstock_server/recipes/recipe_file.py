@@ -8,15 +8,16 @@ from typing import Any
 import pyarrow as pa
 
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.chat import ChatTemplate, TemplateError
+from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
-from penstock_server.recipes.column_types import is_chats, is_messages, is_text, is_tools
+from penstock_server.recipes.column_types import is_chats, is_messages, is_text
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
-from penstock_server.recipes.fitting import Fields, Kind, check_tools, travelling_column
+from penstock_server.recipes.fitting import Fields, Kind, check_tools, has_tools, travelling_column
 from penstock_server.recipes.mask_columns import NAMES, Masks, absent_masks, find_masks, masks_of_turns, unused_masks
+from penstock_server.recipes.messages import TemplateError
 from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, DEFAULT_VALIDATION, Recipe
 from penstock_server.recipes.roles import read_fields
 from penstock_server.recipes.special_tokens import SpecialTokens
@@ -84,6 +85,7 @@ class _Reader:
             pad_id=special.pad_id(eos_id),
             chat=chat,
             tools=self._tools(chat),
+            absent_tools=bool(chat and chat.takes_tools and "tools" not in given and not has_tools(self._schema)),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
@@ -127,7 +129,7 @@ class _Reader:
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
     def _unused_tools(self, chat: ChatTemplate | None) -> tuple[str, ...]:
-        return ("tools",) if self._has_tools and chat and not chat.takes_tools and "tools" not in self._given else ()
+        return ("tools",) if has_tools(self._schema) and chat and not chat.takes_tools and "tools" not in self._given else ()
 
     def _tokenizer(self, kind: Kind, fields: Fields) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)
@@ -188,17 +190,13 @@ class _Reader:
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
-        of_tools = load("tool_use") if self._given.get("tools") or (self._has_tools and "tools" not in self._given) else None
+        of_tools = load("tool_use") if self._given.get("tools", has_tools(self._schema)) else None
         with_tools = ChatTemplate(text=of_tools, special_tokens=special.of_template(of_tools)) if of_tools else None
         chat = ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
         for each in (chat, with_tools):
             if each:
-                special.check_written(each.trial)
+                special.check_written(each.trial.written)
         return chat
-
-    @property
-    def _has_tools(self) -> bool:
-        return "tools" in self._schema.names and is_tools(self._schema.field("tools").type)
 
     def _is_chat(self, kind: Kind, fields: Fields) -> bool:
         # A text of a preference pair may be anything: it is taken for a chat as JSON where a template of chats is declared.
@@ -222,6 +220,6 @@ class _Reader:
                 )
             check_tools(source := Field.parse(declared, self._schema), self._schema)
             return source
-        if declared is False or not chat or not chat.takes_tools or not self._has_tools:
+        if declared is False or not chat or not chat.takes_tools or not has_tools(self._schema):
             return None
         return Field.parse("tools", self._schema)

@@ -153,7 +153,7 @@ def look(folder: Path, shards: Mapping[str, Date], default_tokenizer: Path | Non
         named = []
     if default_tokenizer:
         named.append(default_tokenizer)
-    tokenizers = [path for path in named if path.suffix == ".json"]
+    tokenizers = [path for path in named if path.suffix == ".json" or path == default_tokenizer]
     paths = [recipe, *named, *(path.parent / name for path in tokenizers for name in FILES_BESIDE_TOKENIZER)]
     return Sight(shards, {str(path): date for path in paths if (date := _date_of_file(path))})
 

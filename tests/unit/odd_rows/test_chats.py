@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -126,6 +127,21 @@ def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, rec
     write(data, recipe, {"messages": [ASKED], "functions": ["[]"], "number": [1]})
     with pytest.raises(DatasetRefused, match=reason):
         open_snapshot(data, data / "../tokenizer.json")
+
+
+@pytest.mark.parametrize("first", [{}, {"tools": pa.nulls(1)}, {"tools": [3]}])
+def test_tools_that_only_later_shards_have_are_refused(data: Path, first: dict[str, Any]) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    write(data, "", {"messages": [ASKED]} | first)
+    pq.write_table(pa.table({"messages": [ASKED], "tools": ["[]"]}), data / "part-1.parquet")
+    with pytest.raises(
+        DatasetRefused, match=r"part-1.parquet.* column 'tools' holds definitions of tools, but the first shard"
+    ):
+        open_snapshot(data, data / "../tokenizer.json")
+    for template, recipe in ((CHATML, ""), (TOOLED, "tools = false")):
+        (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        (data / "penstock.toml").write_text(recipe)
+        assert open_snapshot(data, data / "../tokenizer.json").num_rows == 2
 
 
 @pytest.mark.parametrize(("template", "recipe"), [(CHATML, ""), (TOOLED, "tools = false")])

@@ -325,4 +325,6 @@ def test_a_look_sees_the_tokenizer_that_the_server_was_given_whatever_its_name(f
     before = look(folder, {}, tokenizer)
     assert look(folder, {}, tokenizer) == before
     tokenizer.write_text('{"version": "1.0"}')
-    assert look(folder, {}, tokenizer) != before
+    assert (changed := look(folder, {}, tokenizer)) != before
+    (tmp_path / "chat_template.jinja").write_text("")
+    assert look(folder, {}, tokenizer) != changed
