@@ -1,5 +1,6 @@
 import math
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,12 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
         (one(pa.string(), "it's", "IT'S", 'it"s'), "x = 'it''s'", [True, False, False]),
         (one(pa.float16(), 1, 2, None), "x * 2 = 4", [False, True, False]),
         (one(pa.decimal128(9, 2), 1, 2, None), "x > 1.5", [False, True, False]),
+        (one(pa.decimal128(9, 2), *map(Decimal, ("0.95", "0.94", "0.96"))), "x = 0.95 and x <= 0.95", [True, False, False]),
+        (one(pa.decimal256(38, 18), *map(Decimal, ("0.1", "-0.1", "3"))), "x in (0.1) or x < -0.05", [True, True, False]),
+        (one(pa.decimal64(18, -3), 4_000, 5_000, None), "x > 4000.5", [False, True, False]),
+        (one(pa.int64(), 1, 0, None), "x = 0000000000000000000000001", [True, False, False]),
+        (one(pa.bool_(), True, False, None), "x = false is null", [False, False, True]),
+        (one(pa.bool_(), True, False, None), "x <> true is not null", [True, True, False]),
         (one(pa.decimal128(18, 0), 2**53, 2**53 + 1, None), f"x = {2**53 + 1} or x % 2 = 1", [False, True, False]),
         (one(pa.decimal32(9, 0), 1, 2, None), "x >= 2", [False, True, False]),
         (one(pa.decimal64(18, 0), 1, 2, None), "x >= 2", [False, True, False]),
@@ -140,9 +147,15 @@ def one(type_: pa.DataType, *values: Any) -> pa.RecordBatch:
         (one(pa.timestamp("ms", "UTC"), 0, 1, None), "x = '1970-01-01T00:00:00Z'", [True, False, False]),
         (one(pa.timestamp("ns"), 1, 2, None), "x in ('1970-01-01 00:00:00.000000002')", [False, True, False]),
         (one(pa.date32(), 0, 1, None), "x in ('1970-01-02')", [False, True, False]),
+        (one(pa.date32(), 0, 1, None), "x = '1970-01-02 00:00:00'", [False, True, False]),
+        (one(pa.timestamp("ms"), 0, 1, None), "x = '1970-01-01 00:00:00.001000'", [False, True, False]),
         (one(pa.bool_(), True, False, None), "x in (true)", [True, False, False]),
         (one(pa.large_string(), "a", "b", None), "x in ('a') or x not in ('a', 'c')", [True, True, False]),
         (one(pa.null(), None, None, None), "x = 1 or x is null", [True, True, True]),
+        (one(pa.null(), None), "length(x) > 0 or lower(x) = 'a' or x like 'a%' or starts_with(x, 'a')", [False]),
+        (one(pa.null(), None), "regexp_like(x, 'a') or x % 2 = 1 or -x < 1 or x / 2.5 > 1 or x + 1 > 2", [False]),
+        (one(pa.int64(), 7, 8, None), f"{' or '.join(['x = 1'] * 5_000)} or x = 8", [False, True, False]),
+        (one(pa.int64(), 7, 8, None), f"{' and '.join(['x > 1'] * 4_999)} and x = 8", [False, True, False]),
         (one(pa.bool_(), True, False, None), "x = false or x", [True, True, False]),
     ],
 )  # fmt: skip
@@ -208,7 +221,8 @@ def test_a_slice_of_rows_with_more_columns_than_are_read() -> None:
         ("n = 99999999999999999999", "does not fit 64 bits"),
         (f"n = {'9' * 5_000}", "does not fit 64 bits"),
         ("1 = 1", "reads no column"),
-        (" or ".join(["n = 1"] * 5_000), "nested too deeply"),
+        (" + ".join(["n"] * 5_000) + " = 1", "nested too deeply"),
+        ("1 = 1 or text or ok", "is a text and no condition"),
         ("(" * 5_000 + "ok" + ")" * 5_000, "nested too deeply"),
     ],
 )  # fmt: skip
@@ -232,6 +246,9 @@ def test_times_are_compared_with_times_of_their_kind_alone() -> None:
         parse_filter("here < there", schema)
     with pytest.raises(FilterError, match=re.escape("takes 'soon' for a timestamp[us], which it is not")):
         parse_filter("here < 'soon'", schema)
+    for type_, text in ((pa.timestamp("ns"), "9999-12-31"), (pa.date32(), "2024-01-01 01:00:00")):
+        with pytest.raises(FilterError, match=re.escape(f"compares '{text}' with a {type_}, which can be no such time")):
+            parse_filter(f"here < '{text}'", pa.schema({"here": type_}))
     with pytest.raises(FilterError, match=re.escape("compares a time32[s] with a text, and pyarrow reads no text as one")):
         parse_filter("at = '00:00:03'", pa.schema({"at": pa.time32("s")}))
 
@@ -286,6 +303,9 @@ def test_rows_and_shards_of_another_schema_are_refused(tmp_path: Path) -> None:
         ("x = 'b'", pa.string_view(), one(pa.dictionary(pa.int8(), pa.large_string()), "b", "a", None), [True, False, False]),
         ("x > 2 or x is null", pa.int64(), one(pa.null(), None), [True]),
         ("x % 2 = 1", pa.int64(), one(pa.float64(), 3.0, 2.0, None), [True, False, False]),
+        ("length(x) > 1 and x like 'a%'", pa.string(), one(pa.null(), None), [False]),
+        ("length(x) > 1 and x like 'a%'", pa.null(), one(pa.string(), "ab", "a"), [True, False]),
+        ("x % 2 = 1", pa.null(), one(pa.int8(), 1, 2), [True, False]),
     ],
 )
 def test_rows_of_other_types_than_in_the_first_shard_are_kept_by_their_own(
@@ -314,6 +334,21 @@ def test_a_schema_that_the_filter_cannot_be_used_on_is_refused_with_the_types() 
     told = "the filter \"text = 'x' and ok\" fails: .*; text is int8 here and string in the first shard\\."
     with pytest.raises(FilterError, match=told):
         found.check(pa.schema({"text": pa.int8(), "ok": pa.bool_()}))
+
+
+@pytest.mark.parametrize(
+    ("condition", "first", "type_"),
+    [
+        ("x > 1", pa.null(), pa.string()),
+        ("x in ('9999-12-31')", pa.timestamp("us"), pa.timestamp("ns")),
+        ("x < '9999-12-31'", pa.date32(), pa.timestamp("ns")),
+    ],
+)
+def test_a_shard_on_which_the_filter_means_nothing_is_refused_and_not_cast(
+    condition: str, first: pa.DataType, type_: pa.DataType
+) -> None:
+    with pytest.raises(FilterError, match=re.escape(f"; x is {type_} here and {first} in the first shard.")):
+        parse_filter(condition, pa.schema({"x": first})).check(pa.schema({"x": type_}))
 
 
 def test_filters_of_one_text_are_equal() -> None:

@@ -38,6 +38,7 @@ def calculated(by: Literal["add", "subtract", "multiply"], a: Term, b: Term) -> 
 
 def quotient(a: Term, b: Term) -> Term:
     """One number divided by another, null by zero. Raises Mismatch: they are no numbers."""
+    a, b = _filled(a, pa.int64()), _filled(b, pa.int64())
     _check_numbers(a, b)
     a, b = cast(a, pa.float64()), cast(b, pa.float64())
     return Term(value=unless_nan(pc.divide(a.value, _unless_zero(b.value, b.type))), type=a.type)
@@ -56,6 +57,7 @@ def negated(term: Term) -> Term:
     """Minus a number. Raises Mismatch: it is none."""
     if term.literal is not None and term.type in NUMBERS:
         return number(-term.literal.as_py())
+    term = _filled(term, pa.int64())
     if term.type not in (pa.int64(), pa.float64()):
         raise Mismatch(f"puts a minus before {'a number that is never below zero' if term.type in NUMBERS else term.noun}")
     return Term(value=(pc.negate_checked if term.type in WHOLE else pc.negate)(term.value), type=term.type)
@@ -63,7 +65,7 @@ def negated(term: Term) -> Term:
 
 def like(term: Term, pattern: Term, *, ignore_case: bool = False) -> Term:
     """Whether a text is LIKE a pattern. Raises Mismatch: they are no text and no literal text."""
-    text = _pattern(term, pattern)
+    term, text = _pattern(term, pattern)
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise Mismatch(r"has a pattern that ends with \, which takes the next character as it is. Write \\ for one")
     if "\\" in text:  # pyarrow takes it for a character of its own where the rest is plain, as in 'a\\\\%'
@@ -82,12 +84,13 @@ def _as_regex(pattern: str) -> str:
 
 def starts_with(term: Term, pattern: Term) -> Term:
     """Whether a text begins with another. Raises Mismatch: they are no text and no literal text."""
-    return condition(pc.starts_with(term.value, pattern=_pattern(term, pattern)))
+    term, text = _pattern(term, pattern)
+    return condition(pc.starts_with(term.value, pattern=text))
 
 
 def regexp_like(term: Term, pattern: Term) -> Term:
     """Whether a regular expression is found in a text, in RE2's syntax. Raises Mismatch: they are no text, or it is none."""
-    text = _pattern(term, pattern)
+    term, text = _pattern(term, pattern)
     try:
         pc.match_substring_regex("", pattern=text)
     except pa.ArrowInvalid as error:
@@ -97,6 +100,7 @@ def regexp_like(term: Term, pattern: Term) -> Term:
 
 def cased(how: Literal["utf8_lower", "utf8_upper"], term: Term) -> Term:
     """A text in lower or upper case. Raises Mismatch: it is none."""
+    term = _filled(term, pa.string())
     if not is_text(term.type):
         raise Mismatch(f"changes the case of {term.noun}")
     return Term(value=getattr(pc, how)(term.value), type=term.type)
@@ -104,6 +108,7 @@ def cased(how: Literal["utf8_lower", "utf8_upper"], term: Term) -> Term:
 
 def length(term: Term) -> Term:
     """The characters of a text, or the items of a list. Raises Mismatch: it is neither."""
+    term = _filled(term, pa.string())
     if is_text(term.type):
         return Term(value=pc.utf8_length(term.value).cast(pa.int64()), type=pa.int64())
     if not any(is_list(term.type) for is_list in _LISTS):
@@ -111,23 +116,29 @@ def length(term: Term) -> Term:
     return Term(value=pc.list_value_length(term.value).cast(pa.int64()), type=pa.int64())
 
 
-def _pattern(term: Term, pattern: Term) -> str:
-    """What a text is compared with. Raises Mismatch: it is no text, or the pattern is no literal text."""
+def _pattern(term: Term, pattern: Term) -> tuple[Term, str]:
+    """A text, and what it is compared with. Raises Mismatch: it is no text, or the pattern is no literal text."""
+    term = _filled(term, pa.string())
     if pattern.literal is None or not is_text(pattern.type):
         raise Mismatch("needs a literal text for a pattern, as 'en%'")
     if not is_text(term.type):
         raise Mismatch(f"looks for a text in {term.noun}")
-    text: str = pattern.literal.as_py()
-    return text
+    return term, pattern.literal.as_py()
 
 
 def _numbers(a: Term, b: Term) -> tuple[Term, Term]:
     """Two numbers as one type. Raises Mismatch: one is none, or no type holds both."""
+    a, b = _filled(a, pa.int64()), _filled(b, pa.int64())
     _check_numbers(a, b)
     common = common_number(a, b)
     if common not in NUMBERS:
         raise Mismatch(f"calculates with {a.type} and {b.type}, and no 64 bits hold both")
     return cast(a, common), cast(b, common)
+
+
+def _filled(term: Term, type_: pa.DataType) -> Term:
+    """A column of no type, as that of a shard in which it is all null, as nulls of a type; other terms as they are."""
+    return cast(term, type_) if pa.types.is_null(term.type) and term.literal is None else term
 
 
 def _check_numbers(*terms: Term) -> None:

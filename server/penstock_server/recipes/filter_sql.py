@@ -9,7 +9,9 @@ from functools import partial
 import pyarrow as pa
 import sqlglot
 from sqlglot import exp
+from sqlglot.dialects.dialect import Dialect
 from sqlglot.errors import ParseError, SqlglotError
+from sqlglot.parser import IsPredicatePrecedence, Parser
 
 from penstock.wording import cut, did_you_mean, listed
 from penstock_server.recipes import filter_functions as functions
@@ -20,8 +22,18 @@ _KNOWN = (
     "There are columns, literals, = <> < <= > >=, and, or, not, in (...), between, is null, like, ilike, + - * / %, "
     "length(x), lower(x), upper(x), starts_with(x, 'text') and regexp_like(x, 'expression')"
 )
+SHOWN = 200  # characters of a filter in a message
 # sqlglot keeps what else a part may have in further arguments. To pass over one would be to do something else than was asked.
 _ARGUMENTS = {"this", "expression", "expressions", "low", "high", "negate", "is_string", "quoted", "table", "db", "catalog"}
+
+
+class _Words(Dialect):
+    """sqlglot's own dialect, but that `a = b is null` asks whether a = b is null, as SQLite and DuckDB read it."""
+
+    class Parser(Parser):
+        """Its parser."""
+
+        IS_PREDICATE_PRECEDENCE = IsPredicatePrecedence.LOW
 
 
 class FilterError(ValueError):
@@ -33,13 +45,15 @@ def parse(text: str) -> exp.Expr:
     if not text.strip():
         raise FilterError("the filter is empty. Write a condition, as \"lang = 'en' and score > 0.5\", or leave it out.")
     try:
-        return sqlglot.parse_one(text, into=exp.Condition)
+        return sqlglot.parse_one(text, into=exp.Condition, dialect=_Words)
     except ParseError as error:
         at = error.errors[0] if error.errors else {}
-        what = f"the filter {text!r} cannot be read at {at.get('highlight')!r}, after {at.get('start_context')!r}"
+        what = f"the filter {cut(text, SHOWN)!r} cannot be read at {at.get('highlight')!r}, after {at.get('start_context')!r}"
         raise FilterError(f"{what}: something is missing there, or is too much. {_KNOWN}.") from error
     except SqlglotError as error:
-        raise FilterError(f"the filter {text!r} cannot be read: a quote or a comment in it is not closed.") from error
+        raise FilterError(
+            f"the filter {cut(text, SHOWN)!r} cannot be read: a quote or a comment in it is not closed."
+        ) from error
     except RecursionError as error:
         raise _too_deep() from error
 
@@ -72,6 +86,13 @@ class Meaning:
         except Mismatch as error:
             raise FilterError(f"the filter's {_quoted(node)} {error}.") from error
 
+    def _chain(self, node: exp.Expr, what: Callable[[Term, Term], Term]) -> Term:
+        """What and, or or, makes of two or of thousands."""
+        parts = [self._apply(node, terms.truth, part) for part in node.flatten(unnest=False)]
+        while len(parts) > 1:  # in pairs: one after the other, each would be nested in the next
+            parts = [what(*parts[at : at + 2]) if at + 1 < len(parts) else parts[at] for at in range(0, len(parts), 2)]
+        return parts[0]
+
     def _literal(self, node: exp.Expr) -> Term:
         if isinstance(node, exp.Null):
             return terms.literal(pa.scalar(None))
@@ -80,7 +101,7 @@ class Meaning:
         if node.is_string:
             return terms.literal(pa.scalar(node.name))
         # Of more digits than any 64 bits have, the first ones are too large already; Python refuses to read thousands.
-        value = int(node.name[:21]) if node.name.isdecimal() else float(node.name)
+        value = int(node.name.lstrip("0")[:21] or 0) if node.name.isdecimal() else float(node.name)
         return self._apply(node, lambda: terms.number(value))
 
     def _column(self, node: exp.Expr) -> Term:
@@ -142,8 +163,8 @@ _MEANINGS: dict[type[exp.Expr], Callable[[Meaning, exp.Expr], Term]] = {
     exp.Literal: Meaning._literal,
     exp.Boolean: Meaning._literal,
     exp.Null: Meaning._literal,
-    exp.And: _of_two(terms.all_of),
-    exp.Or: _of_two(terms.any_of),
+    exp.And: lambda meaning, node: meaning._chain(node, terms.all_of),
+    exp.Or: lambda meaning, node: meaning._chain(node, terms.any_of),
     exp.Not: _of_one(terms.opposite),
     exp.EQ: _of_two(partial(terms.compared, operator.eq)),
     exp.NEQ: _of_two(partial(terms.compared, operator.ne)),
@@ -185,4 +206,4 @@ def _quoted(node: exp.Expr) -> str:
 
 
 def _too_deep() -> FilterError:
-    return FilterError("the filter is nested too deeply. Of many values, write: x in (1, 2, 3).")
+    return FilterError("the filter is nested too deeply. Write it with fewer parentheses, nots and sums within one another.")

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
 
+from penstock.wording import cut
 from penstock_server.parquet import parquet_fragment
-from penstock_server.recipes.filter_sql import FilterError, Meaning, parse
+from penstock_server.recipes.filter_sql import SHOWN, FilterError, Meaning, parse
 from penstock_server.recipes.filter_terms import Term
 
 
@@ -57,7 +58,7 @@ class Filter:
         except MemoryError:
             raise
         except (pa.ArrowException, KeyError) as error:
-            raise FilterError(f"the filter {self.text!r} fails: {_reason(error)}.") from error
+            raise FilterError(f"the filter {cut(self.text, SHOWN)!r} fails: {_reason(error)}.") from error
 
     def groups_that_may_match(self, path: Path, file: pa.NativeFile) -> list[int]:
         """The row groups of a Parquet file, opened, that can hold a row that is kept, by the statistics in its footer.
@@ -71,7 +72,7 @@ class Filter:
         except MemoryError:
             raise
         except (pa.ArrowException, KeyError) as error:
-            raise FilterError(f"the filter {self.text!r} fails on {path}: {_reason(error)}.") from error
+            raise FilterError(f"the filter {cut(self.text, SHOWN)!r} fails on {path}: {_reason(error)}.") from error
         return [group.id for group in matching.row_groups]
 
     def _condition(self, schema: pa.Schema) -> Term:
@@ -87,7 +88,7 @@ def parse_filter(text: str, schema: pa.Schema) -> Filter:
     meaning = Meaning(schema)
     meaning.condition(parse(text))
     if not meaning.columns:
-        raise FilterError(f"the filter {text!r} reads no column, so it keeps all rows or none.")
+        raise FilterError(f"the filter {cut(text, SHOWN)!r} reads no column, so it keeps all rows or none.")
     columns = tuple(meaning.columns)
     found = Filter(text=text, columns=columns, types=tuple(schema.field(name).type for name in columns))
     found.keep(_nulls(columns, found.types))
@@ -103,7 +104,8 @@ def _bound(text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...], 
     try:
         return Meaning(pa.schema(list(zip(columns, types, strict=True)))).condition(parse(text))
     except FilterError:
-        if types == first:
+        others = [type_ for pair in zip(types, first, strict=True) if pair[0] != pair[1] for type_ in pair]
+        if not others or any(pa.types.is_null(type_) or pa.types.is_temporal(type_) for type_ in others):
             raise
         return _bound(text, columns, first, first)
 

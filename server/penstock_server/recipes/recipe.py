@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from penstock.wording import cut
 from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.column_types import (
@@ -15,6 +16,7 @@ from penstock_server.recipes.column_types import (
     name_of_travelling,
 )
 from penstock_server.recipes.fields import Field, FieldError
+from penstock_server.recipes.filter_sql import SHOWN
 from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.fitting import Column, Fields, Kind, check_field, check_no_tools, check_tools
 from penstock_server.recipes.mask_columns import OF_LOSS, Masks, check_absent, check_mask
@@ -23,7 +25,7 @@ from penstock_server.recipes.transform import Transform
 
 # To be raised where equal recipes come to make other tokens of equal rows: all runs end then, and all rows are tokenized anew.
 _READING = 1
-_FILTERING = 2  # likewise where equal filters come to keep other rows, for those that have one
+_FILTERING = 3  # likewise where equal filters come to keep other rows, for those that have one
 
 FEATURES = ("tokens", "chosen", "rejected")  # all token lists that a row may become: see `Recipe.features`
 DEFAULT_VALIDATION, DEFAULT_BAD_SHARE = 0.005, 0.01  # frozen: with another the rows of every run would be split anew
@@ -231,7 +233,7 @@ class Recipe:
         if self.masks:
             parts.append(f"masked by {', '.join(source.text for _, source in self.masks)}")
         if self.filter:
-            parts.append(f"where {self.filter.text}")
+            parts.append(f"where {cut(self.filter.text, SHOWN)}")
         if self.transform:
             parts.append(f"transform {self.transform.name}")
         if self.columns:

@@ -14,6 +14,7 @@ from penstock.wording import one_line
 from penstock_server.parquet import open_parquet
 from penstock_server.problems import OutOfMemory, ShardUnavailable, ShardUnreadable, SnapshotGone
 from penstock_server.recipes.encode import select
+from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.split_hashes import split_hashes
 from penstock_server.recipes.transform import TransformError
 from penstock_server.snapshots.folders import list_folder
@@ -158,10 +159,11 @@ def _check_unwritten(file: pa.OSFile, opened: Date) -> None:
 def _unreadable(snapshot: Snapshot, address: BlockAddress, error: Exception) -> ShardUnreadable:
     reason = one_line(error)
     name, row_group = snapshot.name, _place(address)
-    if isinstance(error, TransformError):
+    if isinstance(error, (FilterError, TransformError)):
+        what = "filter" if isinstance(error, FilterError) else "transform"
         return ShardUnreadable(
-            f"{name}: {reason}, on {row_group}. Batches that need it fail. Mend the transform, or the data: with another "
-            f"transform the dataset is another snapshot, and a run begins anew."
+            f"{name}: {reason.rstrip('.')}, on {row_group}. Batches that need it fail. Mend the {what}, or the data: with "
+            f"another {what} the dataset is another snapshot, and a run begins anew."
         )
     return ShardUnreadable(
         f"{name}: {row_group} cannot be read: {reason}. Batches that need it fail until the shard is mended; move it out of "

@@ -14,7 +14,7 @@ import pytest
 from blocks_of import rows_of
 from corpora import EOS
 from odd_rows import IDS, broken_text, open_blocks, write
-from penstock_server.problems import DatasetRefused
+from penstock_server.problems import DatasetRefused, ShardUnreadable
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -120,6 +120,12 @@ def test_a_shard_that_a_filter_cannot_be_used_on_is_refused_when_it_is_opened(da
     told = r"part-1\.parquet: the filter .* fails: .*; n is int64 here and string in the first shard\. Give all shards of"
     with pytest.raises(DatasetRefused, match=told):
         open_snapshot(data)
+
+
+def test_a_filter_that_fails_on_a_row_group_is_to_be_mended_and_not_the_shard(data: Path) -> None:
+    write(data, 'filter = "n * 9223372036854775807 > 0 or n = 0"', {"tokens": pa.array([[1], [2]], IDS), "n": [0, 2]})
+    with pytest.raises(ShardUnreadable, match=r"does not fit 64 bits, on row group 0 of part-0.parquet.* Mend the filter, or"):
+        open_blocks(data).get([0])
 
 
 def test_a_filter_moves_no_row_to_the_other_split(data: Path) -> None:
