@@ -52,7 +52,7 @@ def test_a_row_is_scheduled_where_provenance_finds_it(server: Server, packing: s
 def test_a_row_shows_its_place_tokens_and_text(server: Server) -> None:
     row = server.json("/v1/datasets/numbers/rows/40")
     place = {"row": 40, "shard": "part-001.parquet", "row_group": 0, "row_in_group": 6, "split": "train"}
-    assert row == {**place, "tokens": [40] + [1] * 5, "num_learned": 6}
+    assert row == {**place, "tokens": [40] + [1] * 5, "num_tokens": 6, "num_learned": 6}
     pair = server.json("/v1/datasets/pairs/rows/1")
     assert [(turn["learned"], turn["text"]) for turn in pair["turns"]] == [(False, "a fox"), (True, "runs<|endoftext|>")]
     assert sum(turn["num_tokens"] for turn in pair["turns"]) == len(pair["tokens"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.audit import positions as positions_module
 from penstock.audit.intervals import clip, covered, intervals, join, runs_of, size, without
 from penstock.audit.positions import positions_of
 from penstock.audit.reading import IntArray
@@ -96,6 +98,15 @@ def test_a_million_steps_of_many_ranks_are_one_interval_unless_a_rank_is_missing
     found = positions_of(slicing, {rank: whole for rank in range(512) if rank != 7})
     assert size(found) == slicing.num_positions - 4_000_000
     assert len(found) == 2_000_000
+
+
+def test_very_many_ranks_are_gone_through_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    slicing = Slicing(batch_size=2, world_size=50, offset=0, num_positions=2 * 50 * 40, tail="drop")
+    given = {rank: runs_of(np.arange(rank % 7, 40, 1 + rank % 3)) for rank in range(0, 50, 2)}
+    expected = positions_of(slicing, given).tolist()
+    for cells in (1, 52 * 3, 52 * 40):
+        monkeypatch.setattr(positions_module, "_CELLS_AT_ONCE", cells)
+        assert sorted(numbers(positions_of(slicing, given))) == sorted(numbers(np.array(expected)))
 
 
 def test_each_of_very_many_runs_of_steps_is_an_interval() -> None:

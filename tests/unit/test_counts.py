@@ -9,6 +9,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
@@ -376,6 +377,22 @@ def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same
 
 LENGTHS = st.integers(0, 5) | st.integers(0, (1 << 31) - 1)
 ROWS = st.lists(LENGTHS.flatmap(lambda row: st.tuples(st.just(row), st.integers(0, row))), max_size=40)
+
+
+def test_what_is_summed_of_each_block_is_the_same_in_whatever_portions() -> None:
+    lengths = np.arange(100, dtype=np.uint32) % 7
+    words = lengths | np.where(np.arange(100) % 3, 0, 1 << 31).astype(np.uint32)
+    starts = np.array([0, 0, 1, 4, 50, 50, 50, 99, 100, 100])
+    shard = _ShardLengths(starts, np.ones(9, np.int64), words, np.zeros(0, np.uint32))
+    for split, inside in (("all", lengths >= 0), ("train", np.arange(100) % 3 > 0), ("validation", np.arange(100) % 3 == 0)):
+        for step in (1, 3, 49, 50, 51, 100, 1000):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(lengths_module, "_STEP", step)
+                counts = RowLengths(np.arange(10), [shard]).per_block(split)
+            of_blocks = [lengths[start:stop][inside[start:stop]] for start, stop in pairwise(starts.tolist())]
+            assert counts.rows.tolist() == [len(own) for own in of_blocks]
+            assert counts.tokens.tolist() == [own.sum() for own in of_blocks]
+            assert counts.bad_rows.tolist() == [(own == 0).sum() for own in of_blocks]
 
 
 @given(st.lists(ROWS, min_size=1, max_size=3), st.integers(1, 9), st.booleans())

@@ -21,6 +21,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from penstock import wire
+from penstock.display.terminal import Terminal
 from penstock_server.batches import batch as batch_module
 from penstock_server.batches import gather as gather_module
 from penstock_server.batches import member as member_module
@@ -30,7 +31,9 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.planned import PlannedEpochs
 from penstock_server.batches.readable import as_json
+from penstock_server.datasets import lookup as lookup_module
 from penstock_server.datasets.catalog import Catalog, open_catalog
+from penstock_server.datasets.inspection import inspect
 from penstock_server.datasets.lookup import find_row, show_row
 from penstock_server.problems import BadParameter, BadRow, DatasetRefused
 from penstock_server.storage.block import Block
@@ -353,6 +356,23 @@ def test_planned_epochs_are_dropped_with_their_snapshot(tmp_path: Path, spec: di
         assert planned() is None
     finally:
         gc.enable()
+
+
+def test_of_a_very_long_row_the_first_tokens_are_shown_and_how_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_module, "_MOST_TOKENS", 10)
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    columns = {"tokens": [list(range(8)), list(range(30))], "loss_mask": [[0] * 4 + [1] * 4, [1] * 5 + [0] * 20 + [1] * 5]}
+    pq.write_table(pa.table(columns), tmp_path / "data" / "a" / "part-0.parquet")
+    served = open_server(tmp_path / "data", tmp_path / "cache", 1 << 30).datasets["a"]
+    short, long = (show_row(served, row) for row in range(2))
+    assert (short["num_tokens"], short["num_learned"], short["tokens"]) == (8, 4, list(range(8)))
+    assert (long["num_tokens"], long["num_learned"], long["tokens"]) == (30, 10, list(range(10)))
+    assert sum(turn["num_tokens"] for turn in long["turns"]) == 10
+    shown = "\n".join(inspect(served, range(1, 2), Terminal(80, False), 0))
+    assert "30 tokens, 10 learned" in shown
+    assert "..." in shown
 
 
 def test_a_mixture_without_an_end_tells_where_it_shows_a_row(tmp_path: Path) -> None:

@@ -85,6 +85,19 @@ def test_a_shard_that_is_unchanged_is_never_opened_again_also_after_a_restart(da
     assert restarted.fingerprint == first.fingerprint
 
 
+def test_a_shard_whose_date_no_note_can_hold_is_read_anew(note: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        data = write_numbered(Path(name) / "data", 90)
+        age(data)
+        os.utime(data / "part-000.parquet", ns=(0, -11_644_473_600 * 10**9))  # 1601, which is zero to Windows
+        if (data / "part-000.parquet").stat().st_mtime_ns > -(2**63):
+            pytest.skip("this file system has no dates before 1678")
+        with opened() as names:
+            first = read(data, Footers(data, note))
+            assert read(data, Footers(data, note)).shards == first.shards
+        assert names.count("part-000.parquet") > names.count("part-001.parquet") == names.count("part-002.parquet")
+
+
 def test_only_what_changed_is_opened_and_a_new_date_on_the_same_content_keeps_the_digest(data: Path, note: Path) -> None:
     before = read(data, Footers(data, note))
     os.utime(data / "part-000.parquet", ns=(HOUR_AGO_NS, HOUR_AGO_NS + 1))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from corpora import write_numbered
 from penstock import Spec
 from penstock.spec import LARGEST_COUNT
 from penstock_server.batches import plan as plan_module
+from penstock_server.batches.plan import make_plan
 from penstock_server.batches.room import check_room
 from penstock_server.datasets.advice import advice_on_run
 from penstock_server.datasets.catalog import Catalog, open_catalog
@@ -74,7 +80,45 @@ def test_each_position_of_a_mixture_is_found_from_its_sample(catalog: Catalog) -
         for position, (member, number) in enumerate(zip(members.tolist(), numbers.tolist(), strict=True)):
             own_epoch, own = divmod(number, plan.sizes[member])
             assert own_epoch in plan.own_epochs(member, epoch)
-            assert plan.positions_of(member, epoch, np.array([own]), own_epoch) == [position]
+            assert plan.positions_of(member, epoch, np.array([own]), own_epoch, 9).tolist() == [position]
+
+
+@given(
+    st.sampled_from(["", "2-4", "0-0,3-3"]),
+    st.integers(0, 100),
+    st.sampled_from([None, "a:1,b:3"]),
+    st.lists(st.integers(0, 39), min_size=1, unique=True),
+    st.integers(1, 45),
+)
+def test_of_many_positions_those_are_told_that_are_shown_first(
+    skip: str, offset: int, mix: str | None, own: list[int], most: int
+) -> None:
+    spec: dict[str, Any] = {"skip": skip or None, "offset": offset % 30, "tail": "wrap"} | ({"mix": mix} if mix else {})
+    with TemporaryDirectory() as name:
+        plan = synthetic_plan(Path(name), {"a": [[40]]} | ({"b": [[120]]} if mix else {}), batch_size=4, **spec)
+    shown = []
+    for number in own:
+        for position in plan.positions_of(0, 0, np.array([number]), 0, 1).tolist():
+            shown += [(place, position) for place in islice(plan.schedule.locate(position), 1)]
+    found = plan.positions_of(0, 0, np.array(own), 0, most).tolist()
+    assert [position for position in found if any(plan.schedule.locate(position))] == [p for _, p in sorted(shown)][:most]
+
+
+def test_an_epoch_of_a_mixture_that_cannot_be_counted_is_refused(tmp_path: Path) -> None:
+    few = {"a": [[10**11]], "b": [[1000]]}
+    with pytest.raises(BadParameter, match=r"would have 9,999,999,999,9.* sequences, and no more than 2\^53 are counted"):
+        synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", mix_stop="all")
+    for stop in ("first", "never"):
+        synthetic_plan(tmp_path, few, mix="a:0.00001,b:0.99999", mix_stop=stop).check_epoch(0)
+
+
+def test_a_batch_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = synthetic_plan(tmp_path, {"a": [[40]]}, batch_size=4)
+    assert plan.step_spans == 4
+    monkeypatch.setattr(plan_module, "_MAX_BATCH_SPANS", 3)
+    make_plan.cache_clear()
+    with pytest.raises(BadParameter, match="would be made of some 4 rows; the limit is 3. Lower batch_size or seq_len"):
+        synthetic_plan(tmp_path, {"a": [[40]]}, batch_size=4)
 
 
 def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_full_disk_leaves(catalog: Catalog) -> None:

@@ -178,7 +178,7 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
             body = pieces.join(nbytes)
         else:
             body = memoryview(bytearray(nbytes))
-            _write(tensor, places, body, sequences, {})
+            _write(tensor, places, body, sequences)
         written = np.concatenate([part.array(body) for part in parts]).reshape(-1, *layout.tensors[1].shape[1:]).tolist()
         for part in parts:
             part.array(body)[...] = 0

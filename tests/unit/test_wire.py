@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import penstock.wire.frame
 from penstock import VersionMismatch, WireError, wire
 from penstock.wire import Address, Frame, Layout
-from penstock.wire.layout import DTYPES, MOST_SEQUENCES, layout_of
+from penstock.wire.layout import DTYPES, MOST_SEQUENCES, layout_of, pack_texts
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -259,6 +259,15 @@ def test_one_lie_in_a_header_is_enough_to_refuse_it(lie: tuple[Any, ...]) -> Non
     assert [frame.tensors["a"].shape for frame in wire.decode(sealed([["a", "uint8", [4], 0]]))] == [(4,)]
     with pytest.raises(WireError, match="does not fit"):
         list(wire.decode(sealed([list(lie)])))
+
+
+def test_many_long_texts_fit_where_their_bytes_do() -> None:
+    texts = [b"x" * (1 << 19)] * 128  # of as many texts and bytes the product is past 32 bits
+    layout = Layout.of([("a", "binary", (128, 1 << 26))])
+    content = np.zeros(layout.nbytes, np.uint8)
+    pack_texts(texts, content[: layout.tensors[0].nbytes])
+    [frame] = wire.decode(sealed([["a", "binary", [128, 1 << 26], 0]], content.tobytes()))
+    assert frame.texts == {"a": texts}
 
 
 def test_two_tensors_of_one_name_and_more_texts_than_sequences_are_refused() -> None:

@@ -191,8 +191,9 @@ def _gaps(epoch: int, legs: Sequence[Leg], runs: dict[Slicing, dict[int, IntArra
         slicing = leg.slicing
         steps = (leg.first_step, min(slicing.num_steps_before(min(leg.stop, end)), slicing.num_steps))
         ranks_of: dict[tuple[int, int], list[int]] = {}
-        for rank in range(slicing.world_size):
-            gaps = without(intervals([steps]), runs[slicing].get(rank, intervals([])))
-            for start, stop in gaps.tolist():
+        for rank, run in runs[slicing].items():
+            for start, stop in without(intervals([steps]), run).tolist():
                 ranks_of.setdefault((start, stop), []).append(rank)
-        yield from (Gap(epoch, gap, ranks, leg) for gap, ranks in sorted(ranks_of.items()))
+        if steps[0] < steps[1] and (absent := [rank for rank in range(slicing.world_size) if rank not in runs[slicing]]):
+            ranks_of.setdefault(steps, []).extend(absent)
+        yield from (Gap(epoch, gap, sorted(ranks), leg) for gap, ranks in sorted(ranks_of.items()))

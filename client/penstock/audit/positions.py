@@ -12,6 +12,7 @@ from penstock.skip import kept_runs
 from penstock.slicing import Slicing
 
 _RUNS_AT_ONCE = 1 << 15
+_CELLS_AT_ONCE = 1 << 26  # a run and a rank each
 
 
 def positions_of(slicing: Slicing, runs: Mapping[int, IntArray]) -> IntArray:
@@ -26,9 +27,10 @@ def positions_of(slicing: Slicing, runs: Mapping[int, IntArray]) -> IntArray:
 def _groups(world_size: int, runs: Mapping[int, IntArray]) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:
     """Neighbouring ranks that have steps in common: arrays of step, stop, rank, last rank + 1; half-open."""
     borders, _ = np.unique(join([*runs.values()]), return_inverse=True)  # else numpy hashes: a hundred times slower here
-    for at in range(0, len(borders) - 1, _RUNS_AT_ONCE):
+    at_once = max(1, min(_RUNS_AT_ONCE, _CELLS_AT_ONCE // (world_size + 2)))
+    for at in range(0, len(borders) - 1, at_once):
         # At the last border, one more than there are stops, no rank has a step.
-        starts, stops = borders[at : at + _RUNS_AT_ONCE], borders[at + 1 : at + 1 + _RUNS_AT_ONCE]
+        starts, stops = borders[at : at + at_once], borders[at + 1 : at + 1 + at_once]
         has = np.zeros((len(starts), world_size + 2), np.int8)  # one column for no rank on each side
         for rank, run in runs.items():
             if len(run):

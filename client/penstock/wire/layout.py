@@ -133,10 +133,10 @@ def _fits(tensor: TensorLayout, nbytes: int) -> bool:
     sizes = (tensor.offset, *tensor.shape)
     if not isinstance(tensor.name, str) or any(type(size) is not int or not 0 <= size < 1 << 32 for size in sizes):
         return False
-    if tensor.dtype in TEXTS and (len(tensor.shape) != 2 or tensor.shape[0] > MOST_SEQUENCES):
-        return False
-    # Numpy refuses some shapes even where another size is 0.
-    makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
+    if tensor.dtype in TEXTS:  # a count and a number of bytes
+        makes_sense = len(tensor.shape) == 2 and tensor.shape[0] <= MOST_SEQUENCES
+    else:  # numpy refuses some shapes even where another size is 0
+        makes_sense = len(sizes) <= _MOST_DIMENSIONS and math.prod(max(size, 1) for size in tensor.shape) < 1 << 32
     return makes_sense and tensor.offset + tensor.nbytes <= nbytes
 
 

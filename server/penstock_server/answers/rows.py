@@ -41,13 +41,15 @@ class RowAnswer(TypedDict):
     split: NotRequired[str]
     """train or validation"""
     text: NotRequired[str]
-    """all of it as text, if there is a tokenizer"""
+    """it as text, if there is a tokenizer"""
     turns: NotRequired[list[TurnAnswer]]
     """its turns, if it has some; the first 10,000"""
+    num_tokens: NotRequired[int]
+    """how many tokens it has"""
     num_learned: NotRequired[int]
-    """how many of its tokens have labels"""
+    """how many of them have labels"""
     tokens: NotRequired[list[int]]
-    """all of its token ids, not cut to seq_len"""
+    """its token ids, not cut to seq_len, and of a very long row the first 1,048,576, as of text and turns"""
     columns: NotRequired[dict[str, Any]]
     """the columns that travel with it"""
 

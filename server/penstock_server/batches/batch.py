@@ -16,12 +16,13 @@ from penstock_server.batches.pieces import Pieces
 from penstock_server.batches.plan import MAX_BATCH_BYTES, Plan
 from penstock_server.batches.sequences import Sequences
 from penstock_server.batches.tensor import Tensor
+from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadParameter
 from penstock_server.storage.block import Block
 from penstock_server.storage.pages import Waits
 
 Array = npt.NDArray[Any]
-Texts = dict[str, list[bytes]]  # of each column of text or bytes, what travels with each sequence
+Sizes = dict[str, IntArray]  # of each column of text or bytes, how many travel with each sequence
 
 _waits = Waits()  # of this process, whatever it serves
 
@@ -29,8 +30,8 @@ _waits = Waits()  # of this process, whatever it serves
 def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
     """The frames of a chunk, one after the other, from the blocks it needs. Raises what gather raises."""
     plan, sequences = chunk.plan, gather(chunk, blocks)
-    texts = {tensor.name: _texts(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
-    alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, sequences, texts)))
+    sizes = {tensor.name: _sizes(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}
+    alike = list(alike_frames(plan.address(chunk.epoch, chunk.rank), chunk.steps, _layouts(plan, sequences, sizes)))
     placed = [(tensor, Places([some.place(number) for some in alike])) for number, tensor in enumerate(plan.tensors)]
     pieces = Pieces()
     for tensor, places in placed:
@@ -42,7 +43,7 @@ def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
         body = pieces.join(alike[-1].stop)
     for tensor, places in placed:
         if not tensor.has_lines:
-            _write(tensor, places, body, sequences, texts)
+            _write(tensor, places, body, sequences)
     num_substituted = iter(sequences.substituted.reshape(len(chunk.steps), -1).sum(axis=1).tolist())
     for some in alike:
         some.write_heads(body, num_substituted)
@@ -58,12 +59,12 @@ def frames_nbytes(plan: Plan, epoch: int, rank: int, steps: range) -> int | None
     return sum(len(some) * (len(heads.head(some[0])) + layout.nbytes) for some in of_one_width(steps))
 
 
-def _layouts(plan: Plan, sequences: Sequences, texts: Texts) -> list[wire.Layout]:
+def _layouts(plan: Plan, sequences: Sequences, sizes: Sizes) -> list[wire.Layout]:
     size = plan.spec.batch_size
     num_batches = sequences.count // size
     if plan.has_fixed_shapes:
         return [plan.largest_layout] * num_batches
-    widths = [_widths(plan, tensor, sequences, texts) for tensor in plan.tensors]
+    widths = [_widths(plan, tensor, sequences, sizes) for tensor in plan.tensors]
     made = []
     for batch in zip(*widths, strict=True):
         shapes = [(t.name, t.dtype, t.shape(size, width)) for t, width in zip(plan.tensors, batch, strict=True)]
@@ -76,11 +77,11 @@ def _layouts(plan: Plan, sequences: Sequences, texts: Texts) -> list[wire.Layout
     return made
 
 
-def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, texts: Texts) -> list[int]:
+def _widths(plan: Plan, tensor: Tensor, sequences: Sequences, sizes: Sizes) -> list[int]:
     """The width of a tensor's lines, of each batch."""
     num_batches = sequences.count // plan.spec.batch_size
     if tensor.is_ragged:
-        widths = np.array([len(text) for text in texts[tensor.name]]).reshape(num_batches, -1).sum(axis=1)
+        widths = sizes[tensor.name].reshape(num_batches, -1).sum(axis=1)
     elif not tensor.has_lines or plan.has_fixed_widths:
         widths = np.full(num_batches, tensor.longest)
     else:
@@ -110,10 +111,10 @@ def _add_tokens(tensor: Tensor, places: Places, sequences: Sequences, pad_id: in
         pieces.fill(pad_id, dtype, places.begins(short, lengths[short]), missing[short])
 
 
-def _write(tensor: Tensor, places: Places, body: memoryview, sequences: Sequences, texts: Texts) -> None:
+def _write(tensor: Tensor, places: Places, body: memoryview, sequences: Sequences) -> None:
     """Writes a tensor without lines, of every batch."""
     if tensor.is_ragged:
-        rest = iter(texts[tensor.name])
+        rest = iter(_texts(tensor.name, sequences))
         size = sequences.count // places.num_frames
         for out in places.frames(body):
             wire.pack_texts(list(islice(rest, size)), out)
@@ -145,6 +146,13 @@ def _numbers(tensor: Tensor, sequences: Sequences) -> Array:
     for block, lines, rows in sequences.rows():
         numbers[lines] = block.numbers[tensor.name][rows]
     return numbers
+
+
+def _sizes(name: str, sequences: Sequences) -> IntArray:
+    sizes = np.zeros(sequences.count, np.int64)
+    for block, lines, rows in sequences.rows():
+        sizes[lines] = block.text_lengths(name, rows)
+    return sizes
 
 
 def _texts(name: str, sequences: Sequences) -> list[bytes]:

@@ -29,6 +29,7 @@ from penstock_server.geometry.schedule import Schedule
 from penstock_server.problems import BadParameter
 
 MAX_BATCH_BYTES = 1 << 30
+_MAX_BATCH_SPANS = 1 << 22  # each takes some 300 bytes while the batch is made
 _REMEMBERED_PLANS = 64  # each keeps its snapshots in memory, also when the folder has moved on
 
 
@@ -172,14 +173,20 @@ class Plan:
         for number, own_epoch, _, positions in self._by_member(epoch, last_rank):
             self.members[number].read_ahead(own_epoch, int(positions.max()))
 
-    def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int) -> list[int]:
-        """Where positions `own` of a member's own epoch stand in an epoch; those that it does not show are left out."""
+    def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int, most: int) -> IntArray:
+        """Where positions `own` of a member's own epoch stand in an epoch: of those that it shows the first ones, in order."""
         if self.mixture is None:
-            return own.tolist() if own_epoch == epoch else []
-        first = own_epoch * self.sizes[member]
-        samples = [self.mixture.sample(member, first + number) for number in own.tolist()]
-        begin = epoch * self.schedule.num_positions
-        return [s - begin for s in samples if s is not None and begin <= s < begin + self.schedule.num_positions]
+            return self.schedule.earliest(own if own_epoch == epoch else own[:0], most)
+        numbers = own_epoch * self.sizes[member] + np.sort(own)
+        begin, size = epoch * self.schedule.num_positions, self.schedule.num_positions
+        shown_first = int(self.schedule.positions([0], 0)[0, 0]) if self.schedule.num_steps else 0
+        turn = int(np.searchsorted(numbers, self.mixture.num_before(member, begin + shown_first)))
+        # Its samples come in their order, from where the epoch begins and then around. What is skipped takes nobody's place.
+        count = len(numbers) if self.schedule.skipped else most
+        nearest = np.concatenate([numbers[turn : turn + count], numbers[: min(turn, count)]])
+        samples = [self.mixture.sample(member, number) for number in nearest.tolist()]
+        shown = [sample - begin for sample in samples if sample is not None and begin <= sample < begin + size]
+        return self.schedule.earliest(np.array(shown, np.int64), most)
 
     def own_epochs(self, member: int, epoch: int) -> Iterable[int]:
         """The epochs of a member that an epoch shows, whole or in part, from that on which its first step shows."""
@@ -226,6 +233,11 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
             f"with mix_stop={spec.mix_stop} an epoch of mix={spec.mix} never ends: the dataset that it waits for has no weight "
             f"from some sample on. Use mix_stop=first or mix_stop=never, or give that dataset a weight."
         )
+    if num_positions > LARGEST_COUNT:
+        raise BadParameter(
+            f"an epoch of mix={spec.mix} with mix_stop={spec.mix_stop} would have {num_positions:,} sequences, and no more "
+            f"than 2^53 are counted. Use mix_stop=first or mix_stop=never, or weights that are nearer to one another."
+        )
     if spec.offset > num_positions:
         raise BadParameter(f"offset={spec.offset:,} is past the epoch's end: it has {counted(num_positions, 'sequence')}.")
     schedule = Schedule.of(spec, num_positions)
@@ -238,6 +250,11 @@ def make_plan(dataset: str, members: tuple[Member, ...], spec: Spec) -> Plan:
         raise BadParameter(
             f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be up to {nbytes:,} bytes; the limit "
             f"is {MAX_BATCH_BYTES:,}. Lower batch_size or seq_len."
+        )
+    if plan.step_spans > _MAX_BATCH_SPANS:
+        raise BadParameter(
+            f"a batch of {spec.batch_size:,} sequences of {spec.seq_len:,} tokens would be made of some "
+            f"{int(plan.step_spans):,} rows; the limit is {_MAX_BATCH_SPANS:,}. Lower batch_size or seq_len."
         )
     return plan
 

@@ -132,11 +132,7 @@ class RowLengths:
 
     def _sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
         """The sums over each block of what a function makes of its rows' lengths, shape [num_blocks]."""
-        sums = []
-        for shard in self._shards:
-            lengths, inside = _split(shard.words, split)
-            sums.append(np.diff(starts_of(np.where(inside, function(lengths), 0))[shard.starts]))
-        return np.concatenate(sums)
+        return np.concatenate([_sums(shard, split, function) for shard in self._shards])
 
 
 class _Quantiles:
@@ -162,6 +158,17 @@ class _Quantiles:
             name: int(np.searchsorted(upto, at, "right") if at < num_short else longer[at - num_short])
             for name, at in places.items()
         }
+
+
+def _sums(shard: _ShardLengths, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
+    sums = np.zeros(len(shard.starts) - 1, np.int64)
+    for at in range(0, len(shard.words), _STEP):
+        lengths, inside = _split(shard.words[at : at + _STEP], split)
+        first = np.searchsorted(shard.starts, at, "right") - 1
+        last = np.searchsorted(shard.starts, at + len(lengths), "left")
+        borders = np.clip(shard.starts[first : last + 1] - at, 0, len(lengths))
+        sums[first:last] += np.diff(starts_of(np.where(inside, function(lengths), 0))[borders])
+    return sums
 
 
 def _split(words: npt.NDArray[np.uint32], split: str) -> tuple[IntArray, npt.NDArray[np.bool_]]:

@@ -56,7 +56,7 @@ def _row(facts: Mapping[str, Any], terminal: Terminal, num_lines: int) -> Iterat
         if f"{side}tokens" in facts:
             pieces = _pieces(facts, side)
             named = f"{side.removesuffix('_')}: " if side else ""
-            yield f"    {named}{counted(len(facts[f'{side}tokens']), 'token')}, {facts[f'{side}num_learned']:,} learned"
+            yield f"    {named}{counted(facts[f'{side}num_tokens'], 'token')}, {facts[f'{side}num_learned']:,} learned"
             yield from _indented(pieces, terminal, num_lines)
     for name, value in facts.get("columns", {}).items():
         yield from _indented([Piece(f"{name}: {value}", 0, True)], terminal, num_lines)
@@ -71,8 +71,8 @@ def _pieces(facts: Mapping[str, Any], side: str) -> list[Piece]:
         start, end = end, end + turn["num_tokens"]
         text = turn["text"] if "text" in turn else " ".join(map(str, ids[start:end]))
         pieces.append(Piece(text, turn["num_tokens"], turn["learned"]))
-    if end < len(ids):  # of very many turns the first are told
-        pieces.append(Piece(" ...", len(ids) - end, False))
+    if more := facts[f"{side}num_tokens"] - end:  # of very many tokens or turns the first are told
+        pieces.append(Piece(" ...", more, False))
     return pieces
 
 

@@ -21,6 +21,7 @@ from penstock_server.storage.block import Block
 
 _MOST_OCCURRENCES = 1000  # that are told
 _MOST_TURNS = 10_000  # likewise; each is an object
+_MOST_TOKENS = 1 << 20  # of a row
 # Of a dataset by a mixture's epoch; each is planned to tell where it shows a row.
 _FEWEST_PASSES, _MOST_PASSES, _MOST_POOLS = 8, 100, 1 << 22
 
@@ -49,14 +50,15 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
     facts["split"] = "validation" if block.is_validation(number, snapshot.recipe.validation) else "train"
     for name, feature in block.features.items():
         prefix = "" if name == "tokens" else f"{name}_"
-        turns = feature.row(number)
+        turns = feature.row(number, _MOST_TOKENS)
         ids = [token for turn, _ in turns for token in turn]
         facts |= {f"{prefix}{key}": text for key, text in _text(snapshot, ids).items()}
         if feature.turns:
             facts[f"{prefix}turns"] = [
                 {"learned": learned, "num_tokens": len(turn)} | _text(snapshot, turn) for turn, learned in turns[:_MOST_TURNS]
             ]
-        facts[f"{prefix}num_learned"] = sum(len(turn) for turn, learned in turns if learned)
+        facts[f"{prefix}num_tokens"] = int(feature.tokens.lengths[number])
+        facts[f"{prefix}num_learned"] = feature.num_learned(number)
         facts[f"{prefix}tokens"] = ids
     return facts | ({"columns": shown_columns(block, number)} if block.columns else {})
 
@@ -110,7 +112,7 @@ def find_row(plan: Plan, dataset: str, row: int, epoch: int) -> list[OccurrenceA
     most = max(_FEWEST_PASSES, min(_MOST_PASSES, _MOST_POOLS // member.snapshot.num_blocks))
     for own_epoch in islice(plan.own_epochs(at, epoch), most):
         own = _positions(member, block, index, number, own_epoch)
-        for position in plan.positions_of(at, epoch, own, own_epoch):
+        for position in plan.positions_of(at, epoch, own, own_epoch, _MOST_OCCURRENCES).tolist():
             places += islice(plan.schedule.locate(position), _MOST_OCCURRENCES)
     found = sorted(places)[:_MOST_OCCURRENCES]
     return [{"epoch": epoch, "step": step, "rank": rank, "index": index} for step, rank, index in found]

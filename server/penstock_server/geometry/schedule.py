@@ -61,6 +61,19 @@ class Schedule(Slicing):
             step, within = divmod(sample, self.samples_per_step)
             yield step, *divmod(within, self.batch_size)
 
+    def earliest(self, positions: IntArray, count: int) -> IntArray:
+        """Of some positions the first that an epoch shows, as many, in their order; none that is skipped."""
+        samples = positions
+        if self.skipped:
+            starts, firsts = self._runs
+            run = find(starts, positions)
+            samples = firsts[run] + positions - starts[run]
+            is_kept = (run >= 0) & (samples < firsts[run + 1])
+            positions, samples = positions[is_kept], samples[is_kept]
+        order = np.argsort((samples - self.num_left_out) % self.num_samples)
+        first: IntArray = positions[order[:count]]
+        return first
+
     def shows(self, position: int, step: int) -> bool:
         """Whether a step shows a position, on any rank."""
         samples = self._samples(position)

@@ -104,13 +104,23 @@ def _load(folder: Path, note: Path) -> _Known:
 
 
 def _store(note: Path, known: _Known) -> None:
+    schema = known.schema
     content = {
         "version": _VERSION,
         "recipe": known.recipe,
-        "shards": {name: [_packed(getattr(shard, f.name)) for f in _FIELDS] for name, shard in known.shards.items()},
-        "schema": (*known.schema[:2], known.schema[2].serialize().to_pybytes()) if known.schema else None,
+        "shards": {
+            name: [_packed(getattr(shard, f.name)) for f in _FIELDS]
+            for name, shard in known.shards.items()
+            if _can_be_noted(shard.date)
+        },
+        "schema": (*schema[:2], schema[2].serialize().to_pybytes()) if schema and _can_be_noted(schema[1]) else None,
     }
     write_note(note, content)
+
+
+def _can_be_noted(date: Date) -> bool:
+    """Whether msgpack holds the numbers of a date: some file systems have dates outside the years 1678 to 2554."""
+    return all(-(2**63) <= number < 2**64 for number in date)
 
 
 def _packed(value: Any) -> Any:

@@ -94,6 +94,12 @@ class Block:
         """The columns of numbers, each of shape [num_rows, *item]."""
         return {name: _numbers(column) for name, column in self.columns.items() if not is_raw(column.type)}
 
+    def text_lengths(self, name: str, rows: IntArray) -> IntArray:
+        """The bytes of a column of texts or bytes in some rows, shape of `rows`; nothing is copied for it."""
+        column = self.columns[name]
+        borders = np.frombuffer(column.buffers()[1], np.int64)[column.offset :]
+        return borders[rows + 1] - borders[rows]
+
     @property
     def row_lengths(self) -> IntArray:
         """Tokens of each row, shape [num_rows]; where it has several features, of the longest."""

@@ -59,9 +59,15 @@ class Feature(NamedTuple):
                 lengths[row] = own[: 2 * first + 1].sum()
         return lengths
 
-    def row(self, row: int) -> list[Turn]:
-        """The tokens of a row, turn by turn."""
-        of_row = RowSpans(*np.array([[0], [row], [0], [len(self.tokens.values)]]))
+    def num_learned(self, row: int) -> int:
+        """How many tokens of a row are learned."""
+        if self.turns is None:
+            return int(self.tokens.lengths[row])
+        return int(self.turns.values[self.turns.starts[row] : self.turns.stops[row]][1::2].sum(dtype=np.int64))
+
+    def row(self, row: int, most: int | None = None) -> list[Turn]:
+        """The tokens of a row, or the first of them, turn by turn."""
+        of_row = RowSpans(*np.array([[0], [row], [0], [len(self.tokens.values) if most is None else most]]))
         _, starts, lengths, learned = Features([self]).cut(np.zeros(1, np.int64), of_row)
         turns = zip(starts.tolist(), lengths.tolist(), learned.tolist(), strict=True)
         return [(self.tokens.values[start : start + length].tolist(), is_learned) for start, length, is_learned in turns]

@@ -222,6 +222,8 @@ class BlockStore:
                     if future := self._take(wanted, number):
                         served = True
                         future.set_result(block)
+                with self._lock:
+                    last = max([last, *wanted.futures])  # what came to be wanted further on need not begin anew
                 if (number >= last and not keeps) or not (served or wanted.futures):
                     return
         except Problem as problem:

@@ -143,6 +143,24 @@ def test_large_row_groups_that_the_cache_cannot_keep_are_gone_through_one_after_
     assert num_before >= snapshot.blocks_per_group[0] - blocks_module._LOADED_TOGETHER
 
 
+def test_a_row_group_that_the_cache_cannot_keep_is_decoded_once_though_its_blocks_are_asked_for_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, snapshot = open_large_groups(tmp_path, monkeypatch)
+    begun, rows_of_group = list[str](), decode_module.rows_of_group
+
+    def recorded(*args: Any) -> Any:
+        begun.append(args[1].shard.path.name)
+        for at, rows in rows_of_group(*args):
+            time.sleep(0.01)  # as tokenizing takes: meanwhile the next are asked for
+            yield at, rows
+
+    monkeypatch.setattr(blocks_module, "rows_of_group", recorded)
+    blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "cache", 1), 1))
+    assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
+    assert begun == ["part-000.parquet", "part-001.parquet"]
+
+
 def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
