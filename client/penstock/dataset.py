@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -243,8 +243,8 @@ class RemoteDataset(IterableDataset[Batch]):
             spec = replace(self.spec, offset=at.offset)
             if round_.is_repetition and self._replay is None:
                 warn_of_repetition(spec, at.epoch)
-            ledger = self._book and self._book.open(spec, round_, self._progress)
-            with closing(ledger) if ledger else nullcontext(), self._feeding(spec, at.epoch, round_.steps, destination) as feed:
+            recording = self._book.recording(spec, round_, self._progress) if self._book else nullcontext()
+            with recording as ledger, self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
                 trains = self._replay is None and is_trained_on(spec) and not worker
@@ -283,17 +283,18 @@ class RemoteDataset(IterableDataset[Batch]):
 
     def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[Feed]:
         """A feed of these steps, whose figures count among this dataset's."""
-        feed = Feed(
-            self._source,
-            spec,
-            epoch,
-            steps,
-            prefetch_bytes=self._prefetch_bytes,
-            destination=destination,
-            replay=self._replay,
-            columns=self._columns,
+        return self._tally.counting(
+            lambda: Feed(
+                self._source,
+                spec,
+                epoch,
+                steps,
+                prefetch_bytes=self._prefetch_bytes,
+                destination=destination,
+                replay=self._replay,
+                columns=self._columns,
+            )
         )
-        return self._tally.counting(feed)
 
     def __repr__(self) -> str:
         at = self._progress.position

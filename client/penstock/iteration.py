@@ -10,6 +10,7 @@ from penstock.errors import PenstockError
 from penstock.tensors import Batch
 
 NOT_GIVEN = "the batch that was given last did not reach the loop"  # sent to a generator of batches
+_EXECUTING = "generator already executing"  # what Python says of one that another thread runs
 _OTHER_THREAD = "another thread is taking a batch of this iteration: give each a dataset of its own."
 
 
@@ -34,11 +35,10 @@ class Iteration(Iterator[Batch]):
         except StopIteration:
             raise
         except BaseException as error:
-            state = getgeneratorstate(self._batches)
-            if isinstance(error, ValueError) and state != GEN_CLOSED:  # "generator already executing"
+            if isinstance(error, ValueError) and str(error) == _EXECUTING:
                 raise PenstockError(_OTHER_THREAD) from error
             self._ended_by = type(error).__name__
-            if state == GEN_SUSPENDED:  # Ctrl-C on the way from the generator to here
+            if getgeneratorstate(self._batches) == GEN_SUSPENDED:  # Ctrl-C on the way from the generator to here
                 with suppress(StopIteration):
                     self._batches.send(NOT_GIVEN)
             if isinstance(error, PenstockError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -59,6 +60,15 @@ def test_a_second_thread_is_refused_and_ends_nothing() -> None:
     may_go_on.set()
     thread.join()
     assert [*given, *iteration] == [{"number": [1]}, {"number": [2]}]
+
+
+def test_a_thread_that_is_refused_just_before_the_epoch_ends_ends_nothing() -> None:
+    batches = MagicMock()
+    batches.__next__.side_effect = [ValueError("generator already executing"), StopIteration]
+    iteration = Iteration(batches)
+    with pytest.raises(PenstockError, match="another thread is taking a batch of this iteration"):
+        next(iteration)
+    assert list(iteration) == []
 
 
 def test_of_a_batch_that_does_not_reach_the_loop_the_generator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

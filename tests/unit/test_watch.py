@@ -55,6 +55,14 @@ def get(*servers: str, retry_seconds: float = 60.0) -> tuple[bytes, int]:
         return transport.get("/path", bytes), transport.num_retries
 
 
+def test_a_watch_that_nobody_closes_ends_once_the_connection_was_interrupted() -> None:
+    transport = Transport(Servers(("http://127.0.0.1:9",)), retry_seconds=1.0)
+    transport.interrupt()
+    transport._watch._thread.join(20)
+    assert not transport._watch._thread.is_alive()
+    transport.close()
+
+
 @pytest.mark.usefixtures("curt", "patient")
 def test_a_server_that_hangs_gives_way_to_the_next() -> None:
     with server() as hanging, pages(lambda _: (200, b"here")) as good:

@@ -119,9 +119,13 @@ class Feed:
         a lock that closing needs: there a new thread does the closing, and nobody waits for it.
         """
         if is_own_thread():
-            own_thread("close", self._close).start()
+            self.close_aside()
         else:
             self._close()
+
+    def close_aside(self) -> None:
+        """Has another thread do the closing, or what is left of it."""
+        own_thread("close", self._close).start()
 
     def _leave(self) -> None:
         self.is_left = True

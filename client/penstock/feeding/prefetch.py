@@ -11,7 +11,7 @@ from multiprocessing import current_process
 from typing import Generic, TypeVar
 
 from penstock.errors import PenstockError
-from penstock.threads import own_thread
+from penstock.threads import own_thread, signal_of, start
 
 T = TypeVar("T")
 
@@ -48,9 +48,10 @@ class Prefetch(Generic[T]):
         self._failure: BaseException | None = None
         self._finished = self._closed = False
         self._process, self._parent = os.getpid(), os.getppid()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread = own_thread("fetch", self._run)
-        self._thread.start()
+        start(self._thread, self._give_up)
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -82,7 +83,7 @@ class Prefetch(Generic[T]):
         """Stops the thread and drops what is buffered. Idempotent."""
         if os.getpid() != self._process:
             return
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._failure = None  # in its traceback is all of this: what was fetched would wait for the garbage collector
             self._hand.clear()
@@ -92,18 +93,18 @@ class Prefetch(Generic[T]):
         self._interrupt()
         self._thread.join(_CLOSE_SECONDS)
 
+    def _give_up(self) -> None:
+        self._closed = True
+
     def _take(self) -> None:
         """The next group comes to hand."""
         try:
             self._take_once_there()
         except RuntimeError as error:
-            # Ctrl-C while Condition.wait was about to take its lock again, which is then released without having been taken.
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            raise
+            raise signal_of(error) or error from None
 
     def _take_once_there(self) -> None:
-        with self._changed:
+        with self._lock:
             while not self._changed.wait_for(lambda: self._groups or self._finished or self._closed, _ORPHAN_SECONDS):
                 if current_process().daemon and os.getppid() != self._parent:
                     raise PenstockError("the process whose loader worker this is has ended, and this ends, too.")
@@ -124,18 +125,18 @@ class Prefetch(Generic[T]):
         try:
             self._work_ahead()
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 if not self._closed:
                     self._failure = error
         finally:
-            with self._changed:
+            with self._lock:
                 self._finished = True
                 self._changed.notify_all()
 
     def _work_ahead(self) -> None:
         with closing(self._generator):  # or what it holds would stay until all of this is collected
             for group in self._generator:
-                with self._changed:
+                with self._lock:
                     if self._closed:
                         return
                     nbytes = self._nbytes(group)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from penstock.feeding.feed import Feed
 from penstock.stats import Stats
+
+_Counted = tuple[Stats, tuple[Feed, ...]]
 
 
 class Tally:
@@ -18,27 +21,49 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._counted: tuple[Stats, tuple[Feed, ...]] = (Stats(), ())
+        self._counted: _Counted = (Stats(), ())
+        self._lock = threading.Lock()
 
     @contextmanager
-    def counting(self, feed: Feed) -> Iterator[Feed]:
-        """Counts a feed, and closes it at the end."""
-        ended, feeds = self._counted
-        self._counted = ended, (*feeds, feed)
+    def counting(self, make: Callable[[], Feed]) -> Iterator[Feed]:
+        """Makes a feed and counts it, and closes it at the end."""
+        feed: Feed | None = None
         try:
+            own = feed = make()
+            self._replace(lambda ended, feeds: (ended, (*feeds, own)))
             yield feed
         finally:
-            if not feed.is_left:  # else modules may be taken apart, and what is called here is gone
-                feed.close()
-                ended, feeds = self._counted
-                own = replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
-                self._counted = ended + own, tuple(other for other in feeds if other is not feed)
+            if feed and not feed.is_left:  # else modules may be taken apart, and what is called here is gone
+                try:
+                    feed.close()
+                except BaseException:  # Ctrl-C once more
+                    feed.close_aside()
+                    raise
+                finally:
+                    self._end(feed)
 
     def total(self) -> Stats:
         """The figures of all together, now."""
         ended, feeds = self._counted
         return sum((feed.stats() for feed in feeds), ended)
 
+    def _end(self, feed: Feed) -> None:
+        came_to = replace(feed.stats(), buffered_bytes=0)  # another thread may still be closing it
+        self._replace(lambda ended, feeds: (ended + came_to, tuple(other for other in feeds if other is not feed)))
+
+    def _replace(self, change: Callable[[Stats, tuple[Feed, ...]], _Counted]) -> None:
+        while True:
+            before = self._counted
+            after = change(*before)
+            with self._lock:  # in which nothing is made: the garbage collector may end other feeds of this tally
+                if self._counted is before:
+                    self._counted = after
+                    return
+
     def __getstate__(self) -> dict[str, Any]:
         """The figures alone: the threads of a feed stay in this process."""
         return {"_counted": (replace(self.total(), buffered_bytes=0), ())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With a lock of its own."""
+        self.__dict__ |= {**state, "_lock": threading.Lock()}

@@ -6,15 +6,17 @@ import atexit
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.ledger import held
 from penstock.ledger.begin import STEP_COLUMNS, Begin, check_of
-from penstock.ledger.held import hold_ledger, release_ledger
-from penstock.ledger.lock import Lock, is_at_a_ledger
+from penstock.ledger.held import hold_ledger, is_at_a_ledger, release_ledger
 from penstock.ledger.names import ledger_path
 from penstock.spec import Spec
-from penstock.threads import is_own_thread, own_thread
+from penstock.threads import Flag, is_own_thread, own_thread, start
 
 if TYPE_CHECKING:
     from penstock.place.progress import Progress, Round  # which imports torch
@@ -41,13 +43,30 @@ class Book:
         finally:
             release_ledger(file)
 
+    @contextmanager
+    def recording(self, spec: Spec, round_: Round, progress: Progress) -> Iterator[Ledger]:
+        """The ledger of an iteration, opened when it begins and closed when it ends. Raises what `open` raises."""
+        ledger = None
+        try:
+            ledger = self.open(spec, round_, progress)
+            yield ledger
+        finally:
+            if ledger:
+                ledger.close()
+
     def open(self, spec: Spec, round_: Round, progress: Progress) -> Ledger:
         """The ledger of an iteration that begins, which counts as put on record. Raises LedgerError: see Ledger."""
-        with _opening:  # or iterations of two threads would have one number
-            num_before = progress.num_before(round_)
-            ledger = self._open(spec, round_, num_before)
-            progress.put_on_record(round_, num_before)
-            return ledger
+        ledger = None
+        try:
+            with held.opening:  # or iterations of two threads would have one number
+                num_before = progress.num_before(round_)
+                ledger = self._open(spec, round_, num_before)
+                progress.put_on_record(round_, num_before)
+        except BaseException:
+            if ledger:
+                ledger.close()
+            raise
+        return ledger
 
     def _open(self, spec: Spec, round_: Round, iteration: int) -> Ledger:
         position, worker = round_.stretch.position, round_.worker
@@ -83,7 +102,7 @@ class Ledger:
         self._check = check_of(text)
         self._begin = f"{text} {self._check}"
         self._pid = os.getpid()
-        self._closing = threading.Event()
+        self._closing, self._holds = Flag(), threading.Lock()  # the latter is taken by who gives the file back
         self._file = hold_ledger(path, _OLD_WORKERS_SECONDS if begin.num_workers else 0.0)
         self._thread = own_thread("ledger", self._sync)
         try:
@@ -91,11 +110,13 @@ class Ledger:
                 self._file.begin(self._begin)
             else:
                 self._file.append(self._begin)
-            self._thread.start()
+            # Or a loop that is left when modules are taken apart would wait for a stopped thread.
+            atexit.register(self.close)
+            start(self._thread, self._closing.set)
         except BaseException:  # no more threads may be started, or Ctrl-C
-            release_ledger(self._file)
+            atexit.unregister(self.close)
+            self._give_back()
             raise
-        atexit.register(self.close)  # or a loop that is left when modules are taken apart would wait for a stopped thread
 
     @property
     def is_closed(self) -> bool:
@@ -119,8 +140,8 @@ class Ledger:
         """Has the disk write what is not written. Idempotent; does nothing in a process that was forked off."""
         if self.is_closed or self._pid != os.getpid():
             return
-        atexit.unregister(self.close)
         self._closing.set()
+        atexit.unregister(self.close)
         # Python may collect an iterator that was dropped in this thread, in one that fetches for another loop, or in one that
         # has what this thread waits for.
         if not is_own_thread() and not is_at_a_ledger():
@@ -139,7 +160,9 @@ class Ledger:
             if is_closing:
                 break
             is_closing = self._closing.wait(_SYNC_SECONDS)
-        release_ledger(self._file)
+        self._give_back()
 
-
-_opening = Lock.renewed_in_forks()
+    def _give_back(self) -> None:
+        """Whether its thread began or not, this is done once."""
+        if self._holds.acquire(blocking=False):
+            release_ledger(self._file)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import LedgerError
-from penstock.ledger.lock import Lock
-from penstock.ledger.opening import cannot_be_written, close_last_line, is_deleted, open_ledger, telling
+from penstock.ledger.opening import cannot_be_written, close_last_line, has_locked, is_deleted, open_ledger, telling
 
 log = logging.getLogger("penstock")
 
@@ -72,7 +72,11 @@ class LedgerFile:
         self._num_bytes = 0  # that wait
         self._num_lost = 0  # lines
         self._failure = ""
-        self._writing, self._syncing = Lock(), Lock()  # who needs both takes the latter first
+        self._writing, self._syncing = self.locks = (
+            threading.RLock(),
+            threading.RLock(),
+        )  # who needs both takes the latter first
+        self._is_shared = False  # another process writes to it, too
 
     def check(self) -> None:
         """Raises LedgerError: it cannot be written, holds other things, or another process writes to it."""
@@ -106,6 +110,7 @@ class LedgerFile:
         with self._syncing:
             with self._writing:
                 self._leave_if_deleted()
+                self._keep_others_out()
                 self._write_what_it_takes()
                 fd = self._fd
             try:
@@ -282,6 +287,21 @@ class LedgerFile:
             )
             self._close()
             self._left_size = 0
+
+    def _keep_others_out(self) -> None:
+        """Locks it again: whoever opens and closes the file in this process, as to copy it, gives up the lock on it."""
+        if self._fd < 0:
+            return
+        try:
+            was_shared, self._is_shared = self._is_shared, not has_locked(self._fd)
+        except OSError:  # which was told when it was opened
+            return
+        if self._is_shared and not was_shared:
+            log.error(
+                "penstock: another process writes to the ledger %s, too: the audit cannot read lines that are written into one "
+                "another. Is there another run with this ledger and rank?",
+                self.path,
+            )
 
 
 def _told(path: Path, error: LedgerError | OSError) -> LedgerError:

@@ -65,7 +65,7 @@ def _lock(fd: int, path: Path, wait_seconds: float) -> None:
         return
     deadline = time.monotonic() + wait_seconds
     try:
-        while not _has_locked(fd):
+        while not has_locked(fd):
             if time.monotonic() >= deadline:
                 raise LedgerError(
                     f"another process{_holder(fd)} writes to the ledger {path}: is the run that it belongs to still there? Of "
@@ -76,7 +76,10 @@ def _lock(fd: int, path: Path, wait_seconds: float) -> None:
         log.warning("penstock: %s cannot be locked (%s): see to it that only one process writes to it", path, error.strerror)
 
 
-def _has_locked(fd: int) -> bool:
+def has_locked(fd: int) -> bool:
+    """Whether this process has the lock on the file, from now on or for some time. Raises OSError: it cannot be locked."""
+    if sys.platform == "win32":
+        return True
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -21,6 +21,7 @@ from penstock.network.aside import by_proxy, http_client, plain_address, proxy_o
 from penstock.network.buffers import Buffers
 from penstock.network.channel import HttpError
 from penstock.network.receive import Body, Origin, Receiver, Request
+from penstock.threads import Flag
 from penstock.wire import content_digest
 
 _spare: deque[Buffers] = deque(maxlen=1)  # what the last connection of this process received into, for the next one
@@ -48,7 +49,7 @@ class Connection:
 
     def __init__(self, allocate: Callable[[int], memoryview] | None = None) -> None:
         self.heard_at = time.monotonic()  # when the last bytes came
-        self.interrupted = threading.Event()  # from then on nothing can be fetched
+        self.interrupted = Flag()  # from then on nothing can be fetched
         self._own, self._aside = _Sockets(), _Sockets()  # what `fetch` reads from, and what is asked aside meanwhile
         self._hung_up: str | None = None
         self._allocate, self._buffers = allocate, Buffers() if allocate else _take_spare()

@@ -9,13 +9,12 @@ one; a server that is slow does not answer it there either.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.network.connection import Connection
-from penstock.threads import own_thread
+from penstock.threads import Flag, own_thread, start
 
 _ANSWER_SECONDS = 5.0  # for an answer that takes a loaded server a few milliseconds
 _LOOKS = 4  # in the time that a server may be silent
@@ -30,9 +29,9 @@ class Watch:
     def __init__(self, connection: Connection, patience_seconds: float, tell: Callable[[str, float], None]) -> None:
         self._connection, self._patience_seconds, self._tell = connection, patience_seconds, tell
         self._watched: _Watched | None = None
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._thread = own_thread("watch", self._run)
-        self._thread.start()
+        start(self._thread, self._closed.set)
 
     @contextmanager
     def over(self, server: str, target: str) -> Iterator[None]:
@@ -51,6 +50,8 @@ class Watch:
     def _run(self) -> None:
         while not self._closed.wait(self._patience_seconds / _LOOKS):
             watched = self._watched
+            if self._connection.interrupted.is_set():  # whoever was to close this may have been interrupted, too
+                return
             if watched is None:
                 continue
             silent_since = max(watched.since, self._connection.heard_at)

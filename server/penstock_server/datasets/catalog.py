@@ -80,9 +80,9 @@ class Catalog:
         Raises BadParameter: the mix leaves it out, or the snapshot is not one of each. Raises Busy: the snapshot may be among
         new data that is being looked at. Raises SnapshotGone, and what make_plan raises.
         """
-        is_mixture = name in self._known.mixtures
-        spec, names, fingerprints = self._members(name, spec)
-        if name not in names and not is_mixture:
+        declared = self._known.mixtures.get(name)
+        spec, names, fingerprints = _members(name, spec, declared)
+        if name not in names and not declared:
             raise BadParameter(
                 f"mix={spec.mix} leaves out {name}, the dataset that is asked for. Ask for one of {', '.join(names)}."
             )
@@ -101,7 +101,7 @@ class Catalog:
 
     def may_wait(self, name: str, spec: Spec) -> bool:
         """Whether `plan` may wait for a look at the folders: the spec names no snapshot, or one that is unknown here."""
-        _, names, fingerprints = self._members(name, spec)
+        _, names, fingerprints = _members(name, spec, self._known.mixtures.get(name))
         known = self._known.datasets
         return any(
             own in known and known[own].is_behind(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=False)
@@ -172,15 +172,6 @@ class Catalog:
                     self._miss(dataset, found)
             return quiet
 
-    def _members(self, name: str, spec: Spec) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
-        """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
-        declared = self._known.mixtures.get(name)
-        if declared and spec.mix is None:
-            spec = _mixed(spec, str(declared.mix), declared.mix_stop)
-        mix = spec.mixed()
-        names = mix.datasets if mix else (name,)
-        return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
-
     def _served(self, name: str, fingerprint: str | None) -> Served:
         dataset = self[name]
         # Of several processes at one address each finds new data for itself: without this the ranks of one run could begin on
@@ -227,6 +218,15 @@ def _link_to_nothing(folder: Path) -> Path | None:
     with suppress(OSError, ValueError):  # of a name that can be no file's
         return next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
     return None
+
+
+def _members(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
+    """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
+    if declared and spec.mix is None:
+        spec = _mixed(spec, str(declared.mix), declared.mix_stop)
+    mix = spec.mixed()
+    names = mix.datasets if mix else (name,)
+    return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)  # to check a spec anew takes as long as to find its plan

@@ -176,6 +176,26 @@ def test_two_processes_never_write_to_one_ledger_and_a_killed_one_leaves_it_free
     assert len(read_ledger(path).parts) == 2
 
 
+def test_a_ledger_that_this_process_has_read_is_locked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.ledger"
+    ledger = open_at(path)
+    path.read_text()  # and closed, which gives up all locks of this process on it
+    ledger._file.sync()
+    holder = [sys.executable, "-c", HOLDS_IT, str(path)]
+    refused = subprocess.run(holder, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert f"another process, {os.getpid()}, writes to the ledger" in refused.stderr
+    path.read_text()
+    with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "open\n"
+        for _ in range(2):
+            ledger._file.sync()
+        other.communicate("")
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert f"another process writes to the ledger {path}, too" in caplog.text
+    ledger.close()
+
+
 @pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded, says Python 3.12
 def test_a_fork_opens_a_ledger_though_a_thread_was_at_one_when_it_was_made(tmp_path: Path) -> None:
     with held._files_lock:

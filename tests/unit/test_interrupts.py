@@ -1,0 +1,136 @@
+"""What a signal's handler raises, at whatever step it comes, leaves no lock taken and no thread behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from types import FrameType
+from unittest.mock import Mock
+
+import pytest
+
+from ledgers import begin_of
+from penstock.feeding.prefetch import Prefetch
+from penstock.ledger import held
+from penstock.ledger.file import LedgerFile
+from penstock.threads import Flag, own_thread, start
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer sends signals here")
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Does something over and over until Ctrl-C, which comes within a millisecond or two."""
+    random, is_armed = Random(7), False
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt
+
+    def until_interrupted(act: Callable[[], object]) -> None:
+        nonlocal is_armed
+        with suppress(KeyboardInterrupt):
+            is_armed = True
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0002, 0.002))
+            while is_armed:  # it may come where Python ignores it, as while an object is collected
+                act()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        yield until_interrupted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def in_another_thread(act: Callable[[], bool]) -> bool:
+    """What another thread finds, which nothing may keep waiting."""
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(act()), daemon=True)
+    thread.start()
+    thread.join(20)
+    return bool(found) and found[0]
+
+
+def test_no_lock_of_a_ledger_is_left_behind(tmp_path: Path, interrupted: Callable[[Callable[[], object]], None]) -> None:
+    file = LedgerFile(tmp_path / "run.ledger")
+    begin, line = begin_of().to_text(), "0 " + "0" * 64
+
+    def is_free() -> bool:
+        locks = (*file.locks, held._files_lock, held.opening)
+        taken = [lock for lock in locks if lock.acquire(blocking=False)]
+        for lock in taken:
+            lock.release()
+        return len(taken) == len(locks)
+
+    for _ in range(300):
+        interrupted(lambda: file.append(begin, line))
+        interrupted(lambda: held.hold_ledger(tmp_path / "other.ledger"))
+        assert in_another_thread(is_free)
+        assert not held.is_at_a_ledger()
+    file.close()
+
+
+def test_no_flag_is_left_locked(interrupted: Callable[[Callable[[], object]], None]) -> None:
+    for _ in range(300):
+        flag = Flag()
+        interrupted(lambda flag=flag: flag.set() or flag.wait(0.0))  # type: ignore[misc]
+
+        def is_set(flag: Flag = flag) -> bool:
+            flag.set()
+            return flag.wait(10.0) and flag.wait(0.0)
+
+        assert in_another_thread(is_set)
+
+
+def test_no_thread_that_fetches_is_left_waiting(interrupted: Callable[[Callable[[], object]], None]) -> None:
+    for _ in range(300):
+        made = iter(range(10**9))
+        items = Prefetch(([number] for number in made), nbytes=lambda _: 1, budget_bytes=3, interrupt=lambda: None)
+        interrupted(lambda items=items: next(items))  # type: ignore[misc]
+        items.close()
+        assert not items._thread.is_alive()
+
+
+def test_a_thread_that_is_started_when_a_signal_comes_is_given_up(
+    interrupted: Callable[[Callable[[], object]], None],
+) -> None:
+    threads, ended = list[threading.Thread](), list[Flag]()
+
+    def begin() -> None:
+        flag = Flag()
+        ended.append(flag)
+        threads.append(own_thread("test", flag.wait, 60.0))
+        start(threads[-1], flag.set)
+        flag.set()
+        threads[-1].join()
+
+    for _ in range(200):
+        interrupted(begin)
+        ended[-1].set()  # if it came behind the start
+        if threads[-1].ident:
+            threads[-1].join(20)
+            assert not threads[-1].is_alive()
+
+
+@pytest.mark.parametrize("hidden", [KeyboardInterrupt(), SystemExit(143)])
+def test_what_a_handler_raises_is_not_hidden_by_the_lock_of_a_start(hidden: BaseException) -> None:
+    def broken() -> None:
+        try:
+            raise hidden
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    give_up = Mock()
+    with pytest.raises(type(hidden)):
+        start(Mock(start=broken), give_up)
+    give_up.assert_called_once_with()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        start(Mock(start=Mock(side_effect=RuntimeError("can't start new thread"))), give_up)
+    assert give_up.call_count == 2
