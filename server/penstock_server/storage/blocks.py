@@ -14,13 +14,14 @@ from itertools import islice
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.printable import printable
 from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
 from penstock_server.recipes import encode
-from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.recipes.split_hashes import Place, is_validation
 from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
@@ -196,19 +197,38 @@ class Blocks:
 
     def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
         """Decodes and encodes the blocks of a row group, one at a time, from its start."""
-        with reading(self._snapshot, address):
-            for at, rows in rows_of_group(self._snapshot, address, self._snapshot.recipe.read_columns):
-                if needed(at.number):
-                    yield at.number, self._encode(at, rows)
+        snapshot, portions = self._snapshot, list[pa.RecordBatch]()
+        # A transform may look at the rows of a whole block.
+        in_portions = not snapshot.recipe.transform
+        is_needed = False
+        with reading(snapshot, address):
+            for at, first, rows in rows_of_group(snapshot, address, snapshot.recipe.read_columns, in_portions=in_portions):
+                is_needed = is_needed if first else needed(at.number)
+                if not is_needed:
+                    continue
+                portions.append(self._encode(at, first, rows))
+                if first + rows.num_rows == at.num_rows:
+                    batch = pa.concat_batches(portions) if first else portions[0]
+                    portions.clear()
+                    self._tell_of_bad_rows(at, batch)
+                    yield at.number, batch
 
-    def _encode(self, address: BlockAddress, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def _encode(self, address: BlockAddress, first: int, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """The tokens of rows of a block, from its row `first` on."""
         snapshot = self._snapshot
-        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.bound_in(address.shard), address.place)
+        place = Place(address.place.shard, address.place.first_row + first)
+        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.bound_in(address.shard), place)
+        if first and encode.ROW in batch.schema.names:
+            number = batch.schema.get_field_index(encode.ROW)
+            numbers = pc.add(batch.column(number), pa.scalar(first, pa.int32()))
+            batch = batch.set_column(number, encode.ROW, numbers)
+        return batch
+
+    def _tell_of_bad_rows(self, address: BlockAddress, batch: pa.RecordBatch) -> None:
         reasons = batch.column(encode.REASON).drop_null()
         if len(reasons):
             first = f"the first: {printable(reasons[0].as_py())}"
-            policy = snapshot.recipe.on_bad_row
+            policy = self._snapshot.recipe.on_bad_row
             then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
             rows_of = f"{address.shard.path}, row group {address.row_group}"
             log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)
-        return batch

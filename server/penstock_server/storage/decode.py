@@ -9,6 +9,7 @@ from errno import ESTALE
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock.wording import one_line
 from penstock_server.parquet import open_parquet
@@ -23,14 +24,18 @@ from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
 from penstock_server.storage.parsed_footers import ParsedFooters
 
 _BUFFER_BYTES = 1 << 20
+_PORTION_VALUES = 1 << 23  # of a column; to encode them takes some twenty bytes each
 
 _footers = ParsedFooters()  # of this process, whatever it serves
 
 
 def rows_of_group(
-    snapshot: Snapshot, address: BlockAddress, columns: list[str] | None
-) -> Iterator[tuple[BlockAddress, pa.RecordBatch]]:
+    snapshot: Snapshot, address: BlockAddress, columns: list[str] | None, *, in_portions: bool = False
+) -> Iterator[tuple[BlockAddress, int, pa.RecordBatch]]:
     """The blocks of the row group that a block is of, with their rows, from the group's start; `columns` None is all columns.
+
+    Each comes whole, or, `in_portions`, in several if its rows hold very many values: with the number in the block of the first
+    row of each. Padding takes no room in a file, and in memory as much as any values.
 
     Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError, ArrowException, ValueError.
     """
@@ -45,17 +50,37 @@ def rows_of_group(
             arrow_extensions_enabled=False,
         ) as file,
     ):
-        batches = file.iter_batches(address.rows_per_block, [address.row_group], columns, use_threads=False)
+        most_rows = address.rows_per_block
+        if in_portions:
+            most_rows = min(most_rows, _rows_of_a_portion(file.metadata.row_group(address.row_group), columns))
+        batches = file.iter_batches(most_rows, [address.row_group], columns, use_threads=False)
+        left: pa.RecordBatch | None = None
         for index in snapshot.blocks_of_group(address.group):
             at = snapshot.block(index)
-            rows = next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
-            if rows.num_rows < at.num_rows:
-                rows = completed(rows, batches, at.num_rows)
-            if rows.num_rows != at.num_rows:
-                raise ValueError(f"block {at.number} has {rows.num_rows} rows, not {at.num_rows}")
-            rows.validate()
-            _check_unwritten(source, opened)
-            yield at, rows
+            for first in range(0, max(1, at.num_rows), most_rows):
+                wanted = min(most_rows, at.num_rows - first)
+                rows, left = left or next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow), None
+                if rows.num_rows < wanted:
+                    rows = completed(rows, batches, wanted)
+                if rows.num_rows > wanted:  # where portions end otherwise than blocks
+                    rows, left = rows.slice(0, wanted), rows.slice(wanted)
+                if rows.num_rows != wanted:
+                    raise ValueError(f"block {at.number} has {first + rows.num_rows} rows, not {at.num_rows}")
+                rows.validate()
+                _check_unwritten(source, opened)
+                yield at, first, rows
+
+
+def _rows_of_a_portion(group: pq.RowGroupMetaData, columns: list[str] | None) -> int:
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    read = [chunk.num_values for chunk in chunks if columns is None or _is_of(chunk.path_in_schema, columns)]
+    num_rows: int = _PORTION_VALUES * group.num_rows // max([1, *read])
+    return max(1, num_rows)
+
+
+def _is_of(path: str, columns: list[str]) -> bool:
+    """Whether a path to the values of a column, whose name may have dots in it, leads to one of these."""
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
 def completed(rows: pa.RecordBatch, more: Iterator[pa.RecordBatch], num_rows: int) -> pa.RecordBatch:
@@ -97,7 +122,7 @@ def hashes_of_shard(snapshot: Snapshot, shard: int) -> Iterator[tuple[BlockAddre
             _check_unwritten(source, opened)
     for first in (at for at in addresses if at.number == 0 and (groups is None or at.row_group in groups)):
         with reading(snapshot, first):
-            for at, rows in rows_of_group(snapshot, first, columns):
+            for at, _, rows in rows_of_group(snapshot, first, columns):
                 _, _, hashes = select(rows, recipe, at.place)
                 yield at, hashes
 

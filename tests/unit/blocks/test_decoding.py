@@ -149,16 +149,43 @@ def test_a_row_group_that_the_cache_cannot_keep_is_decoded_once_though_its_block
     shards, snapshot = open_large_groups(tmp_path, monkeypatch)
     begun, rows_of_group = list[str](), decode_module.rows_of_group
 
-    def recorded(*args: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         begun.append(args[1].shard.path.name)
-        for at, rows in rows_of_group(*args):
+        for found in rows_of_group(*args, **kwargs):
             time.sleep(0.01)  # as tokenizing takes: meanwhile the next are asked for
-            yield at, rows
+            yield found
 
     monkeypatch.setattr(blocks_module, "rows_of_group", recorded)
     blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "cache", 1), 1))
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
     assert begun == ["part-000.parquet", "part-001.parquet"]
+
+
+@pytest.mark.parametrize("recipe", ["", 'filter = "n % 3 > 0"\nvalidation = 0.5', 'transform = "own:same"'])
+@pytest.mark.parametrize("values", [1, 7, 64, 100, 1 << 23])
+def test_rows_of_very_many_values_are_encoded_in_portions_and_blocks_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, values: int
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    padded = [[n, 1, 1] + [0] * (n % 11) + ([-1] if n % 10 == 9 else [0]) for n in range(60)]
+    masks = [[1, 1, 1] + [0] * (len(ids) - 4) + [int(ids[-1] < 0)] for ids in padded]
+    columns = {"input_ids": pa.array(padded, pa.list_(pa.int32())), "attention_mask": masks, "n": list(range(60))}
+    pq.write_table(pa.table(columns), folder / "part-0.parquet", row_group_size=45)
+    (folder / "penstock.toml").write_text(recipe)
+    (folder / "own.py").write_text("def same(batch):\n    return batch\n")
+    monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 25)
+    found = []
+    for portion, name in ((1 << 40, "whole"), (values, "portions")):
+        monkeypatch.setattr(decode_module, "_PORTION_VALUES", portion)
+        snapshot = open_snapshot(folder)
+        blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / name)))
+        found.append([
+            (rows_of(block), block.bad, block.stored_rows.tolist(), block.splits.tolist(), block.num_rows)
+            for block in blocks.get(range(snapshot.num_blocks))
+        ])  # fmt: skip
+    assert found[0] == found[1]
+    assert sum(len(block[1]) for block in found[0]) == (4 if "filter" in recipe else 6)
 
 
 def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(
