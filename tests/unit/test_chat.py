@@ -202,6 +202,9 @@ def test_behind_a_prompt_all_is_learned_though_thoughts_in_it_are_forgotten() ->
         "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
     )
     assert said(of_last, chat, 2) == ["B"]
+    ended = marked(PLAIN).replace("message.content + '\\n'", "message.content + ('</s>' if loop.last else ';')")
+    assert ended != marked(PLAIN)
+    assert said(ended, [*turns("Q", "A"), turns("", "B")[1]], 2) == ["B</s>"]
     called = [*chat[:2], {"role": "tool", "content": "T"}, *chat[1:]]
     late = marked(FORGETFUL).replace("loop.last", "(loop.last or loop.nextitem.role == 'tool' and messages | length < 4)")
     with pytest.raises(ChatError, match="changes what the assistant said in the prompt when the chat goes on, so that what is"):
@@ -258,6 +261,16 @@ def test_an_answer_that_begins_like_a_header_is_not_taken_for_one() -> None:
     for answer in ("A", "B"):
         with pytest.raises(ChatError, match="does not prompt for message 1 with add_generation_prompt"):
             template(headed).render(turns("Q", answer))
+
+
+def test_where_a_plain_answer_is_none_the_answer_itself_tells_where_it_begins() -> None:
+    wanting = LLAMA_2.replace(
+        "' ' + message.content", "(raise_exception('no ####') if '####' not in message.content else ' ') + message.content"
+    )
+    assert wanting != LLAMA_2
+    assert said(wanting, turns("Q", "4 #### 4")) == [" 4 #### 4 </s>"]
+    keyed = LLAMA_2.replace("+ eos_token", "+ message.end")
+    assert said(keyed, [*turns("Q"), {"role": "assistant", "content": "A", "end": "!"}]) == [" A !"]
 
 
 def test_where_blanks_end_an_answer_they_are_learned_whatever_it_is() -> None:
@@ -342,6 +355,11 @@ def test_contents_in_parts_that_a_template_does_not_look_at_are_not_left_out() -
                 ChatError, match="contents that are lists, and its template writes nothing of them|of message 1"
             ):
                 template(text).render(chat)
+        silent = text.replace(
+            "(message.content if message.content is string",
+            "(message.content if message.role != 'system' and message.content is string",
+        )
+        assert said(silent, [{"role": "system", "content": parts}, *turns("Q", "A")]) == ["A<|im_end|>"]
         assert said(text, [{"role": "user", "content": [{"type": "text", "text": ""}]}, *turns("", "A")[1:]]) == ["A<|im_end|>"]
 
 
@@ -351,6 +369,11 @@ def test_no_none_is_written_where_a_message_has_no_content() -> None:
     for text in (late, "{{ messages[1].content | length }}" + late):
         with pytest.raises(ChatError, match="fails on|does not begin message 1"):
             template(text + "{{ 'A: ' if add_generation_prompt }}").render([*turns("Q"), call])
+    asked = "{% for m in messages %}{% if m.content is none %}{% generation %}{{ m.tool_calls }}{% endgeneration %}"
+    asked += "{% elif m.content is undefined %}{{ m['content'] + '' }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    for said_to_tool in ("if x is None: pass", "none"):
+        calling = {"role": "assistant", "content": None, "tool_calls": [said_to_tool]}
+        assert said(asked, [*turns("Q"), calling]) == [f"['{said_to_tool}']"]
     asking = marked(CHATML).replace(
         "message.content +", "(message.content if message.content is not none else message.tool_calls[0]) +"
     )

@@ -277,6 +277,10 @@ def test_an_end_that_is_left_out_of_the_marks_is_told_of(folder: Folder) -> None
             template = f"{opening}{{% for m in messages %}}{turn}{{% endfor %}}"
             folder.write({"messages": [CHAT]}, recipe, {"chat_template": template}, *USUAL)
             assert "d: its chat template writes what ends an answer behind {% endgeneration %}, where it is" in folder.advice()
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    folder.write({"messages": [CHAT]}, 'eos = "</s>"', {"chat_template": template}, *USUAL)
+    assert folder.rows() == ["[<user>]fox[<|im_end|>\n<assistant>]dog[<|im_end|>\n]</s>"]
+    assert folder.advice() == ""
     inside = turn.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
     folder.write({"messages": [CHAT]}, "", {"chat_template": f"{{% for m in messages %}}{inside}{{% endfor %}}"})
     assert folder.advice() == ""

@@ -306,6 +306,8 @@ def test_rows_and_shards_of_another_schema_are_refused(tmp_path: Path) -> None:
         ("length(x) > 1 and x like 'a%'", pa.string(), one(pa.null(), None), [False]),
         ("length(x) > 1 and x like 'a%'", pa.null(), one(pa.string(), "ab", "a"), [True, False]),
         ("x % 2 = 1", pa.null(), one(pa.int8(), 1, 2), [True, False]),
+        ("x >= '1970-01-02T10:00:00'", pa.timestamp("us"), one(pa.date32(), 1, 2, None), [False, True, False]),
+        ("x > '1970-01-01T00:00:00.000001'", pa.timestamp("us"), one(pa.timestamp("ms"), 0, 1, None), [False, True, False]),
     ],
 )
 def test_rows_of_other_types_than_in_the_first_shard_are_kept_by_their_own(

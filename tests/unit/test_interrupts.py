@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +15,21 @@ from unittest.mock import Mock
 
 import pytest
 
+import penstock.feeding.prefetch
+import penstock.ledger.book
+import penstock.ledger.file
+from ledger_files import open_files
 from ledgers import begin_of
 from penstock.feeding.prefetch import Prefetch
 from penstock.ledger import held
 from penstock.ledger.file import LedgerFile
 from penstock.threads import Flag, own_thread, start
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer sends signals here")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer sends signals here"),
+    # Where Python ignores it, as in what is called when the garbage collector runs.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @pytest.fixture
@@ -117,6 +127,45 @@ def test_a_thread_that_is_started_when_a_signal_comes_is_given_up(
         if threads[-1].ident:
             threads[-1].join(20)
             assert not threads[-1].is_alive()
+
+
+def test_a_thread_that_fetches_ends_though_its_start_was_broken_off_once_it_had_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = list[threading.Thread]()
+
+    def start_slowly(thread: threading.Thread, give_up: Callable[[], None]) -> None:
+        def broken() -> None:
+            thread.start()
+            threads.append(thread)
+            time.sleep(0.3)  # in a handler, while the thread fills the budget
+            raise KeyboardInterrupt
+
+        start(Mock(start=broken), give_up)
+
+    monkeypatch.setattr(penstock.feeding.prefetch, "start", start_slowly)
+    with pytest.raises(KeyboardInterrupt):
+        Prefetch(([n] for n in range(10**9)), nbytes=lambda _: 1, budget_bytes=3, interrupt=lambda: None)
+    threads[0].join(20)
+    assert not threads[0].is_alive()
+
+
+def test_a_ledger_whose_start_was_broken_off_is_not_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, full = list[threading.Thread](), Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+
+    def broken(thread: threading.Thread, give_up: Callable[[], None]) -> None:
+        threads.append(thread)
+        give_up()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(penstock.ledger.book, "start", broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(penstock.ledger.file, "open_ledger", full)
+        with pytest.raises(KeyboardInterrupt):
+            penstock.ledger.book.Ledger(tmp_path / "run.ledger", begin_of(), is_first=False)
+    threads[0].start()  # it may have been about to run, and its disk be written again by now
+    threads[0].join(20)
+    assert open_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("hidden", [KeyboardInterrupt(), SystemExit(143)])

@@ -104,6 +104,16 @@ def test_of_many_positions_those_are_told_that_are_shown_first(
     assert [position for position in found if any(plan.schedule.locate(position))] == [p for _, p in sorted(shown)][:most]
 
 
+def test_what_a_wrapped_tail_shows_again_is_told_too(tmp_path: Path) -> None:
+    mix: dict[str, Any] = {"mix": "a:0.9,b:0.1", "tail": "wrap", "offset": 2500, "batch_size": 8}
+    plan = synthetic_plan(tmp_path, {"a": [[3000]], "b": [[3000]]}, **mix)
+    for epoch in range(12):
+        for own_epoch in plan.own_epochs(0, epoch):
+            every = plan.positions_of(0, epoch, np.arange(3000), own_epoch, 3000).tolist()
+            for most in (1, 10, 1000):
+                assert plan.positions_of(0, epoch, np.arange(3000), own_epoch, most).tolist() == every[:most]
+
+
 def test_an_epoch_of_a_mixture_that_cannot_be_counted_is_refused(tmp_path: Path) -> None:
     few = {"a": [[10**11]], "b": [[1000]]}
     with pytest.raises(BadParameter, match=r"would have 9,999,999,999,9.* sequences, and no more than 2\^53 are counted"):

@@ -94,7 +94,9 @@ class Prefetch(Generic[T]):
         self._thread.join(_CLOSE_SECONDS)
 
     def _give_up(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
 
     def _take(self) -> None:
         """The next group comes to hand."""

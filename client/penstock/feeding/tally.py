@@ -22,7 +22,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._counted: _Counted = (Stats(), ())
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @contextmanager
     def counting(self, make: Callable[[], Feed]) -> Iterator[Feed]:
@@ -55,7 +55,7 @@ class Tally:
         while True:
             before = self._counted
             after = change(*before)
-            with self._lock:  # in which nothing is made: the garbage collector may end other feeds of this tally
+            with self._lock:  # the garbage collector may end other feeds of this tally at any step, also behind this one
                 if self._counted is before:
                     self._counted = after
                     return
@@ -66,4 +66,4 @@ class Tally:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """With a lock of its own."""
-        self.__dict__ |= {**state, "_lock": threading.Lock()}
+        self.__dict__ |= {**state, "_lock": threading.RLock()}

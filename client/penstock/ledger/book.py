@@ -155,7 +155,7 @@ class Ledger:
     def _sync(self) -> None:
         """Has the disk write what was appended, in a thread: on a file system that is shared it may take its time."""
         is_closing = False
-        while True:
+        while not self._holds.locked():  # or it would be opened again, and nobody close it
             self._file.sync()
             if is_closing:
                 break

@@ -183,7 +183,8 @@ class Plan:
         turn = int(np.searchsorted(numbers, self.mixture.num_before(member, begin + shown_first)))
         # Its samples come in their order, from where the epoch begins and then around. What is skipped takes nobody's place.
         count = len(numbers) if self.schedule.skipped else most
-        nearest = np.concatenate([numbers[turn : turn + count], numbers[: min(turn, count)]])
+        start = int(np.searchsorted(numbers, self.mixture.num_before(member, begin)))
+        nearest = np.concatenate([numbers[turn : turn + count], numbers[start : min(turn, start + count)]])
         samples = [self.mixture.sample(member, number) for number in nearest.tolist()]
         shown = [sample - begin for sample in samples if sample is not None and begin <= sample < begin + size]
         return self.schedule.earliest(np.array(shown, np.int64), most)

@@ -136,7 +136,7 @@ def _named_as(unused: tuple[str, ...]) -> str:
 def _of_open_answers(served: Served) -> str | None:
     """What follows from a chat template that ends answers with nothing; None if it ends them, or an EOS does."""
     recipe = served.snapshot.recipe
-    if recipe.chat and recipe.chat.leaves_end_out:
+    if recipe.chat and recipe.chat.leaves_end_out and not recipe.adds_eos_to_chats:
         return (
             f"{served.name}: its chat template writes what ends an answer behind {{% endgeneration %}}, where it is not "
             f"learned, so nothing teaches a model to stop. Put {{% endgeneration %}} behind it."

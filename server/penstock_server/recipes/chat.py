@@ -32,9 +32,10 @@ from penstock_server.recipes.messages import (
     checked,
     content_of,
     has_words,
+    idle,
     says_something,
     silenced,
-    without_parts,
+    with_content,
 )
 
 Span = tuple[int, int]
@@ -124,7 +125,8 @@ class ChatTemplate:
             null, empty = (list[Message]({"content": content, **message} for message in chat) for content in (None, ""))
             with suppress(ChatError):
                 rendered = self._rendered(null, tools or None, first)
-                if rendered.text.count("None") <= self._write(empty, tools or None).count("None"):
+                allowed = self._write(empty, tools or None).count("None") + json.dumps(chat, default=str).count("None")
+                if rendered.text.count("None") <= allowed:
                     return rendered
             raise
 
@@ -137,12 +139,14 @@ class ChatTemplate:
         """Raises ChatError: the chat would be the same text without what the assistant does where it says nothing.
 
         That is calls; or calls and thoughts, since many templates leave earlier thoughts out. Likewise without all parts of
-        contents that are lists.
+        contents that are lists, where it would write them as texts.
         """
         of_calls, of_deeds = ([silenced(message, deeds) for message in chat] for deeds in (CALLS, DEEDS))
         if self._is_same(of_calls, chat, tools, text) or self._is_same(of_deeds, of_calls, tools, text):
             raise ChatError(_LOST)
-        if self._is_same([without_parts(message) for message in chat], chat, tools, text):
+        if self._is_same([with_content(message, "") for message in chat], chat, tools, text) and not self._is_same(
+            [with_content(message, content_of(message) or "") for message in chat], chat, tools, text
+        ):
             raise ChatError("has a chat with contents that are lists, and its template writes nothing of them: make them texts")
 
     def _is_same(self, others: Sequence[Message], known: Sequence[Message], tools: _Tools, text: str) -> bool:
@@ -156,9 +160,10 @@ class ChatTemplate:
         if not any(message["role"] == "assistant" for message in chat[:first]):
             return Rendered(text, spans)
         # Which spans are of which message the marks do not tell: as many as there are just before the next answer.
-        asked = takewhile(lambda message: message["role"] != "assistant", chat[first:])
+        asked = list(takewhile(lambda message: message["role"] != "assistant", chat[first:]))
         before, known = self._marked([*chat[:first], *asked], tools)
-        if [before[slice(*span)] for span in known] != [text[slice(*span)] for span in spans[: len(known)]]:
+        said, said_before = ([whole[slice(*span)] for span in some] for whole, some in ((text, spans), (before, known)))
+        if asked and said[: len(known)] != said_before:  # without a question between them one answer may end with the other
             raise ChatError(
                 "has a chat whose template changes what the assistant said in the prompt when the chat goes on, "
                 "so that what is learned cannot be told"
@@ -242,9 +247,9 @@ class ChatTemplate:
             return True
         plain = [{"type": "text", "text": ANSWER}] if isinstance(message.get("content"), list) else ANSWER
         try:
-            text = self._write([*chat, {"role": "assistant", "content": plain}], tools)
-        except ChatError:
-            return False
+            text = self._write([*chat, {**idle(message), "content": plain}], tools)
+        except ChatError:  # as of templates that want answers of some kind
+            return bool(content) and said.lstrip().startswith(content or "")
         return text.startswith(before) and text[len(before) :].lstrip().startswith(ANSWER)
 
     def _write(

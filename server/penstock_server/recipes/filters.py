@@ -22,6 +22,8 @@ from penstock_server.parquet import parquet_fragment
 from penstock_server.recipes.filter_sql import SHOWN, FilterError, Meaning, parse
 from penstock_server.recipes.filter_terms import Term
 
+_UNITS = ("s", "ms", "us", "ns")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:
@@ -104,10 +106,18 @@ def _bound(text: str, columns: tuple[str, ...], types: tuple[pa.DataType, ...], 
     try:
         return Meaning(pa.schema(list(zip(columns, types, strict=True)))).condition(parse(text))
     except FilterError:
-        others = [type_ for pair in zip(types, first, strict=True) if pair[0] != pair[1] for type_ in pair]
-        if not others or any(pa.types.is_null(type_) or pa.types.is_temporal(type_) for type_ in others):
+        if types == first or not all(map(_can_be_taken_for, types, first)):
             raise
         return _bound(text, columns, first, first)
+
+
+def _can_be_taken_for(own: pa.DataType, first: pa.DataType) -> bool:
+    """Whether values of a type may be compared as if they were of another: times, if that is as fine."""
+    if own == first:
+        return True
+    if pa.types.is_timestamp(first) and (pa.types.is_timestamp(own) or pa.types.is_date(own)):
+        return pa.types.is_date(own) or _UNITS.index(own.unit) < _UNITS.index(first.unit)
+    return not any(pa.types.is_null(type_) or pa.types.is_temporal(type_) for type_ in (own, first))
 
 
 def _nulls(columns: tuple[str, ...], types: tuple[pa.DataType, ...]) -> pa.RecordBatch:

@@ -52,7 +52,7 @@ def check_field(kind: Kind, role: str, source: Field, schema: pa.Schema) -> None
 
 def check_tools(source: Field, schema: pa.Schema) -> None:
     """Whether a field can hold definitions of tools. Raises FieldError: it is not there, or of a type that will not do."""
-    if not is_tools(type_ := source.type(schema)):
+    if not _may_be_tools(type_ := source.type(schema)):
         raise FieldError(
             f"column {source.text!r} is {type_}, but tools must be lists of definitions, or such lists as JSON texts"
         )
@@ -60,7 +60,7 @@ def check_tools(source: Field, schema: pa.Schema) -> None:
 
 def check_no_tools(schema: pa.Schema) -> None:
     """Raises FieldError: a shard has tools, and the first one has not, so that its chats would be rendered without them."""
-    if has_tools(schema):
+    if "tools" in schema.names and is_tools(schema.field("tools").type):
         raise FieldError(
             "column 'tools' holds definitions of tools, but the first shard has none. Write it in all shards, null where a row "
             "has none, as penstock import does of such rows; or, if chats are to be rendered without, set tools = false"
@@ -69,7 +69,13 @@ def check_no_tools(schema: pa.Schema) -> None:
 
 def has_tools(schema: pa.Schema) -> bool:
     """Whether there is a column that is taken for definitions of tools where nothing is said of them."""
-    return "tools" in schema.names and is_tools(schema.field("tools").type)
+    return "tools" in schema.names and _may_be_tools(schema.field("tools").type)
+
+
+def _may_be_tools(type_: pa.DataType) -> bool:
+    """Whether a column holds definitions of tools, or is null, or lists of nothing, throughout a shard."""
+    item = type_.value_type if pa.types.is_list(type_) or pa.types.is_large_list(type_) else type_
+    return is_tools(type_) or bool(pa.types.is_null(item))
 
 
 def travelling_column(name: str, schema: pa.Schema) -> Column:

@@ -49,9 +49,14 @@ def silenced(message: Message, deeds: Sequence[str]) -> Message:
     return {key: value for key, value in message.items() if key not in deeds}
 
 
-def without_parts(message: Message) -> Message:
-    """A message without its content, if that is a list."""
-    return {**message, "content": ""} if isinstance(message.get("content"), list) and has_words(message) else message
+def with_content(message: Message, content: str) -> Message:
+    """A message with this for its content, if that is a list."""
+    return {**message, "content": content} if isinstance(message.get("content"), list) and has_words(message) else message
+
+
+def idle(message: Message) -> Message:
+    """A message that does nothing."""
+    return {key: value for key, value in message.items() if key not in DEEDS}
 
 
 def says_something(message: Message) -> bool:

@@ -107,6 +107,14 @@ class Recipe:
         return any(role in OF_LOSS for role, _ in self.masks)
 
     @property
+    def adds_eos_to_chats(self) -> bool:
+        """Whether an EOS is put behind chats: not where their template writes it there."""
+        if not (self.chat and self.tokenizer) or self.eos_id is None:
+            return False
+        token = self.tokenizer.tokenizer.id_to_token(self.eos_id)
+        return token is None or token not in self.chat.trial.behind + self.chat.trial.tail
+
+    @property
     def token_columns(self) -> tuple[str, ...]:
         """The top-level columns that a row must have values in, since its tokens are made of them."""
         return tuple(dict.fromkeys(column for _, source in self.fields for column in source.columns))

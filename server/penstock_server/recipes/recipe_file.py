@@ -10,7 +10,7 @@ import pyarrow as pa
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
-from penstock_server.recipes.column_types import is_chats, is_messages, is_text
+from penstock_server.recipes.column_types import is_chats, is_messages, is_text, is_tools
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
@@ -129,7 +129,8 @@ class _Reader:
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
     def _unused_tools(self, chat: ChatTemplate | None) -> tuple[str, ...]:
-        return ("tools",) if has_tools(self._schema) and chat and not chat.takes_tools and "tools" not in self._given else ()
+        tools = "tools" in self._schema.names and is_tools(self._schema.field("tools").type)
+        return ("tools",) if tools and chat and not chat.takes_tools and "tools" not in self._given else ()
 
     def _tokenizer(self, kind: Kind, fields: Fields) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)

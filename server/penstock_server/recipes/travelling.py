@@ -39,7 +39,7 @@ def travelling(rows: Rows, column: Column) -> pa.Array:
 def _vectors(array: pa.Array, note: Note) -> pa.Array:
     size, item = array.type.list_size, array.type.value_type
     if not (array.null_count or array.flatten().null_count):
-        return array
+        return array.cast(pa.list_(item, size))  # whether the file says that there are no nulls or not
     vectors = []
     for row, value in enumerate(array.to_pylist()):
         if value is None or None in value:

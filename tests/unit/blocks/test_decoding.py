@@ -170,9 +170,18 @@ def test_rows_of_very_many_values_are_encoded_in_portions_and_blocks_are_the_sam
     folder.mkdir()
     padded = [[n, 1, 1] + [0] * (n % 11) + ([-1] if n % 10 == 9 else [0]) for n in range(60)]
     masks = [[1, 1, 1] + [0] * (len(ids) - 4) + [int(ids[-1] < 0)] for ids in padded]
-    columns = {"input_ids": pa.array(padded, pa.list_(pa.int32())), "attention_mask": masks, "n": list(range(60))}
+    vectors = pa.array(
+        [None if n == 20 else [n, 1] for n in range(60)], pa.list_(pa.field("x", pa.float32(), nullable=False), 2)
+    )
+    columns = {
+        "input_ids": pa.array(padded, pa.list_(pa.int32())),
+        "attention_mask": masks,
+        "n": list(range(60)),
+        "vector": vectors,
+        "word": pa.array([f"w{n % 7}" for n in range(60)]).dictionary_encode(),
+    }
     pq.write_table(pa.table(columns), folder / "part-0.parquet", row_group_size=45)
-    (folder / "penstock.toml").write_text(recipe)
+    (folder / "penstock.toml").write_text(f'columns = ["vector", "word"]\n{recipe}')
     (folder / "own.py").write_text("def same(batch):\n    return batch\n")
     monkeypatch.setattr(snapshot_module, "_BLOCK_ROWS", 25)
     found = []
@@ -180,12 +189,12 @@ def test_rows_of_very_many_values_are_encoded_in_portions_and_blocks_are_the_sam
         monkeypatch.setattr(decode_module, "_PORTION_VALUES", portion)
         snapshot = open_snapshot(folder)
         blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / name)))
-        found.append([
-            (rows_of(block), block.bad, block.stored_rows.tolist(), block.splits.tolist(), block.num_rows)
-            for block in blocks.get(range(snapshot.num_blocks))
-        ])  # fmt: skip
+        made = blocks.get(range(snapshot.num_blocks))
+        columns_of = [{name: column.to_pylist() for name, column in block.columns.items()} for block in made]
+        facts = [(rows_of(block), block.bad, block.stored_rows.tolist(), block.splits.tolist()) for block in made]
+        found.append(list(zip(facts, columns_of, strict=True)))
     assert found[0] == found[1]
-    assert sum(len(block[1]) for block in found[0]) == (4 if "filter" in recipe else 6)
+    assert sum(len(bad) for (_, bad, *_), _ in found[0]) == (5 if "filter" in recipe else 7)
 
 
 def test_what_a_filter_keeps_is_counted_in_several_shards_at_a_time(

@@ -129,7 +129,21 @@ def test_tools_that_would_be_left_out_are_refused(data: Path, template: str, rec
         open_snapshot(data, data / "../tokenizer.json")
 
 
-@pytest.mark.parametrize("first", [{}, {"tools": pa.nulls(1)}, {"tools": [3]}])
+@pytest.mark.parametrize("nothing", [pa.nulls(1), pa.array([[]], pa.list_(pa.null()))])
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_tools_that_a_whole_shard_has_none_of_are_those_of_the_others(data: Path, nothing: pa.Array, names: str) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
+    write(data, "", {"messages": [ASKED]})
+    (data / "part-0.parquet").unlink()
+    for name, tools in zip(names, (nothing, [json.dumps([FIND])]), strict=True):
+        pq.write_table(pa.table({"messages": [ASKED], "tools": tools}), data / f"{name}.parquet")
+    tokenizer = load_tokenizer(data / "../tokenizer.json")
+    blocks = open_blocks(data).get([0, 1])
+    texts = [tokenizer.decode(row) for block in blocks for row in rows_of(block)]
+    assert sorted(json.dumps([FIND]) in text for text in texts) == [False, True]
+
+
+@pytest.mark.parametrize("first", [{}, {"tools": [3]}])
 def test_tools_that_only_later_shards_have_are_refused(data: Path, first: dict[str, Any]) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED}))
     write(data, "", {"messages": [ASKED]} | first)
