@@ -44,12 +44,15 @@ def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
             raise KeyboardInterrupt
 
     def until_interrupted(act: Callable[[], object]) -> None:
-        nonlocal is_armed
         with suppress(KeyboardInterrupt):
-            is_armed = True
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0002, 0.002))
-            while is_armed:  # it may come where Python ignores it, as while an object is collected
-                act()
+            go_on(act)  # of a loop in this very block Python 3.13 lets some through
+
+    def go_on(act: Callable[[], object]) -> None:
+        nonlocal is_armed
+        is_armed = True
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0002, 0.002))
+        while is_armed:  # it may come where Python ignores it, as while an object is collected
+            act()
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:

@@ -9,9 +9,9 @@ from functools import partial
 import pyarrow as pa
 import sqlglot
 from sqlglot import exp
+from sqlglot import parser as sqlglot_parser
 from sqlglot.dialects.dialect import Dialect
 from sqlglot.errors import ParseError, SqlglotError
-from sqlglot.parser import IsPredicatePrecedence, Parser
 
 from penstock.wording import cut, did_you_mean, listed
 from penstock_server.recipes import filter_functions as functions
@@ -30,10 +30,10 @@ _ARGUMENTS = {"this", "expression", "expressions", "low", "high", "negate", "is_
 class _Words(Dialect):
     """sqlglot's own dialect, but that `a = b is null` asks whether a = b is null, as SQLite and DuckDB read it."""
 
-    class Parser(Parser):
+    class Parser(sqlglot_parser.Parser):
         """Its parser."""
 
-        IS_PREDICATE_PRECEDENCE = IsPredicatePrecedence.LOW
+        IS_PREDICATE_PRECEDENCE = sqlglot_parser.IsPredicatePrecedence.LOW
 
 
 class FilterError(ValueError):
