@@ -196,6 +196,14 @@ class BlockStore:
                 self._loads.pop(future, None)
             return future
 
+    def _hand_out(self, key: str, wanted: _Wanted, number: int, batch: pa.RecordBatch) -> bool:
+        """Gives a block that was just made to who waits for it, if anyone does, and keeps hold of nothing."""
+        block = self.maps.read(key) or Block.of(batch)  # first: what it raises is to reach who waits
+        future = self._take(wanted, number)
+        if future:
+            future.set_result(block)
+        return future is not None
+
     def _decode_once(self, group: Sequence[str], wanted: _Wanted, asked: list[int], decode: Decoder) -> None:
         """Decodes a row group from its start, as far as need be, and hands out what is wanted of it.
 
@@ -218,10 +226,7 @@ class BlockStore:
                 # Neighbours are worth their tokenizing only if the whole group has room beside what else is in use.
                 keeps = keeps and 0 < 2 * nbytes * len(group) <= self.cache.budget_bytes
                 if number in wanted.futures:
-                    block = self.maps.read(group[number]) or Block.of(batch)  # first: what it raises is to reach who waits
-                    if future := self._take(wanted, number):
-                        served = True
-                        future.set_result(block)
+                    served = self._hand_out(group[number], wanted, number, batch) or served
                 with self._lock:
                     last = max([last, *wanted.futures])  # what came to be wanted further on need not begin anew
                 if (number >= last and not keeps) or not (served or wanted.futures):
