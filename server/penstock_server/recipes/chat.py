@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any
@@ -84,7 +85,7 @@ class ChatTemplate:
         closes = self.trial.closes or bool(self.trial.tail.strip())
         return closes and (self._with_tools is None or self._with_tools.closes)
 
-    @property
+    @cached_property
     def leaves_end_out(self) -> bool:
         """Whether it marks what the assistant says without what ends it, so that nothing teaches a model to stop."""
         if self._with_tools and self._with_tools.leaves_end_out:

@@ -13,17 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock_server.recipes.column_types import is_text
-from penstock_server.recipes.filter_terms import (
-    NUMBERS,
-    WHOLE,
-    Mismatch,
-    Term,
-    cast,
-    common_number,
-    condition,
-    number,
-    unless_nan,
-)
+from penstock_server.recipes.filter_casts import cast, common_number
+from penstock_server.recipes.filter_terms import NUMBERS, WHOLE, Mismatch, Term, condition, number, unless_nan
 
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
 

@@ -14,6 +14,7 @@ from sqlglot.dialects.dialect import Dialect
 from sqlglot.errors import ParseError, SqlglotError
 
 from penstock.wording import cut, did_you_mean, listed
+from penstock_server.recipes import filter_conditions as conditions
 from penstock_server.recipes import filter_functions as functions
 from penstock_server.recipes import filter_terms as terms
 from penstock_server.recipes.filter_terms import Mismatch, Term
@@ -68,7 +69,7 @@ class Meaning:
     def condition(self, tree: exp.Expr) -> Term:
         """What is true, false or null of each row. Raises FilterError: a part of the tree means nothing here."""
         try:
-            return self._apply(tree, terms.truth, tree)
+            return self._apply(tree, conditions.truth, tree)
         except RecursionError as error:
             raise _too_deep() from error
 
@@ -88,7 +89,7 @@ class Meaning:
 
     def _chain(self, node: exp.Expr, what: Callable[[Term, Term], Term]) -> Term:
         """What and, or or, makes of two or of thousands."""
-        parts = [self._apply(node, terms.truth, part) for part in node.flatten(unnest=False)]
+        parts = [self._apply(node, conditions.truth, part) for part in node.flatten(unnest=False)]
         while len(parts) > 1:  # in pairs: one after the other, each would be nested in the next
             parts = [what(*parts[at : at + 2]) if at + 1 < len(parts) else parts[at] for at in range(0, len(parts), 2)]
         return parts[0]
@@ -128,24 +129,24 @@ class Meaning:
         return did_you_mean(name, names) + (f" A text stands in single quotes: '{name}'." if quoted else "")
 
     def _between(self, node: exp.Expr) -> Term:
-        low = self._apply(node, partial(terms.compared, operator.ge), node.this, node.args["low"])
-        high = self._apply(node, partial(terms.compared, operator.le), node.this, node.args["high"])
-        return terms.all_of(low, high)
+        low = self._apply(node, partial(conditions.compared, operator.ge), node.this, node.args["low"])
+        high = self._apply(node, partial(conditions.compared, operator.le), node.this, node.args["high"])
+        return conditions.all_of(low, high)
 
     def _among(self, node: exp.Expr) -> Term:
         if not node.expressions:
             raise FilterError(f"the filter's {_quoted(node)} has nothing between its parentheses.")
-        return self._apply(node, lambda term, *items: terms.among(term, items), node.this, *node.expressions)
+        return self._apply(node, lambda term, *items: conditions.among(term, items), node.this, *node.expressions)
 
     def _is_null(self, node: exp.Expr) -> Term:
         if not isinstance(node.expression, exp.Null):
             raise FilterError(f"the filter's {_quoted(node)} asks for something else than null. Write it with = or <>.")
-        return self._apply(node, terms.is_null, node.this)
+        return self._apply(node, conditions.is_null, node.this)
 
     def _like(self, node: exp.Expr) -> Term:
         ignore_case = isinstance(node, exp.ILike)
         term = self._apply(node, partial(functions.like, ignore_case=ignore_case), node.this, node.expression)
-        return terms.opposite(term) if node.args.get("negate") else term
+        return conditions.opposite(term) if node.args.get("negate") else term
 
 
 def _of_one(what: Callable[[Term], Term]) -> Callable[[Meaning, exp.Expr], Term]:
@@ -163,15 +164,15 @@ _MEANINGS: dict[type[exp.Expr], Callable[[Meaning, exp.Expr], Term]] = {
     exp.Literal: Meaning._literal,
     exp.Boolean: Meaning._literal,
     exp.Null: Meaning._literal,
-    exp.And: lambda meaning, node: meaning._chain(node, terms.all_of),
-    exp.Or: lambda meaning, node: meaning._chain(node, terms.any_of),
-    exp.Not: _of_one(terms.opposite),
-    exp.EQ: _of_two(partial(terms.compared, operator.eq)),
-    exp.NEQ: _of_two(partial(terms.compared, operator.ne)),
-    exp.LT: _of_two(partial(terms.compared, operator.lt)),
-    exp.LTE: _of_two(partial(terms.compared, operator.le)),
-    exp.GT: _of_two(partial(terms.compared, operator.gt)),
-    exp.GTE: _of_two(partial(terms.compared, operator.ge)),
+    exp.And: lambda meaning, node: meaning._chain(node, conditions.all_of),
+    exp.Or: lambda meaning, node: meaning._chain(node, conditions.any_of),
+    exp.Not: _of_one(conditions.opposite),
+    exp.EQ: _of_two(partial(conditions.compared, operator.eq)),
+    exp.NEQ: _of_two(partial(conditions.compared, operator.ne)),
+    exp.LT: _of_two(partial(conditions.compared, operator.lt)),
+    exp.LTE: _of_two(partial(conditions.compared, operator.le)),
+    exp.GT: _of_two(partial(conditions.compared, operator.gt)),
+    exp.GTE: _of_two(partial(conditions.compared, operator.ge)),
     exp.Between: Meaning._between,
     exp.In: Meaning._among,
     exp.Is: Meaning._is_null,

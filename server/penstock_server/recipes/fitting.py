@@ -60,15 +60,20 @@ def check_tools(source: Field, schema: pa.Schema) -> None:
 
 def check_no_tools(schema: pa.Schema) -> None:
     """Raises FieldError: a shard has tools, and the first one has not, so that its chats would be rendered without them."""
-    if "tools" in schema.names and is_tools(schema.field("tools").type):
+    if holds_tools(schema):
         raise FieldError(
             "column 'tools' holds definitions of tools, but the first shard has none. Write it in all shards, null where a row "
             "has none, as penstock import does of such rows; or, if chats are to be rendered without, set tools = false"
         )
 
 
+def holds_tools(schema: pa.Schema) -> bool:
+    """Whether there is a column with definitions of tools by its name and type."""
+    return "tools" in schema.names and is_tools(schema.field("tools").type)
+
+
 def has_tools(schema: pa.Schema) -> bool:
-    """Whether there is a column that is taken for definitions of tools where nothing is said of them."""
+    """Whether there is one that is taken for that where nothing is said of tools: in this shard it may be null throughout."""
     return "tools" in schema.names and _may_be_tools(schema.field("tools").type)
 
 

@@ -10,12 +10,12 @@ import pyarrow as pa
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
-from penstock_server.recipes.column_types import is_chats, is_messages, is_text, is_tools
+from penstock_server.recipes.column_types import is_chats, is_messages, is_text
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
-from penstock_server.recipes.fitting import Fields, Kind, check_tools, has_tools, travelling_column
+from penstock_server.recipes.fitting import Fields, Kind, check_tools, has_tools, holds_tools, travelling_column
 from penstock_server.recipes.mask_columns import NAMES, Masks, absent_masks, find_masks, masks_of_turns, unused_masks
 from penstock_server.recipes.messages import TemplateError
 from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, DEFAULT_VALIDATION, Recipe
@@ -129,8 +129,7 @@ class _Reader:
         return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
     def _unused_tools(self, chat: ChatTemplate | None) -> tuple[str, ...]:
-        tools = "tools" in self._schema.names and is_tools(self._schema.field("tools").type)
-        return ("tools",) if tools and chat and not chat.takes_tools and "tools" not in self._given else ()
+        return ("tools",) if holds_tools(self._schema) and chat and not chat.takes_tools and "tools" not in self._given else ()
 
     def _tokenizer(self, kind: Kind, fields: Fields) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)

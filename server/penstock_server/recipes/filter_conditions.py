@@ -1,0 +1,99 @@
+"""Conditions of a filter: comparisons of terms, and and, or and not, with what a file's statistics can rule out of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock_server.recipes.filter_casts import EQUALS_NULL, alike
+from penstock_server.recipes.filter_terms import ANYWHERE, NOWHERE, Mismatch, Term, condition
+
+Comparison = Callable[[Any, Any], pc.Expression]
+
+_OPPOSITES: dict[Comparison, Comparison] = {
+    operator.eq: operator.ne,
+    operator.ne: operator.eq,
+    operator.lt: operator.ge,
+    operator.ge: operator.lt,
+    operator.gt: operator.le,
+    operator.le: operator.gt,
+}
+_UNKNOWN = pc.scalar(pa.scalar(None, pa.bool_()))
+
+
+def truth(term: Term) -> Term:
+    """A term that is true, false or null. Raises Mismatch: it is something else."""
+    if pa.types.is_null(term.type):
+        return Term(value=_UNKNOWN, type=pa.bool_(), true_in=NOWHERE, false_in=NOWHERE)
+    if not pa.types.is_boolean(term.type):
+        raise Mismatch(f"is {term.noun} and no condition. Compare it with something")
+    return term
+
+
+def all_of(a: Term, b: Term) -> Term:
+    """True if both are, false if one is false."""
+    a, b = truth(a), truth(b)
+    return condition(pc.and_kleene(a.value, b.value), a.true_in & b.true_in, a.false_in | b.false_in)
+
+
+def any_of(a: Term, b: Term) -> Term:
+    """True if one is, false if both are false."""
+    a, b = truth(a), truth(b)
+    return condition(pc.or_kleene(a.value, b.value), a.true_in | b.true_in, a.false_in & b.false_in)
+
+
+def opposite(term: Term) -> Term:
+    """True where a condition is false, and the other way round."""
+    term = truth(term)
+    return condition(~term.value, term.false_in, term.true_in)
+
+
+def compared(by: Comparison, a: Term, b: Term) -> Term:
+    """One of = <> < <= > >= of two numbers, texts, truths or times. Raises Mismatch: they are not alike."""
+    a, b = alike(a, b)
+    value = by(a.value, b.value)
+    if (a.stored is None or b.literal is None) and (a.literal is None or b.stored is None):
+        return condition(value)
+    stored = [term.value if term.stored is None else term.stored for term in (a, b)]
+    return condition(value, by(*stored), _OPPOSITES[by](*stored))
+
+
+def among(term: Term, items: Sequence[Term]) -> Term:
+    """Whether a term is one of some literals. Raises Mismatch: they are not alike, or one is null."""
+    found: list[pc.Expression] = []
+    true_in: list[pc.Expression] = [NOWHERE]
+    by_type: dict[pa.DataType, tuple[Term, list[pa.Scalar]]] = {}
+    for item in items:
+        if item.literal is None:
+            raise Mismatch("has more than literals between its parentheses. Write it with = and or")
+        if pa.types.is_null(item.type):  # in SQL no row is not in (1, null)
+            raise Mismatch(EQUALS_NULL)
+        subject, like = alike(term, item)
+        by_type.setdefault(subject.type, (subject, []))[1].append(like.literal)
+    for type_, (subject, scalars) in by_type.items():
+        value, values = subject.value, pa.array(scalars, type_)
+        least, largest = pc.min_max(values).values()
+        if type_ == pa.float64():
+            value, values = pc.add(value, 0.0), pc.add(values, 0.0)  # 0 and -0, which are equal, are two in a set
+        found.append(pc.if_else(pc.is_valid(value), pc.is_in(value, values), pa.scalar(None, pa.bool_())))
+        stored = subject.stored
+        true_in.append(ANYWHERE if stored is None else (stored >= least) & (stored <= largest))
+    return condition(reduce(pc.or_kleene, found), reduce(operator.or_, true_in))
+
+
+def is_null(term: Term) -> Term:
+    """Whether there is nothing: true or false, never null."""
+    # Arrow does not compare what statistics tell of extension types, such as UUIDs.
+    is_plain = not pa.types.is_nested(term.type) and not isinstance(term.type, pa.BaseExtensionType)
+    stored = term.stored is not None and is_plain
+    nan = term.type == pa.float64()
+    return condition(
+        pc.is_null(term.value),
+        pc.is_null(term.stored) if stored and not nan else ANYWHERE,
+        pc.is_valid(term.stored) if stored else ANYWHERE,
+    )
