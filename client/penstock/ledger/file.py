@@ -11,48 +11,16 @@ import logging
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import LedgerError
+from penstock.ledger.lines import NOWHERE, Lines
 from penstock.ledger.opening import cannot_be_written, close_last_line, has_locked, is_deleted, open_ledger, telling
 
 log = logging.getLogger("penstock")
 
 _MOST_WAITING_BYTES = 16 << 20
 _WRITE_BYTES = 1 << 16
-_NOWHERE = -1
-
-
-@dataclass(slots=True)
-class _Lines:
-    """Lines of one iteration that wait, each with its newline. Its begin line may be among them, as the first.
-
-    `placed` is (where the text begins in the file, the text); NOWHERE while none of it is written. It is one tuple, so that
-    both change in one assignment: a signal's handler may raise between any two lines.
-    """
-
-    begin: str
-    placed: tuple[int, bytearray]
-
-    @property
-    def num_lines(self) -> int:
-        """How many there are; of an iteration without any the begin line."""
-        return max(1, self.placed[1].count(b"\n"))
-
-    def begin_anew(self) -> None:
-        """They are written behind their begin line."""
-        begin, text = f"{self.begin}\n".encode(), self.placed[1]
-        if not text.startswith(begin):
-            text[:0] = begin
-
-    def cut(self, start: int, num_bytes: int) -> int:
-        """So many bytes of the text are in the file, and what is left begins there. How many are whole lines, which go."""
-        text = self.placed[1]
-        whole = text.rfind(b"\n", 0, num_bytes) + 1
-        if whole:
-            self.placed = (start + whole, text[whole:])
-        return whole
 
 
 class LedgerFile:
@@ -63,11 +31,11 @@ class LedgerFile:
         self.num_holders = 0
         self.wait_seconds = 0.0  # that another process which writes to it has to end, when it is opened for the first time
         self._fd = -1
-        self._size = _NOWHERE  # of the file, behind what was written; not known where a signal's handler broke in
+        self._size = NOWHERE  # of the file, behind what was written; not known where a signal's handler broke in
         self._begin = ""  # the last begin line that this descriptor wrote
         self._is_torn = False  # the file ends with a part of a line that no longer waits
         self._left_size = 0  # of the file, when this process closed it last
-        self._waiting: deque[_Lines] = deque()
+        self._waiting: deque[Lines] = deque()
         self._num_over = 0  # of these so many are of iterations that were over when it was closed
         self._num_bytes = 0  # that wait
         self._num_lost = 0  # lines
@@ -145,7 +113,7 @@ class LedgerFile:
     def _put(self, begin: str, line: str) -> None:
         if not self._waiting or self._waiting[-1].begin != begin:
             self._num_bytes += len(begin) if self._waiting else 0
-            self._waiting.append(_Lines(begin, (_NOWHERE, bytearray())))
+            self._waiting.append(Lines(begin, (NOWHERE, bytearray())))
         if line:
             text = self._waiting[-1].placed[1]
             text += f"{line}\n".encode()
@@ -154,7 +122,7 @@ class LedgerFile:
     def _take_back(self) -> None:
         """What was put last, of which a part may be in the file, no longer waits."""
         lines = self._waiting.pop()
-        if lines.placed[0] != _NOWHERE:  # it was the first
+        if lines.placed[0] != NOWHERE:  # it was the first
             self._is_torn = self._is_torn or self._size != lines.placed[0]
             self._begin, self._num_bytes = "", 0
 
@@ -202,11 +170,11 @@ class LedgerFile:
                 self.path,
             )
             self._begin, self._is_torn = "", size > 0  # maybe in the midst of a line
-            first.placed = (_NOWHERE, first.placed[1])
+            first.placed = (NOWHERE, first.placed[1])
         self._size = size
 
-    def _write_lines(self, lines: _Lines) -> None:
-        if lines.placed[0] == _NOWHERE:
+    def _write_lines(self, lines: Lines) -> None:
+        if lines.placed[0] == NOWHERE:
             if lines.begin != self._begin:
                 lines.begin_anew()
                 self._begin = lines.begin
@@ -221,7 +189,7 @@ class LedgerFile:
                 self._num_bytes -= lines.cut(start, self._size - start)
 
     def _give(self, content: bytes | bytearray) -> None:
-        size, self._size = self._size, _NOWHERE
+        size, self._size = self._size, NOWHERE
         try:
             size += os.write(self._fd, content)
         except OSError:  # which has written nothing
@@ -256,24 +224,24 @@ class LedgerFile:
             self._left_size = 0
         if self._waiting:
             self._leave_lines(self._waiting[0])
-        self._size, self._begin, self._is_torn = _NOWHERE, "", False
+        self._size, self._begin, self._is_torn = NOWHERE, "", False
         try:
             os.close(fd)
         except OSError as error:
             log.error("penstock: %s", cannot_be_written(self.path, error))
 
-    def _leave_lines(self, lines: _Lines) -> None:
+    def _leave_lines(self, lines: Lines) -> None:
         """Takes the lines for not written where they are: those left go first into the file that is opened next.
 
         If a line was cut in two, the newline that is written behind its first part may just complete it.
         """
         start, text = lines.placed
-        if start == _NOWHERE:
+        if start == NOWHERE:
             return
         num_bytes = max(0, self._left_size - start)
         is_whole = text[num_bytes : num_bytes + 1] == b"\n"
         self._num_bytes -= lines.cut(start, num_bytes + is_whole)
-        lines.placed = (_NOWHERE, lines.placed[1])
+        lines.placed = (NOWHERE, lines.placed[1])
         if not lines.placed[1]:
             self._waiting.popleft()
             self._num_over = max(0, self._num_over - 1)
