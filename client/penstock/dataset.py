@@ -108,8 +108,8 @@ class RemoteDataset(IterableDataset[Batch]):
         retry_seconds: float = 600.0,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_amount("prefetch_bytes", prefetch_bytes)
-        check_amount("retry_seconds", retry_seconds)
+        prefetch_bytes = int(min(check_amount("prefetch_bytes", prefetch_bytes), sys.maxsize))
+        retry_seconds = check_amount("retry_seconds", retry_seconds)
         replay = None if replay is None else check_whole("replay", replay, 1)
         if replay is not None and ledger is not None:
             raise SpecError("replay trains on the same batches again and again; leave the ledger out", ("replay", "ledger"))
@@ -117,7 +117,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self.rank, self.world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
         self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
-        self._prefetch_bytes = int(min(prefetch_bytes, sys.maxsize))
+        self._prefetch_bytes = prefetch_bytes
         asked = Spec(
             batch_size=batch_size,
             seq_len=seq_len,
@@ -128,7 +128,7 @@ class RemoteDataset(IterableDataset[Batch]):
             split=split,
             packing=packing,
             long_rows=long_rows,
-            pad=str(plain(pad)),
+            pad=pad if isinstance(pad, str) else str(plain(pad)),
             group_by_length=group_by_length,
             boundaries=boundaries,
             task=task,

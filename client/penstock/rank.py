@@ -9,7 +9,7 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from penstock.errors import PenstockError, SpecError
-from penstock.whole import plain
+from penstock.whole import is_whole, plain
 
 MOST_WORKERS = 1024
 _WAY_OUT = "Make the dataset after torch.distributed is initialized, or pass rank and world_size"
@@ -32,7 +32,7 @@ def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return _of_environment()
     rank, world_size = plain(rank), plain(world_size)
-    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+    if not (is_whole(rank) and is_whole(world_size) and 0 <= rank < world_size):
         raise SpecError(
             f"rank={rank!r} and world_size={world_size!r} must be whole numbers, rank from 0 and below world_size",
             ("rank", "world_size"),

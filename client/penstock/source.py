@@ -21,10 +21,12 @@ from penstock.network.transport import Transport
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
 from penstock.urls import batches_path, dataset_path
+from penstock.wording import without_passwords
 
 _AT_ONCE_SECONDS = 1.0
 _FEW = 64  # rows
 _LONGEST_QUERY = 60_000  # bytes; a request may have 64 KiB in all
+_SCHEMES = ("http", "https")
 _CACHE = "Does a cache on the way to the server leave the query out of what it knows an answer by?"
 
 
@@ -51,9 +53,9 @@ class Source:
     """One dataset on servers that hold the same data. Raises SpecError: an address is none."""
 
     def __init__(self, servers: str | Sequence[str], dataset: str, *, rank: int, retry_seconds: float) -> None:
-        if not isinstance(dataset, str) or not dataset or "/" in dataset:
+        if not isinstance(dataset, str) or dataset in ("", ".", "..") or "/" in dataset:
             raise SpecError(f"dataset must be a name (a folder a/b is the dataset a.b), not {dataset!r}", ("dataset",))
-        self.dataset = dataset
+        self.dataset = str.__str__(dataset)  # an enum's member is spelled otherwise
         self._addresses = _addresses(servers)
         self._servers = Servers(self._addresses, rank)  # else each epoch would find out anew which of them fail
         self._rank = rank
@@ -201,18 +203,20 @@ def _unlike(asked: Spec, resolved: Spec) -> list[str]:
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     """Each once; http:// may be left out."""
     try:
-        given = [a if "://" in a else f"http://{a}" for a in ((servers,) if isinstance(servers, str) else servers)]
+        named = [address.strip() for address in ((servers,) if isinstance(servers, str) else servers)]
+        given = [address if "://" in address else f"http://{address}" for address in named]
         sound = bool(given) and all(map(is_address, given))
-    except TypeError:
+    except (TypeError, AttributeError):
         sound = False
     if not sound:
-        raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {servers!r}', ("servers",))
+        wrong = without_passwords(repr(servers))
+        raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {wrong}', ("servers",))
     parts = [address.rstrip("/").partition("://") for address in given]
     return tuple(dict.fromkeys(f"{scheme.lower()}://{rest}" for scheme, _, rest in parts))
 
 
 def is_address(text: str) -> bool:
-    """Whether a socket can be opened to a URL."""
+    """Whether this addresses a server: a socket can be opened to it, and a path put behind it."""
     try:
         url = httpx.URL(text)
         is_host = bool(url.host.encode("idna"))
@@ -220,4 +224,6 @@ def is_address(text: str) -> bool:
         return False
     # A port beyond 16 bits loses the rest of them on the way to the socket: another server would be asked.
     is_port = url.port is None or 0 < url.port < 1 << 16
-    return url.scheme in ("http", "https") and is_host and is_port
+    is_named_twice = url.host in _SCHEMES and url.port is None  # http:/host and http://http://host
+    is_open = not (url.query or url.fragment or any(map(str.isspace, text)))
+    return url.scheme in _SCHEMES and is_host and is_port and is_open and not is_named_twice

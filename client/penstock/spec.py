@@ -15,7 +15,7 @@ from typing import Any
 from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
-from penstock.whole import plain
+from penstock.whole import is_whole, plain
 from penstock.wording import cut, did_you_mean
 
 LARGEST_SEED = 2**63 - 1
@@ -106,6 +106,9 @@ class Spec:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in _TEXTS:
+            if isinstance(text := getattr(self, name), str):  # an enum's member is equal to its text, and spelled otherwise
+                object.__setattr__(self, name, str.__str__(text))
         problems = [(f.name, text) for f in fields(self) if (text := _problem(f, getattr(self, f.name)))]
         problems = problems or [*self._contradictions()]
         if problems:
@@ -195,6 +198,7 @@ class Spec:
 
 _LATER = ("dataset_index",)  # than the first builds; to be added to, or frames and ledgers would name all specs anew
 _COUNTS = tuple(f.name for f in fields(Spec) if "low" in f.metadata)
+_TEXTS = tuple(f.name for f in fields(Spec) if f.name not in _COUNTS)
 _LINES = (f"    {f.name:15}  {f.metadata['doc']}" for f in fields(Spec))
 Spec.__doc__ = "\n".join((f"{Spec.__doc__}", *_LINES))  # for help(); the page of URLs shows the same
 
@@ -218,7 +222,7 @@ def _problem(parameter: Field[Any], value: object) -> str | None:
     about = parameter.metadata
     if "low" in about:
         low, high = about["low"], about["high"]
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_whole(value):
             return f"{parameter.name} must be a whole number from {low:,} to {high:,}, not {value!r}"
         if not low <= value <= high:
             return f"{parameter.name} must be from {low:,} to {high:,}, not {value:,}"

@@ -378,7 +378,7 @@ def test_a_rank_that_nobody_named_is_refused_not_guessed(
         monkeypatch.setenv("RANK", wrong)
         with pytest.raises(SpecError, match="RANK must be a whole number below WORLD_SIZE"):
             dataset(server)
-    for rank in (-1, 2):
+    for rank in (-1, 2, True):
         with pytest.raises(SpecError, match="must be whole numbers, rank from 0 and below world_size"):
             dataset(server, rank=rank, world_size=2)
     monkeypatch.setenv("RANK", "1")

@@ -16,6 +16,7 @@ BATCHES = f"{HOST}/v1/datasets/wiki/epochs/2/ranks/3/batches"
         (HOST, Address(server=HOST)),
         (f"{HOST}/", Address(server=HOST)),
         ("host:8000/wiki", Address(server=HOST, dataset="wiki")),
+        (" host:8000/wiki\n", Address(server=HOST, dataset="wiki")),
         (f"{HOST}/wiki/", Address(server=HOST, dataset="wiki")),
         ("https://host/data/wiki", Address(server="https://host/data", dataset="wiki")),
         ("http://[::1]:80/a%20b", Address(server="http://[::1]:80", dataset="a b")),
@@ -44,6 +45,7 @@ def test_an_address_is_read(text: str, expected: Address) -> None:
     [
         "", "ftp://host/wiki", "http://", "http://host:port/wiki", "http://host:99999/wiki", "host:0/wiki", "http://a..b/wiki",
         "http://[x/", "http://10.0.0.256:8000/wiki", "http://\u201clocalhost\u201d:8000/wiki", "xn--a:8000/wiki",
+        "http://host:8000 /wiki", "http:/host:8000/wiki", "http://http://host/wiki",
     ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(text: str) -> None:

@@ -239,14 +239,22 @@ def test_a_length_that_no_answer_has_is_a_fault_as_any_other() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["", "ftp://a:1", "http://", "::1", "a:port", "a:65536", "a:0", "http://a..b:80", "a" * 64, [], ["a:1", 3], None],
-)
+    [
+        "", " ", "ftp://a:1", "http://", "::1", "a:port", "a:65536", "a:0", "http://a..b:80", "a" * 64, [], ["a:1", 3], None,
+        "a:1?x=1", "a:1/b#c", "http:/a:1", "http//a:1", "http://http://a:1", "a b:1", "a:1 /b",
+    ],
+)  # fmt: skip
 def test_what_is_no_address_of_a_server_is_refused(given: object) -> None:
     with pytest.raises(SpecError, match="servers must be addresses such as"):
         Source(given, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("given", ["", "a/b", None, 3])
+def test_an_address_that_is_refused_tells_no_password() -> None:
+    with pytest.raises(SpecError, match=r"not 'http://host:99999'$"):
+        Source("http://me:secret@host:99999", "docs", rank=0, retry_seconds=9)
+
+
+@pytest.mark.parametrize("given", ["", ".", "..", "a/b", None, 3])
 def test_what_is_no_name_of_a_dataset_is_refused(given: object) -> None:
     with pytest.raises(SpecError, match="dataset must be a name"):
         Source("http://a:1", given, rank=0, retry_seconds=9)  # type: ignore[arg-type]
@@ -262,7 +270,7 @@ def test_http_may_be_left_out_of_an_address() -> None:
 
 def test_a_server_that_is_named_twice_is_one() -> None:
     with server(problem("unknown-dataset", 404)) as url:
-        source = Source([url.removeprefix("http://"), url, f"{url}/", url.upper()], "docs", rank=1, retry_seconds=9)
+        source = Source([url.removeprefix("http://"), f" {url} ", f"{url}/", url.upper()], "docs", rank=1, retry_seconds=9)
         with pytest.raises(PenstockError, match="^this is unknown-dataset$"):
             source.resolve(Spec())
 

@@ -1,3 +1,4 @@
+import enum
 import inspect
 import math
 from typing import Any
@@ -75,8 +76,10 @@ def test_what_is_no_whole_number_within_its_bounds_is_refused(number: object) ->
 
 @pytest.mark.parametrize("amount", [-1, -0.5, math.nan, False, "2", None])
 def test_what_is_no_amount_is_refused(amount: object) -> None:
-    for found in (0, 0.0, 1e9, math.inf, np.int64(3)):
-        check_amount("some", found)
+    for found in (0, 0.0, 1e9, math.inf, np.int64(3), np.float32(0.5), torch.tensor(3)):
+        kept = check_amount("some", found)
+        assert (type(kept), kept) == (float, found)
+    assert check_amount("some", 10**400) == math.inf
     with pytest.raises(SpecError, match=f"some must be a number from 0, not {amount!r}"):
         check_amount("some", amount)
 
@@ -87,6 +90,20 @@ def test_numbers_of_numpy_and_torch_are_as_good_as_plain_ones() -> None:
     assert spec.to_query() == Spec(batch_size=3, seq_len=7, target_len=5, task="seq2seq").to_query()
     with pytest.raises(SpecError, match="batch_size must be a whole number"):
         Spec(batch_size=np.float64(3))  # type: ignore[arg-type]
+
+
+class Shuffle(str, enum.Enum):  # noqa: UP042 (StrEnum spells its members as their values)
+    GLOBAL = "global"
+
+
+class Size(int, enum.Enum):
+    SMALL = 4
+
+
+def test_members_of_enums_are_kept_as_their_values() -> None:
+    spec, same = Spec(batch_size=Size.SMALL, shuffle=Shuffle.GLOBAL), Spec(batch_size=4, shuffle="global")
+    assert (spec, spec.to_query(), spec.digest) == (same, same.to_query(), same.digest)
+    assert (type(spec.batch_size), type(spec.shuffle)) == (int, str)
 
 
 def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:

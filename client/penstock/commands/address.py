@@ -36,6 +36,7 @@ def parse_address(text: str) -> Address:
 
     Raises SpecError: it is no address.
     """
+    text = text.strip()
     try:
         split = urlsplit(text if "://" in text else f"http://{text}")
         sound = is_address(f"{split.scheme}://{split.netloc}")

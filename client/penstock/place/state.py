@@ -12,7 +12,7 @@ from penstock.errors import SpecError, StateMismatch
 from penstock.mix import first_other, parse_mix
 from penstock.skip import first_new, kept_runs, parse_skip, position_after, spell_skip
 from penstock.spec import LARGEST_COUNT, Spec
-from penstock.whole import plain
+from penstock.whole import is_whole, plain
 
 _VERSION = 1
 # What decides which sample stands where in an epoch. States of earlier versions lack a name that is added: there it has to mean
@@ -224,7 +224,7 @@ def _read_counts(state: Mapping[str, Any]) -> tuple[Position, int]:
 
 def _counts(name: str, value: object) -> bool:
     """Whether a value of the state is a number that it may be."""
-    return isinstance(value, int) and not isinstance(value, bool) and _COUNTS[name] <= value <= LARGEST_COUNT
+    return is_whole(value) and _COUNTS[name] <= value <= LARGEST_COUNT
 
 
 def _way_back(state: Mapping[str, Any], here: Mapping[str, Any], consumed: int | None) -> str:
