@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, processors
 
 from commands import SERVER_PACKAGES, penstock, penstock_without
 from corpora import EOS, write_numbered, write_text, write_tokenizer
+from ledger_files import open_at, record
 from penstock import RemoteDataset
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -350,6 +351,17 @@ def test_what_a_command_makes_it_makes_whether_or_not_its_report_can_be_read(tmp
         done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path, env=unbuffered, check=True)
         assert (done.stdout, done.stderr) == ("0\n", "")
         assert list(tmp_path.glob(made))
+
+
+def test_a_verdict_is_the_same_whether_or_not_it_is_read_to_its_end(tmp_path: Path) -> None:
+    ledger = open_at(tmp_path / "run.ledger")
+    record(ledger, 0, 2)
+    ledger.close()
+    for command in (["audit", "run.ledger"], ["doctor", "127.0.0.1:9"]):
+        shell = ["bash", "-c", '"$@" | true; echo ${PIPESTATUS[0]}', "bash", sys.executable, "-m", "penstock", *command]
+        unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path, env=unbuffered, check=True)
+        assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

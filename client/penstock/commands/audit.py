@@ -17,6 +17,7 @@ from penstock.audit.facts import facts_of
 from penstock.audit.text import lines_of
 from penstock.commands.address import parse_address
 from penstock.commands.remote import greet
+from penstock.display.stdout import tell
 from penstock.errors import LedgerError, PenstockError, ServerUnavailable, SpecError
 from penstock.ledger.names import find_ledgers
 from penstock.printable import printable
@@ -47,10 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
         silence = error
     num_left_out = num_missing_batches(report) - len(rows) if rows else 0
     if arguments.json:
-        print(json.dumps(_as_json(report, comparison, rows, num_left_out), indent=2))
+        tell(json.dumps(_as_json(report, comparison, rows, num_left_out), indent=2))
     else:
         for line in (*lines_of(report), *_compared(comparison), *_shown(rows, num_left_out)):
-            print(printable(line))
+            tell(printable(line))
     if silence:
         raise ServerUnavailable(f"the report lacks what a server would say: {silence}")
     return 0 if report.is_proven else 1

@@ -13,6 +13,7 @@ from penstock.commands.data_checks import check_bandwidth, check_cache, check_da
 from penstock.commands.machine_checks import check_machine
 from penstock.commands.remote import RETRY_SECONDS, get_json, greet
 from penstock.commands.server_checks import check_proxies, check_versions, check_way
+from penstock.display.stdout import tell
 from penstock.display.terminal import BOLD, GREEN, RED, YELLOW, Terminal
 from penstock.errors import PenstockError
 from penstock.network.servers import Servers
@@ -29,15 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints a line a check; 1 if one fails. Raises SpecError: the address is none."""
     address = parse_address(arguments.address)
     terminal = Terminal.of(sys.stdout)
-    print(terminal.paint(printable(without_passwords(address.server)), BOLD))
+    tell(terminal.paint(printable(without_passwords(address.server)), BOLD))
     found = []
     for check in checks(address.server, address.dataset):
         found.append(check)
         for line in _lines(check, terminal):
-            print(line)
-        sys.stdout.flush()
+            tell(line)
     failed, warned = (sum(check.level == level for check in found) for level in ("fail", "warn"))
-    print(_verdict(failed, warned))
+    tell(_verdict(failed, warned))
     return 1 if failed else 0
 
 

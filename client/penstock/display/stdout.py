@@ -51,6 +51,14 @@ def readers_may_leave() -> Iterator[None]:
         raise OutputFull(f"what is printed cannot be written: {error.strerror}") from None
 
 
+def tell(text: str) -> None:
+    """Prints what the exit status of a command sums up: where its reader has left, it goes on to that all the same."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _give_stdout_up()
+
+
 def report(text: str) -> None:
     """Prints what a command does that goes on with it where nobody can read of it any more: a pipe is left, a disk is full."""
     try:
