@@ -85,7 +85,7 @@ class Spec:
     skip: str | None = field(
         default=None,
         metadata={
-            "doc": "steps to leave out, such as 41000-41200,50000-50010, by their numbers in the whole epoch; "
+            "doc": "steps to leave out, such as 41000-41200,50000-50010, by their numbers in the epoch, skipped ones counted; "
             "or samples:1000-1999, over all ranks"
         },
     )

@@ -146,6 +146,21 @@ def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_f
 
 
 @pytest.mark.parametrize(
+    ("skip", "told"),
+    [
+        ("2-3", None),
+        ("9-99", None),
+        ("3,10-12", "from step 10 on (sample 80): an epoch ends in step 9, with sample 78."),
+        ("samples:79-80", "from step 9 on (sample 79): an epoch ends in step 9, with sample 78."),
+    ],
+)
+def test_a_skip_of_what_no_epoch_has_is_told_of(tmp_path: Path, skip: str, told: str | None) -> None:
+    plan = synthetic_plan(tmp_path, {"a": [[79]]}, batch_size=4, world_size=2, skip=skip)
+    advice = [text for text in advice_on_run(plan) if "skip" in text]
+    assert [text.partition("leaves nothing out ")[2].partition(" Steps")[0] for text in advice] == ([told] if told else [])
+
+
+@pytest.mark.parametrize(
     ("rows_per_group", "budget_mib", "told"),
     [
         (20_000, 19, []),

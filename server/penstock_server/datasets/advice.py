@@ -47,10 +47,12 @@ def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[
 def advice_on_run(plan: Plan) -> Iterator[str]:
     """What to know of a run.
 
-    A cache too small for its windows, rows sorted by their length for nothing, prompts left open, columns without use.
+    A cache too small for its windows, rows sorted by their length for nothing, steps that no epoch has left out, prompts left
+    open, columns without use.
     """
     unused = map(_of_unused_columns, plan.members)
-    yield from filter(None, (advice_on_room(plan), _of_needless_sorting(plan.spec), _of_open_prompts(plan), *unused))
+    told = (advice_on_room(plan), _of_needless_sorting(plan.spec), _of_needless_skip(plan), _of_open_prompts(plan), *unused)
+    yield from filter(None, told)
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
@@ -205,3 +207,16 @@ def _of_needless_sorting(spec: Spec) -> str | None:
             f"batch, group_by_length={spec.samples_per_step}."
         )
     return None
+
+
+def _of_needless_skip(plan: Plan) -> str | None:
+    """What follows from leaving out what no epoch has, such as steps counted through a run; None if each has it."""
+    num_positions, per_step = plan.schedule.num_positions, plan.spec.samples_per_step
+    first = next((start for start, _ in plan.schedule.skipped if start >= num_positions), None)
+    if first is None:
+        return None
+    return (
+        f"skip leaves nothing out from step {first // per_step:,} on (sample {first:,}): an epoch ends in step "
+        f"{(num_positions - 1) // per_step:,}, with sample {num_positions - 1:,}. Steps are counted from 0 in each epoch, not "
+        f"through a run."
+    )
