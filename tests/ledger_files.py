@@ -16,7 +16,7 @@ SPEC = Spec(snapshot="abc", batch_size=3, skip="samples:0-4")
 
 
 def book(path: Path, rank: int = 0) -> Book:
-    return Book(path, "numbers", rank, 1000)
+    return Book(path, "numbers", rank)
 
 
 def digest(step: int) -> str:
@@ -24,7 +24,7 @@ def digest(step: int) -> str:
 
 
 def open_at(path: Path, epoch: int = 0) -> Ledger:
-    return book(path).open(SPEC, round_at(epoch=epoch), behind(0))
+    return book(path).open(SPEC, 1000, round_at(epoch=epoch), behind(0))
 
 
 def record(ledger: Ledger, *steps: int) -> None:

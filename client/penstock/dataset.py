@@ -33,7 +33,7 @@ from penstock.feeding.feed import Feed
 from penstock.feeding.runs import PREFETCH_BYTES
 from penstock.feeding.tally import Tally
 from penstock.iteration import NOT_GIVEN, Iteration
-from penstock.ledger.book import Book
+from penstock.ledger.book import Book, Ledger
 from penstock.mix import spell_mix
 from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
@@ -69,8 +69,9 @@ class RemoteDataset(IterableDataset[Batch]):
     ahead in a thread, so loader workers gain nothing.
 
     Raises SpecError: a parameter is wrong.  Raises UnknownDataset: the server has no such dataset.
-    Raises SnapshotGone: no server has the snapshot asked for.  Raises ServerUnavailable: no server answers.
-    Raises LedgerError: the ledger cannot be written.
+    Raises DataError: the server cannot serve it.  Raises SnapshotGone: no server has the snapshot asked for.
+    Raises ServerUnavailable: no server answers.  Raises LedgerError: the ledger cannot be written.
+    Raises PenstockError, the root of these: what answers is no penstock server, or its certificate is not trusted.
     """
 
     @told_briefly
@@ -141,6 +142,8 @@ class RemoteDataset(IterableDataset[Batch]):
             dataset_index=int(dataset_index) if isinstance(dataset_index, bool) else dataset_index,
             snapshot=snapshot,
         )
+        # Before the server is asked, which may be away, or have rows to count: either may take minutes.
+        self._book = None if ledger is None else Book(ledger, dataset, self.rank)
         resolved = self._source.resolve(asked)
         self._agreement = None if snapshot else Agreement(f"{dataset}/{asked.digest}")
         if self._agreement and (first := self._agreement.first(str(resolved.spec.snapshot))) != resolved.spec.snapshot:
@@ -155,7 +158,6 @@ class RemoteDataset(IterableDataset[Batch]):
         self._progress = Progress(self.steps_per_epoch)
         self._has_asked = False  # the server how long rows are: once is enough
         self._tally = Tally()
-        self._book = None if ledger is None else Book(ledger, dataset, self.rank, resolved.num_sequences)
 
     @property
     def dataset(self) -> str:
@@ -243,8 +245,7 @@ class RemoteDataset(IterableDataset[Batch]):
             spec = replace(self.spec, offset=at.offset)
             if round_.is_repetition and self._replay is None:
                 warn_of_repetition(spec, at.epoch)
-            recording = self._book.recording(spec, round_, self._progress) if self._book else nullcontext()
-            with recording as ledger, self._feeding(spec, at.epoch, round_.steps, destination) as feed:
+            with self._recording(spec, round_) as ledger, self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True
                 trains = self._replay is None and is_trained_on(spec) and not worker
@@ -280,6 +281,12 @@ class RemoteDataset(IterableDataset[Batch]):
             check_rank(self.rank, self.world_size)
         if self._agreement and not find_worker():
             self._agreement.check(self.snapshot)
+
+    def _recording(self, spec: Spec, round_: Round) -> AbstractContextManager[Ledger | None]:
+        """The ledger of an iteration, if there is to be one."""
+        if not self._book:
+            return nullcontext()
+        return self._book.recording(spec, self._resolved.num_sequences, round_, self._progress)
 
     def _feeding(self, spec: Spec, epoch: int, steps: range, destination: Destination) -> AbstractContextManager[Feed]:
         """A feed of these steps, whose figures count among this dataset's."""
@@ -336,7 +343,7 @@ class RemoteDataset(IterableDataset[Batch]):
             warn_of_replay(self._replay)
         return write_state(self.dataset, self.spec, self._progress.position)
 
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Starts the next iteration where state_dict was taken; at the same sample, if world_size or batch_size changed.
 
         A state of other data or of another order is refused. With strict=False a warning says so, and the iteration starts
@@ -344,9 +351,10 @@ class RemoteDataset(IterableDataset[Batch]):
         epoch of a mixture, `mix` may be another from the sample on that was reached.
 
         Raises StateMismatch: the state is refused (the message lists what differs), or it is not a state.
+        Raises ServerUnavailable, or what says why it refuses: in mid-epoch it is asked how many other steps are left.
         """
         worker = find_worker()
-        stretch = stretch_behind(state, self._source, self._resolved, worker, strict=strict)
+        stretch = stretch_behind(state_dict, self._source, self._resolved, worker, strict=strict)
         self._progress.go_to(stretch, worker)
 
 

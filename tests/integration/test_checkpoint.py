@@ -50,6 +50,7 @@ def rank_of_two(rank: int) -> dict[str, str]:
 def test_a_dataset_is_saved_and_restored_beside_a_model(server: Server, tmp_path: Path) -> None:
     model, data = torch.nn.Linear(2, 2), dataset(server)
     assert isinstance(data, Stateful)
+    data.load_state_dict(state_dict=data.state_dict())  # as torch names it
     data.set_epoch(1)
     whole = rows(data)
     for number, _ in enumerate(data, start=1):

@@ -206,7 +206,7 @@ def test_what_one_step_of_a_run_is_refused_for_is_told_to_who_asks_for_that_step
 
 def test_a_step_that_is_refused_says_nothing_of_those_behind_it_when_a_ledger_is_compared(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
-    ledger = Book(path, "docs", 0, 100).open(SPEC, round_at(epoch=1), behind(0))
+    ledger = Book(path, "docs", 0).open(SPEC, 100, round_at(epoch=1), behind(0))
     for given in wire.decode(run(range(4, 8))):
         ledger.record(given.step, given.digest)
     ledger.close()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.errors import SpecError
 from penstock.ledger import held
 from penstock.ledger.begin import STEP_COLUMNS, Begin, check_of
 from penstock.ledger.held import hold_ledger, is_at_a_ledger, release_ledger
@@ -31,12 +32,16 @@ _OLD_WORKERS_SECONDS = 10.0  # loader workers that are let go take a moment to e
 class Book:
     """The ledgers of one dataset: a file for this process's rank, opened for each iteration; workers have their own.
 
+    Raises SpecError: that is no path.
     Raises LedgerError: the file cannot be written, holds other things, or another process writes to it.
     """
 
-    def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int, num_sequences: int) -> None:
-        self._ledger = Path(ledger).absolute()  # or a loop that changes its folder would go on in another file
-        self._dataset, self._rank, self._num_sequences = dataset, rank, num_sequences
+    def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int) -> None:
+        path = os.fspath(ledger) if isinstance(ledger, str | os.PathLike) else None
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise SpecError(f"ledger must be the path of a file, not {ledger!r}", ("ledger",))
+        self._ledger = Path(path).absolute()  # or a loop that changes its folder would go on in another file
+        self._dataset, self._rank = dataset, rank
         file = hold_ledger(ledger_path(self._ledger, rank))
         try:
             file.check()  # now, not when the first loop begins
@@ -44,23 +49,26 @@ class Book:
             release_ledger(file)
 
     @contextmanager
-    def recording(self, spec: Spec, round_: Round, progress: Progress) -> Iterator[Ledger]:
+    def recording(self, spec: Spec, num_sequences: int, round_: Round, progress: Progress) -> Iterator[Ledger]:
         """The ledger of an iteration, opened when it begins and closed when it ends. Raises what `open` raises."""
         ledger = None
         try:
-            ledger = self.open(spec, round_, progress)
+            ledger = self.open(spec, num_sequences, round_, progress)
             yield ledger
         finally:
             if ledger:
                 ledger.close()
 
-    def open(self, spec: Spec, round_: Round, progress: Progress) -> Ledger:
-        """The ledger of an iteration that begins, which counts as put on record. Raises LedgerError: see Ledger."""
+    def open(self, spec: Spec, num_sequences: int, round_: Round, progress: Progress) -> Ledger:
+        """The ledger of an iteration that begins, of an epoch of so many sequences over all ranks; it counts as put on record.
+
+        Raises LedgerError: see Ledger.
+        """
         ledger = None
         try:
             with held.opening:  # or iterations of two threads would have one number
                 num_before = progress.num_before(round_)
-                ledger = self._open(spec, round_, num_before)
+                ledger = self._open(spec, num_sequences, round_, num_before)
                 progress.put_on_record(round_, num_before)
         except BaseException:
             if ledger:
@@ -68,7 +76,7 @@ class Book:
             raise
         return ledger
 
-    def _open(self, spec: Spec, round_: Round, iteration: int) -> Ledger:
+    def _open(self, spec: Spec, num_sequences: int, round_: Round, iteration: int) -> Ledger:
         position, worker = round_.stretch.position, round_.worker
         begin = Begin(
             launch=round_.launch,
@@ -76,7 +84,7 @@ class Book:
             state_epoch=round_.state_epoch,
             iteration=iteration,
             dataset=self._dataset,
-            num_sequences=self._num_sequences,
+            num_sequences=num_sequences,
             rank=self._rank,
             epoch=position.epoch,
             step=position.step,

@@ -27,7 +27,7 @@ from penstock import Spec
 from penstock.ledger.book import Book
 from penstock.place.progress import Progress
 progress = Progress(9)
-ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), progress.begin(None), progress)
+ledger = Book(sys.argv[1], "numbers", 0).open(Spec(snapshot="abc"), 9, progress.begin(None), progress)
 def fail(*_):
     raise OSError(28, "No space left")
 write, os.write = os.write, fail
@@ -42,7 +42,7 @@ def test_a_close_that_fails_is_told_and_leaves_no_number_behind(
 ) -> None:
     path, close = tmp_path / "run.ledger", os.close
     data = book(path)
-    ledger = data.open(SPEC, round_at(), behind(0))
+    ledger = data.open(SPEC, 1000, round_at(), behind(0))
 
     def fail(fd: int) -> None:
         close(fd)
@@ -53,7 +53,7 @@ def test_a_close_that_fails_is_told_and_leaves_no_number_behind(
         ledger.close()
     assert "run.ledger cannot be written: Disk quota exceeded" in caplog.text
     with (tmp_path / "checkpoint.pt").open("wb"):  # which has the number now
-        ledger = data.open(SPEC, round_at(epoch=1, is_first=False), behind(1))
+        ledger = data.open(SPEC, 1000, round_at(epoch=1, is_first=False), behind(1))
         record(ledger, 0)
         ledger.close()
     assert (tmp_path / "checkpoint.pt").read_bytes() == b""
@@ -107,17 +107,17 @@ def test_what_an_iteration_could_not_write_is_written_by_the_next_one(
 ) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    data.open(SPEC, round_at(), behind(0)).close()
+    data.open(SPEC, 1000, round_at(), behind(0)).close()
     with monkeypatch.context() as full:
         full.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=1000))
         for epoch in (1, 2):
-            ledger = data.open(SPEC, round_at(epoch=epoch, is_first=False), behind(epoch))
+            ledger = data.open(SPEC, 1000, round_at(epoch=epoch, is_first=False), behind(epoch))
             record(ledger, *range(9))
             ledger.finish()
             ledger.close()
     assert open_files(tmp_path) == []
     assert f"lines are not in the ledger {path}. They wait for another iteration" in caplog.text
-    data.open(SPEC, round_at(epoch=3, is_first=False), behind(3)).close()
+    data.open(SPEC, 1000, round_at(epoch=3, is_first=False), behind(3)).close()
     reading = read_ledger(path)
     assert [(part.begin.epoch, len(part.steps), part.has_end) for part in reading.parts] == [
         (0, 0, False), (1, 9, True), (2, 9, True), (3, 0, False),
@@ -173,7 +173,7 @@ def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytes
     data = book(tmp_path / "run.ledger")
     monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC))
     with pytest.raises(LedgerError, match="run.ledger cannot be written: No space left on device"):
-        data.open(SPEC, round_at(), behind(0))
+        data.open(SPEC, 1000, round_at(), behind(0))
     monkeypatch.undo()
     open_at(tmp_path / "run.ledger").close()
 
@@ -183,7 +183,7 @@ def test_a_full_disk_on_the_way_is_told_once_stops_nothing_and_loses_nothing_onc
 ) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    ledger = data.open(SPEC, round_at(), behind(0))
+    ledger = data.open(SPEC, 1000, round_at(), behind(0))
     for first in (0, 10):
         monkeypatch.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=60))  # one line, and a part of the next
         record(ledger, *range(first, first + 9))
@@ -238,10 +238,10 @@ def test_a_ledger_that_goes_away_between_epochs_stops_nothing(tmp_path: Path, ca
     folder = tmp_path / "logs"
     folder.mkdir()
     data = book(folder / "run.ledger")
-    data.open(SPEC, round_at(), behind(0)).close()
+    data.open(SPEC, 1000, round_at(), behind(0)).close()
     (folder / "run.ledger").unlink()
     folder.rmdir()
-    ledger = data.open(SPEC, round_at(epoch=1, is_first=False), behind(1))
+    ledger = data.open(SPEC, 1000, round_at(epoch=1, is_first=False), behind(1))
     record(ledger, 0)
     assert "cannot be written: No such file or directory" in caplog.text
     folder.mkdir()
@@ -254,9 +254,9 @@ def test_a_worker_after_the_first_iteration_tells_at_once_that_its_ledger_cannot
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = book(tmp_path / "run.ledger")
-    data.open(SPEC, round_at(), behind(0)).close()
+    data.open(SPEC, 1000, round_at(), behind(0)).close()
     (tmp_path / "run.ledger.worker0").mkdir()
-    ledger = data.open(SPEC, round_at(epoch=1, worker=Worker(0, 2, 7), is_first=False), behind(0))
+    ledger = data.open(SPEC, 1000, round_at(epoch=1, worker=Worker(0, 2, 7), is_first=False), behind(0))
     record(ledger, 0)
     assert caplog.text.count("run.ledger.worker0 cannot be written: Is a directory; name a file in a folder") == 1
     assert caplog.text.count("Training goes on") == 1

@@ -21,7 +21,7 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
     for epoch in (4, 5):
-        ledger = data.open(SPEC, round_at(epoch=epoch, step=7, num_loads=2), behind(epoch - 4))
+        ledger = data.open(SPEC, 1000, round_at(epoch=epoch, step=7, num_loads=2), behind(epoch - 4))
         record(ledger, 7, 8, 10**15)
         if epoch == 4:
             ledger.finish()
@@ -121,7 +121,7 @@ def test_the_disk_is_told_to_write_now_and_then_and_at_the_end(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", fsync)
     data = book(tmp_path / "run.ledger")
     assert synced.is_set()  # or a machine that goes down would lose the file with its name
-    ledger = data.open(SPEC, round_at(), behind(0))
+    ledger = data.open(SPEC, 1000, round_at(), behind(0))
     for _ in range(3):
         synced.clear()
         assert synced.wait(30)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ledger_files import SPEC, book, open_files
 from ledgers import behind, round_at
-from penstock import LedgerError
+from penstock import LedgerError, RemoteDataset, SpecError
 from penstock.audit.reading import read_ledger
+from penstock.ledger.book import Book
 from penstock.ledger.names import find_ledgers, ledger_path
 from penstock.rank import Worker
 
@@ -24,7 +26,7 @@ def test_each_rank_and_each_worker_has_a_file_of_its_own_and_all_are_found(tmp_p
         ledger_path(tmp_path / name, rank).parent.mkdir(exist_ok=True)
         data = book(tmp_path / name, rank)
         for worker in (None, Worker(first=2, stride=3, loader_seed=5)):
-            data.open(replace(SPEC, world_size=12), round_at(worker=worker), behind(0)).close()
+            data.open(replace(SPEC, world_size=12), 1000, round_at(worker=worker), behind(0)).close()
             path = ledger_path(tmp_path / name, rank, worker.first if worker else None)
             begin = read_ledger(path).parts[0].begin
             assert (begin.rank, begin.worker, begin.num_workers) == (rank, *((2, 3) if worker else (0, 0)))
@@ -46,7 +48,7 @@ def test_a_process_that_changes_its_folder_goes_on_in_the_same_file(tmp_path: Pa
     data = book(Path("run.ledger"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    data.open(SPEC, round_at(), behind(0)).close()
+    data.open(SPEC, 1000, round_at(), behind(0)).close()
     assert len(read_ledger(tmp_path / "run.ledger").parts) == 1
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -75,3 +77,14 @@ def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, m
         book(tmp_path / name)
     assert open_files(tmp_path) == before
     assert (tmp_path / "notes.txt").read_text() == "begin at the beginning"
+
+
+@pytest.mark.parametrize("given", [True, 3, b"run.ledger", ["run.ledger"], "", "run\0.ledger"])
+def test_what_is_no_path_is_refused(given: Any) -> None:
+    with pytest.raises(SpecError, match=r"ledger must be the path of a file, not "):
+        Book(given, "numbers", 0)
+
+
+def test_a_ledger_that_cannot_be_written_is_told_before_any_server_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="Is a directory; name a file in a folder"):
+        RemoteDataset("127.0.0.1:9", "numbers", ledger=tmp_path)

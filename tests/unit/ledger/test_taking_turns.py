@@ -29,7 +29,7 @@ from penstock import Spec
 from penstock.ledger.book import Book
 from penstock.place.progress import Progress
 progress = Progress(9)
-ledger = Book(sys.argv[1], "numbers", 0, 9).open(Spec(snapshot="abc"), progress.begin(None), progress)
+ledger = Book(sys.argv[1], "numbers", 0).open(Spec(snapshot="abc"), 9, progress.begin(None), progress)
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -38,13 +38,13 @@ sys.stdin.read()
 def test_iterations_at_once_take_turns(tmp_path: Path) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    one, two = (data.open(SPEC, round_at(), behind(0)) for _ in range(2))
+    one, two = (data.open(SPEC, 1000, round_at(), behind(0)) for _ in range(2))
     for step in range(3):
         record(one, step)
         record(two, step + 10)
     one.close()
     record(two, 13)
-    three = data.open(SPEC, round_at(), behind(0))
+    three = data.open(SPEC, 1000, round_at(), behind(0))
     two.finish()
     two.close()
     three.close()
@@ -60,7 +60,7 @@ def test_what_waits_in_memory_is_written_in_its_order_though_iterations_take_tur
     path = tmp_path / "run.ledger"
     data = book(path)
     for room in (0, 20, 43, 60, 700, 800):  # lines and begin lines are cut off anywhere
-        one, two = (data.open(SPEC, round_at(epoch=epoch), behind(room)) for epoch in (0, 1))
+        one, two = (data.open(SPEC, 1000, round_at(epoch=epoch), behind(room)) for epoch in (0, 1))
         record(two, 10)
         with monkeypatch.context() as full:
             full.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=room))
@@ -84,13 +84,13 @@ def test_a_line_whose_newline_alone_is_not_written_is_not_written_twice(
     for room in (*range(begin - 9, begin + 60), *range(begin + 90, begin + 150)):  # one of these is behind the begin line
         path = tmp_path / f"{room}.ledger"
         data = book(path)
-        data.open(SPEC, round_at(), behind(0)).close()
+        data.open(SPEC, 1000, round_at(), behind(0)).close()
         with monkeypatch.context() as full:
             full.setattr(os, "write", fails_with(errno.ENOSPC, after_bytes=room))
-            ledger = data.open(SPEC, round_at(epoch=1, is_first=False), behind(1))
+            ledger = data.open(SPEC, 1000, round_at(epoch=1, is_first=False), behind(1))
             record(ledger, 0, 1, 2)
             ledger.close()
-        ledger = data.open(SPEC, round_at(epoch=2, is_first=False), behind(2))
+        ledger = data.open(SPEC, 1000, round_at(epoch=2, is_first=False), behind(2))
         record(ledger, 3)
         ledger.close()
         reading = read_ledger(path)
@@ -104,14 +104,14 @@ def test_what_waits_is_lost_where_another_process_has_written_since(
     """It would pass for what this process did later."""
     path = tmp_path / "run.ledger"
     data = book(path)
-    data.open(SPEC, round_at(), behind(0)).close()
+    data.open(SPEC, 1000, round_at(), behind(0)).close()
     with monkeypatch.context() as full:
         full.setattr(os, "write", fails_with(errno.ENOSPC))
-        ledger = data.open(SPEC, round_at(epoch=1, is_first=False), behind(1))
+        ledger = data.open(SPEC, 1000, round_at(epoch=1, is_first=False), behind(1))
         record(ledger, 0, 1, 2)
         ledger.close()
     append(path, begin_of(start=1), [7])
-    data.open(SPEC, round_at(epoch=2, is_first=False), behind(2)).close()
+    data.open(SPEC, 1000, round_at(epoch=2, is_first=False), behind(2)).close()
     assert [part.steps.tolist() for part in read_ledger(path).parts] == [[], [7], []]
     assert f"penstock: 4 lines are not in the ledger {path}\n" in caplog.text
 
@@ -220,10 +220,10 @@ def test_a_loader_worker_waits_for_one_of_the_epoch_before_that_is_about_to_end(
         with monkeypatch.context() as impatient:
             impatient.setattr(book_module, "_OLD_WORKERS_SECONDS", 0.1)
             with pytest.raises(LedgerError, match=f"another process, {other.pid}, writes to the ledger"):
-                book(path).open(SPEC, round_at(worker=worker), behind(0))
+                book(path).open(SPEC, 1000, round_at(worker=worker), behind(0))
         end = threading.Timer(0.5, other.kill)
         end.start()
-        book(path).open(SPEC, round_at(worker=worker), behind(0)).close()
+        book(path).open(SPEC, 1000, round_at(worker=worker), behind(0)).close()
         end.join()
     assert len(read_ledger(tmp_path / "run.ledger.worker0").parts) == 2
 
