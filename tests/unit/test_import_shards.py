@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from errno import EIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -180,6 +183,68 @@ def test_an_exchange_that_fails_half_way_is_taken_back(tmp_path: Path) -> None:
         stage(tmp_path, write, overwrite=True)
     assert names_in(tmp_path) == before
     assert pq.read_table(tmp_path / "part-00000.parquet").column("text").to_pylist() == ["old"]
+
+
+def fail_from(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, number: int) -> None:
+    """Each call from this one on fails, as on a disk that went away."""
+    real, calls = getattr(module, name), iter(range(number))
+
+    def call(*arguments: Any) -> Any:
+        if next(calls, None) is None:
+            raise OSError(EIO, os.strerror(EIO))
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, call)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_no_shard_is_removed_that_could_not_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    write_shards([table_of(["a"]), table_of(["b"])], tmp_path, SCHEMA, Shape(shard_bytes=1))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def write(folder: Path) -> None:
+        write_shards([table_of(["new"]), table_of(["newer"])], folder, SCHEMA, Shape(shard_bytes=1))
+        fail_from(monkeypatch, Path, "rename", number)
+
+    told = ""
+    try:
+        stage(tmp_path, write, overwrite=True)
+    except ImportRefused as error:
+        told = str(error)
+    monkeypatch.undo()
+    if number > 3:  # two were moved away by then, and two in
+        assert (sorted(read_back(tmp_path).column("text").to_pylist()), told) == (["new", "newer"], "")
+        return
+    assert told
+    for aside in tmp_path.glob(".import-*"):
+        assert f"it is in {aside}. Move it back" in told
+        for path in aside.iterdir():
+            path.rename(tmp_path / path.name)
+        aside.rmdir()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("new", [True, False])
+def test_what_the_disk_does_not_write_is_no_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, new: bool
+) -> None:
+    out_dir = tmp_path / "out"
+    if not new:
+        out_dir.mkdir()
+        put(out_dir, "old")
+    before = names_in(tmp_path), [path.read_bytes() for path in out_dir.glob("*")]
+
+    def write(folder: Path) -> None:
+        put(folder, "new")
+        fail_from(monkeypatch, os, "fsync", number)
+
+    with nullcontext() if number > 2 else pytest.raises(ImportRefused, match="Input/output error. Nothing was changed there"):
+        stage(out_dir, write, overwrite=True)
+    if number > 2:  # of the shard, of the hidden folder, and of the one that it was moved to
+        assert read_back(out_dir).column("text").to_pylist() == ["new"]
+    else:
+        assert (names_in(tmp_path), [path.read_bytes() for path in out_dir.glob("*")]) == before
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -24,7 +24,7 @@ from penstock_server.importing.jsonl import JsonLines
 from penstock_server.importing.rows import Kind
 from penstock_server.importing.shards import Shape, Written, old_shards, row_groups, staged, write_shards
 from penstock_server.importing.source import Advance, ImportRefused, Source, Survey
-from penstock_server.importing.stream import CODECS
+from penstock_server.importing.stream import CODECS, unreadable
 from penstock_server.importing.token_files import TokenFile
 from penstock_server.importing.token_formats import Documents
 
@@ -202,8 +202,8 @@ def _foreign(path: Path) -> str:
 
 @contextmanager
 def _progress(doing: str, sources: Sequence[Source]) -> Iterator[list[Advance]]:
-    """What each source tells its bytes to."""
-    sizes = [source.path.stat().st_size for source in sources]
+    """What each source tells its bytes to. Raises ImportRefused: a file cannot be read."""
+    sizes = [_size(source.path) for source in sources]
     with tqdm(total=sum(sizes), desc=doing, unit="B", unit_scale=True, disable=None) as bar:
 
         def advance(start: int, position: int) -> None:
@@ -211,3 +211,10 @@ def _progress(doing: str, sources: Sequence[Source]) -> Iterator[list[Advance]]:
 
         yield [partial(advance, end - size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         bar.update(sum(sizes) - bar.n)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from error

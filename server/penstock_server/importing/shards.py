@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from bisect import bisect_left
@@ -19,6 +20,8 @@ import pyarrow.parquet as pq
 from penstock_server.files import may_be_there
 from penstock_server.importing.source import ImportRefused
 from penstock_server.snapshots.folders import list_folder
+
+log = logging.getLogger("penstock.import")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +149,7 @@ def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
 def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
     """A hidden folder, whose files are moved to `out_dir` when the block ends, in place of the shards there.
 
-    Whatever else ends the block leaves all as it was.
+    By then the disk has written them. Whatever else ends the block leaves all as it was.
     Raises ImportRefused: as `old_shards`, or the disk is full or cannot be written to.
     """
     try:
@@ -156,14 +159,32 @@ def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
         staging.mkdir()
         try:
             yield staging
+            for path in (*staging.iterdir(), staging):
+                _sync(path)
             if home is out_dir:
                 _exchange(old_shards(out_dir, overwrite=overwrite), staging, out_dir)
             else:
                 staging.rename(out_dir)
+                try:
+                    _sync(home)
+                except OSError:
+                    out_dir.rename(staging)
+                    raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise _unwritable(out_dir, error) from error
+
+
+def _sync(path: Path) -> None:
+    """Has the disk write a file, or the names in a folder: a full one may say so only now."""
+    if os.name != "posix":  # elsewhere neither is opened so
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _unwritable(out_dir: Path, error: OSError) -> ImportRefused:
@@ -174,16 +195,33 @@ def _unwritable(out_dir: Path, error: OSError) -> ImportRefused:
 
 
 def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
+    """Moves shards away and new ones in. The old ones are removed last, and never from where they could not be moved back."""
     new = sorted(staging.iterdir())
     for path in new:
         path.touch()  # a server that watches the folder waits until nothing in it is as new as this
-    (staging / "old").mkdir()
-    moves = [(path, staging / "old" / path.name) for path in old] + [(path, out_dir / path.name) for path in new]
+    aside = staging.with_name(f"{staging.name}-old")
+    aside.mkdir()
+    moves = [(path, aside / path.name) for path in old] + [(path, out_dir / path.name) for path in new]
+    begun: list[tuple[Path, Path]] = []
     try:
         for source, target in moves:
+            begun.append((source, target))
             source.rename(target)
-    except BaseException:
-        for source, target in reversed(moves):
-            if not os.path.lexists(source):
-                target.rename(source)
+        _sync(out_dir)
+    except BaseException as error:
+        for source, target in reversed(begun):
+            with suppress(OSError):
+                if not may_be_there(source):
+                    target.rename(source)
+        try:
+            aside.rmdir()
+        except OSError:
+            raise ImportRefused(
+                f"{out_dir} cannot be written ({error}), and what was there could not all be put back: it is in {aside}. "
+                f"Move it back to {out_dir}, over what has the same name there."
+            ) from error
         raise
+    try:
+        shutil.rmtree(aside)
+    except OSError as error:
+        log.warning("the shards that were replaced are in %s, and cannot be removed: %s", aside, error.strerror)
