@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, TypeVar
 
@@ -24,9 +25,10 @@ T = TypeVar("T")
 Piece: TypeAlias = bytes | memoryview | pa.Buffer
 
 log = logging.getLogger("penstock.sealed")
-_telling_unmapped = Seldom()
+_telling_unread = Seldom()
 
 SEAL_BYTES = 8
+_PIECE_BYTES = 1 << 20
 TEMPORARY = ".tmp"  # after the names of files that are not yet whole
 ABANDONED_SECONDS = 60.0  # one that nobody has written to for so long belongs to a process that died
 
@@ -36,11 +38,6 @@ class Damaged(Exception):
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} is damaged and will be made again")
-
-
-def seal_of(content: Piece, name: str) -> bytes:
-    """What stands after these bytes in a file of this name, `SEAL_BYTES` long."""
-    return xxhash.xxh3_64_digest(content, _seed_of(name))
 
 
 def _seed_of(name: str) -> int:
@@ -89,30 +86,44 @@ def _identity(path: Path, stat: os.stat_result) -> int:
 
 
 def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
-    """The bytes of a file before its seal, mapped into memory. None: there is none, or it cannot be mapped, which is logged.
+    """The bytes of a file before its seal, mapped into memory. None: there is none, or it cannot be read, which is logged.
 
     The map stays good when the file is removed or replaced. What is among `sound` is not read. Raises Damaged.
     """
     try:
-        stat = path.stat()
-        # Arrow's map keeps no descriptor open, as Python's does: ten thousand shards would take ten thousand. It refuses a file
-        # of no bytes.
-        content = pa.memory_map(os.fsencode(path)).read_buffer() if stat.st_size else pa.py_buffer(b"")
-        is_that_file = os.path.samestat(stat, path.stat())
+        with path.open("rb", buffering=0) as file:
+            stat = os.fstat(file.fileno())
+            # Arrow's map keeps no descriptor open, as Python's does: ten thousand shards would take ten thousand. It refuses a
+            # file of no bytes.
+            content = pa.memory_map(os.fsencode(path)).read_buffer() if stat.st_size else pa.py_buffer(b"")
+            if not os.path.samestat(stat, path.stat()):  # it was replaced, before it was mapped or since
+                return map_sealed(path, sound)
+            if not (sound and sound.has(path, stat)):
+                if not _is_sealed(file, stat.st_size - SEAL_BYTES, path.name):
+                    raise Damaged(path)
+                if sound:
+                    sound.add(path, stat)
     except FileNotFoundError:
         return None
-    except OSError as error:  # no descriptor left, no permission: the file itself may be sound
-        if _telling_unmapped.is_due():
-            log.warning("%s cannot be mapped: %s", path, error)
+    except OSError as error:  # no descriptor left, no permission, a disk that fails: the file itself may be sound
+        if _telling_unread.is_due():
+            log.warning("%s cannot be read: %s", path, error)
         return None
-    body = content.slice(0, max(0, content.size - SEAL_BYTES))
-    if sound and is_that_file and sound.has(path, stat):
-        return body
-    if seal_of(body, path.name) != bytes(content[body.size :]):
-        raise Damaged(path)
-    if sound and is_that_file:
-        sound.add(path, stat)
-    return body
+    return content.slice(0, content.size - SEAL_BYTES)
+
+
+def _is_sealed(file: RawIOBase, num_bytes: int, name: str) -> bool:
+    """Whether behind so many bytes a file of this name ends with their seal. Raises OSError.
+
+    It is read, not mapped: where a disk fails, to look at a map ends the process.
+    """
+    seal = xxhash.xxh3_64(seed=_seed_of(name))
+    piece = memoryview(bytearray(max(0, min(num_bytes, _PIECE_BYTES))))
+    left = num_bytes
+    while left > 0 and (count := file.readinto(piece[:left])):
+        seal.update(piece[:count])
+        left -= count
+    return left == 0 and file.read(SEAL_BYTES) == seal.digest()
 
 
 def read_sealed(path: Path, parse: Callable[[memoryview], T | None]) -> T | None:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from errno import EIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from damage import damaged
 from penstock_server import sealed
 from penstock_server.logs import Seldom
-from penstock_server.sealed import Damaged, Sound, map_sealed, read_sealed, seal_of, write_sealed
+from penstock_server.sealed import Damaged, Sound, map_sealed, read_sealed, write_sealed
 
 OTHERWISE = "it is made again after a restart"
 
@@ -49,11 +51,11 @@ def test_a_file_that_cannot_be_mapped_is_not_called_damaged_and_is_told_of_once_
 ) -> None:
     path, now = tmp_path / "some", [1000.0]
     path.mkdir()
-    monkeypatch.setattr(sealed, "_telling_unmapped", Seldom())
+    monkeypatch.setattr(sealed, "_telling_unread", Seldom())
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for num_told in (1, 2):
         assert [read_sealed(path, bytes) for _ in range(5)] == [None] * 5
-        assert caplog.text.count("some cannot be mapped") == num_told
+        assert caplog.text.count("some cannot be read") == num_told
         now[0] += 60.0
 
 
@@ -70,8 +72,8 @@ def test_what_is_known_to_be_sound_is_not_read_again_and_what_comes_in_its_place
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, other = tmp_path / "some", tmp_path / "other"
-    sound, read = Sound(most=2), Mock(side_effect=seal_of)
-    monkeypatch.setattr(sealed, "seal_of", read)
+    sound, read = Sound(most=2), Mock(side_effect=sealed._is_sealed)
+    monkeypatch.setattr(sealed, "_is_sealed", read)
     write_sealed(path, [b"first"], OTHERWISE)
     write_sealed(other, [b"elsewhere"], OTHERWISE)
     assert [bytes(map_sealed(each, sound) or b"") for each in (path, other, path, other)] == [b"first", b"elsewhere"] * 2
@@ -139,3 +141,28 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Pat
         write_sealed(path, failing(ZeroDivisionError()), OTHERWISE)
     assert [file.name for file in tmp_path.iterdir()] == ["some"]
     assert read_sealed(path, bytes) == b"old"
+
+
+def test_a_disk_that_fails_is_told_and_what_is_on_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sealed(tmp_path / "some", [b"first"], OTHERWISE)
+    monkeypatch.setattr(sealed, "_telling_unread", Seldom())
+    monkeypatch.setattr(sealed, "_is_sealed", Mock(side_effect=OSError(EIO, "Input/output error")))
+    assert map_sealed(tmp_path / "some") is None
+    assert "some cannot be read: [Errno 5] Input/output error" in caplog.text
+
+
+def test_a_file_that_is_replaced_while_it_is_mapped_is_mapped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other, real = tmp_path / "some", tmp_path / "sub" / "some", pa.memory_map
+    other.parent.mkdir()
+    write_sealed(path, [b"first"], OTHERWISE)
+    write_sealed(other, [b"other"], OTHERWISE)
+
+    def map_late(name: bytes) -> pa.MemoryMappedFile:
+        if other.exists():
+            other.replace(path)
+        return real(name)
+
+    monkeypatch.setattr(pa, "memory_map", map_late)
+    assert bytes(map_sealed(path) or b"") == b"other"

@@ -154,8 +154,8 @@ def test_a_block_that_was_let_go_for_others_is_mapped_again_without_being_read(
     monkeypatch.setattr(maps_module, "_OPEN_BLOCKS", 2)
     blocks = open_blocks()
     expected = [rows_of(block) for block in blocks.get(range(4))]
-    read = Mock(side_effect=sealed.seal_of)
-    monkeypatch.setattr(sealed, "seal_of", read)
+    read = Mock(side_effect=sealed._is_sealed)
+    monkeypatch.setattr(sealed, "_is_sealed", read)
     for _ in range(3):
         again = blocks.mapped(range(4))
         assert again
