@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import BinaryIO, NamedTuple
@@ -124,6 +124,37 @@ def test_what_fails_half_way_gives_its_room_back(tmp_path: Path, monkeypatch: py
     cache.budget_bytes = cache.configured_bytes
     assert cache.write("b", content(2))
     assert cache.failure is None
+
+
+@pytest.mark.parametrize("name", ["pwrite", "flock"])
+@pytest.mark.parametrize("number", range(4))
+def test_a_file_that_cannot_be_counted_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    cache, module = CacheFolder(tmp_path, 9 * KIB), os if name == "pwrite" else fcntl
+    real, sound = getattr(module, name), iter(range(number))
+
+    def fail(*arguments: int) -> int | None:
+        if next(sound, None) is None and fcntl.LOCK_UN not in arguments:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        found: int | None = real(*arguments)
+        return found
+
+    monkeypatch.setattr(module, name, fail)
+    with suppress(OSError):
+        cache.write("a", content(1))
+    assert set(files(tmp_path)) <= {"a.block"}
+
+
+def test_what_was_used_while_the_clock_was_ahead_goes_before_what_is_used_now(tmp_path: Path) -> None:
+    cache = CacheFolder(tmp_path, 4 * KIB + 4 * OVERHEAD)
+    for number in range(4):
+        cache.write(str(number), content(number))
+    for number in (0, 1):
+        os.utime(tmp_path / f"{number}.block", (time.time() + 7200,) * 2)
+    for number in (4, 5):
+        assert cache.write(str(number), content(number))
+    assert set(files(tmp_path)) == {f"{number}.block" for number in (2, 3, 4, 5)}
 
 
 def test_what_fails_after_its_file_was_taken_for_abandoned_is_told_as_it_is(

@@ -40,6 +40,7 @@ _UNFINISHED = f"{_SUFFIX}{TEMPORARY}"
 _NEWS = 0.9  # a budget that is lowered by less is not worth another line in the log
 _KNOWN_FILES = 1 << 18  # to be sound, in some 60 bytes each: a terabyte of blocks
 _LOOK_SECONDS = 30.0  # after a full disk lowered the budget, and between looks whether there is room again
+_FUTURE_SECONDS = 60.0  # that a file's date may be ahead of the folder's clock
 _SPARE = 32  # making room frees a 32nd of the budget at once: finding the oldest files takes a look at all of them
 
 
@@ -129,10 +130,13 @@ class CacheFolder:
             self._grow()
         if nbytes > self.budget_bytes:
             return False
-        path, temporary = self._path(name), None
+        path = self._path(name)
+        # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
+        temporary = self.folder / f"{uuid.uuid4().hex}{_UNFINISHED}"
+        is_reserved = False
         try:
-            temporary = self._reserve(nbytes)
-            if temporary is None:
+            is_reserved = self._reserve(temporary, nbytes)
+            if not is_reserved:
                 return False
             with temporary.open("r+b") as file:
                 write_with_seal(file, pieces, path.name)
@@ -143,8 +147,7 @@ class CacheFolder:
             self.failure = None
             return True
         except BaseException as error:
-            if temporary:
-                self._release(temporary)
+            self._release(temporary, is_counted=is_reserved)
             if not isinstance(error, OSError):
                 raise
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -153,36 +156,37 @@ class CacheFolder:
             self._shrink(error)
             return False
 
-    def _reserve(self, nbytes: int) -> Path | None:
-        """A temporary file of the given size. Its room is taken, on the disk and in the budget, before the bytes are there.
+    def _reserve(self, temporary: Path, nbytes: int) -> bool:
+        """Makes a temporary file of this size: its room is taken, on the disk and in the budget, before the bytes are there.
 
-        None: others write so much at this moment that there is no room for it.
+        False: others write so much at this moment that there is no room for it.
         """
         with self._locked() as used:
             if used.bytes + nbytes > self.budget_bytes:
                 self._evict(used, self.budget_bytes - nbytes - self.budget_bytes // _SPARE)
                 if used.bytes + nbytes > self.budget_bytes:
-                    return None
-            # Not mkstemp: its files are for one user only, and servers of several users may share a folder.
-            temporary = self.folder / f"{uuid.uuid4().hex}{_UNFINISHED}"
+                    return False
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(handle, 0, nbytes)
                 else:  # macOS: a disk that has no room for it says so when the bytes are written
                     os.ftruncate(handle, nbytes)
-            except OSError:
-                temporary.unlink()
-                raise
             finally:
                 os.close(handle)
             used.bytes += nbytes
-            return temporary
+        return True
 
-    def _release(self, temporary: Path) -> None:
-        with self._locked() as used:
-            used.bytes -= _size(temporary)
-            temporary.unlink(missing_ok=True)  # to another process it may have looked abandoned
+    def _release(self, temporary: Path, *, is_counted: bool) -> None:
+        """Removes a temporary file, if there is one, also where it cannot be counted off: who counts anew mends that."""
+        with suppress(OSError):
+            try:
+                if is_counted:
+                    with self._locked() as used:
+                        used.bytes -= _size(temporary)
+                        temporary.unlink(missing_ok=True)  # to another process it may have looked abandoned
+            finally:
+                temporary.unlink(missing_ok=True)
 
     def drop(self, name: str) -> None:
         """Removes a file, if it can be."""
@@ -231,7 +235,14 @@ class CacheFolder:
         used.bytes = self._recount()  # also mends what a crashed process left uncounted
         # What is no file but has such a name could not be removed, and nothing after it would be.
         entries = [entry for entry in os.scandir(self.folder) if entry.name.endswith(_SUFFIX) and entry.is_file()]
-        for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime_ns):
+        latest = self.now() + _FUTURE_SECONDS
+
+        def used_at(entry: os.DirEntry[str]) -> float:
+            # A date ahead is of a clock that was wrong. Taken for the last to be used, it would stay, and what is used now go.
+            seconds = entry.stat().st_mtime
+            return seconds if seconds <= latest else 0.0
+
+        for entry in sorted(entries, key=used_at):
             if used.bytes <= target_bytes:
                 return
             used.bytes -= entry.stat().st_size
@@ -242,7 +253,7 @@ class CacheFolder:
     def _recount(self) -> int:
         """The bytes in the folder; what crashed processes left half written is removed."""
         total = 0
-        now = self._count.now()
+        now = self.now()
         for entry in os.scandir(self.folder):
             if not entry.name.endswith((_SUFFIX, TEMPORARY)):
                 continue
@@ -255,6 +266,10 @@ class CacheFolder:
             elif entry.name.endswith((_SUFFIX, _UNFINISHED)):  # counts, gigabytes sometimes, are outside of the budget
                 total += stat.st_size
         return total
+
+    def now(self) -> float:
+        """The time by the clock that dates the folder's files. Raises OSError: its disk fails."""
+        return self._count.now()
 
     def _locked(self) -> AbstractContextManager[Used]:
         return self._count.held(self._recount)
