@@ -142,7 +142,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> int:
     _set_libraries_up()
-    from penstock_server.datasets.prepare import prepare
+    from penstock_server.datasets.prepare import NotKept, prepare
     from penstock_server.opening import open_data, warn
 
     try:
@@ -159,7 +159,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         try:
             for line in prepare(dataset, arguments.best_fit):
                 report(line)
-        except Problem as problem:
+        except (Problem, NotKept) as problem:
             failed.append(f"{problem} What is done is kept; run the command again to go on.")
     for line in failed:
         print(f"penstock prepare: {line}", file=sys.stderr)

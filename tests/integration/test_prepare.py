@@ -133,6 +133,7 @@ def test_a_cache_that_cannot_be_written_to_is_not_called_full(data: Path, tmp_pa
     done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=60)
     assert "the block cache cannot be written to: [Errno 27] File too large" in done.stderr
     assert re.search(r"long: \d+ of 80 blocks are in the cache: some could not be stored there, as a line above", done.stdout)
+    assert (done.returncode, "long: blocks could not be stored in" in done.stderr) == (1, True)
 
 
 def test_one_of_a_thing_is_told_as_one(tmp_path: Path) -> None:

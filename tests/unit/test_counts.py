@@ -155,7 +155,7 @@ def test_counts_of_a_server_that_runs_for_months_stay(
     made = counts(cache)
     age(cache, MONTH_AGO)
     served(running, {"packing": "rows"})  # a job that needs none of them uses the snapshot that they are of
-    drop_old_counts(cache)
+    drop_old_counts(cache, time.time())
     assert counts(cache) == made
 
 
@@ -236,7 +236,7 @@ def test_counts_that_another_server_drops_meanwhile_are_in_nobodys_way(tmp_path:
     (tmp_path / "gone.lengths").symlink_to("nowhere")  # as one that is listed, and gone before it is looked at
     (tmp_path / "old.index").touch()
     os.utime(tmp_path / "old.index", (MONTH_AGO,) * 2)
-    drop_old_counts(tmp_path)
+    drop_old_counts(tmp_path, time.time())
     assert not (tmp_path / "old.index").exists()
 
 
@@ -264,7 +264,13 @@ def test_counting_begins_again_after_no_thread_could_be_started(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"), [(BadRow("no"), BadRow), (MemoryError(), OutOfMemory), (ZeroDivisionError(), IndexFailed)]
+    ("fault", "told"),
+    [
+        (BadRow("no"), BadRow),
+        (MemoryError(), OutOfMemory),
+        (RuntimeError("can't start new thread"), OutOfMemory),
+        (ZeroDivisionError(), IndexFailed),
+    ],
 )
 def test_what_stopped_counting_is_told_for_half_a_minute_and_then_it_begins_again(
     monkeypatch: pytest.MonkeyPatch, fault: Exception, told: type[Exception]

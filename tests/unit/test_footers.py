@@ -278,7 +278,7 @@ def test_notes_on_folders_that_nobody_opens_any_more_are_dropped(tmp_path: Path)
         for name in ("left.tmp", "footers"):
             os.utime(folder / name, (1, 1))
     os.utime(old, (1, 1))
-    drop_old_notes(tmp_path)
+    drop_old_notes(tmp_path, time.time())
     assert not old.exists()
     assert {path.name for path in new.iterdir()} == {"footers", "half.tmp"}
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from penstock_server.problems import IndexFailed, IndexNotReady, OutOfMemory, Problem
+from penstock_server.problems import MORE_THREADS, IndexFailed, IndexNotReady, OutOfMemory, Problem, lacks_threads
 from penstock_server.sealed import is_there
 
 T = TypeVar("T")
@@ -93,9 +93,14 @@ class Counting(Generic[T]):
         """Whether it is made."""
         return bool(self._made)
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether all files are there that it is kept in."""
+        return all(map(is_there, self._files()))
+
     def read(self) -> None:
-        """Makes it if all files are there that it is kept in, which takes no counting. Whatever stops that, `get` tells."""
-        if not self._made and all(map(is_there, self._files())):
+        """Makes it if it is stored, which takes no counting. Whatever stops that, `get` tells."""
+        if not self._made and self.is_stored:
             with suppress(Problem):
                 self.get()
 
@@ -125,6 +130,9 @@ class Counting(Generic[T]):
         except MemoryError as error:
             self._fail(OutOfMemory(f"to count {self._what}", error, "write smaller row groups"))
         except Exception as error:
+            if lacks_threads(error):
+                self._fail(OutOfMemory(f"to count {self._what}", error, MORE_THREADS))
+                return
             log.exception("%s cannot be counted", self._what)
             self._fail(IndexFailed(f"{self._what} cannot be counted because of a fault in penstock: {error!r}."))
         finally:

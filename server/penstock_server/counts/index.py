@@ -122,11 +122,19 @@ class Index:
         """Blocks whose tokens are counted."""
         return self._snapshot.num_blocks if self.lengths.is_ready else self.lengths.num_done
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether all that was counted is in its files, so that no other process counts it again."""
+        return all(counting.is_stored for counting in self._countings() if counting.is_ready)
+
+    def _countings(self) -> list[Counting[Any]]:
+        return [self.lengths, self.rows, *list(self._bins.values())]
+
     def mark_used(self) -> None:
         """A job uses the snapshot now: what is counted of it is not to be dropped. Done once a day."""
         if time.monotonic() >= self._mark_at:
             self._mark_at = time.monotonic() + _MARK_SECONDS
-            countings: list[Counting[Any]] = [self.lengths, self.rows, *list(self._bins.values())]
+            countings = self._countings()
             for counting in countings:
                 counting.mark_used()
 
@@ -187,10 +195,13 @@ class Index:
         return self._blocks.cache.folder / f"{self._blocks.names.of_all}-{name}-{_FORMAT}{_SUFFIX}"
 
 
-def drop_old_counts(folder: Path) -> None:
-    """Removes the counts of all snapshots that no server has used for 30 days. Who has one mapped keeps it."""
+def drop_old_counts(folder: Path, now: float) -> None:
+    """Removes the counts of all snapshots that no server has used for 30 days. Who has one mapped keeps it.
+
+    `now` is of the clock that dates the folder's files. Raises OSError: it cannot be listed.
+    """
     for entry in os.scandir(folder):
         if entry.name.endswith((SUFFIX, _SUFFIX)):
             with suppress(OSError):  # another server tidies up at the same time
-                if time.time() - entry.stat().st_mtime > _FORGET_SECONDS:
+                if now - entry.stat().st_mtime > _FORGET_SECONDS:
                     Path(entry.path).unlink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -24,6 +24,7 @@ from penstock_server.problems import BadParameter, Busy, DatasetRefused, ShardUn
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
+from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
 _CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
@@ -78,7 +79,8 @@ class Catalog:
         """The spec resolved against a dataset, or against all that its mix names, this one among them.
 
         Raises BadParameter: the mix leaves it out, or the snapshot is not one of each. Raises Busy: the snapshot may be among
-        new data that is being looked at. Raises SnapshotGone, and what make_plan raises.
+        new data that is being looked at. Raises ShardUnavailable: nobody knows if it is here, since its folder cannot be opened
+        now. Raises SnapshotGone, and what make_plan raises.
         """
         declared = self._known.mixtures.get(name)
         spec, names, fingerprints = _members(name, spec, declared)
@@ -173,6 +175,17 @@ class Catalog:
             return quiet
 
     def _served(self, name: str, fingerprint: str | None) -> Served:
+        try:
+            return self._found(name, fingerprint)
+        except DatasetRefused as refusal:
+            if fingerprint is None:
+                raise
+            raise ShardUnavailable(
+                f"snapshot {fingerprint} of {name} may be here again later: {refusal} Its runs wait, and go on once that is "
+                f"mended."
+            ) from refusal
+
+    def _found(self, name: str, fingerprint: str | None) -> Served:
         dataset = self[name]
         # Of several processes at one address each finds new data for itself: without this the ranks of one run could begin on
         # two snapshots, and one that began on the new one be told that it is gone.
@@ -249,6 +262,12 @@ def _resolve(spec: Spec, snapshot: str) -> Spec:
     )
 
 
+def _tidy(cache: CacheFolder, drop: Callable[[Path, float], None]) -> None:
+    """Has the cache folder rid of what nobody uses; another time, where it cannot be looked at now."""
+    with suppress(OSError):
+        drop(cache.folder, cache.now())
+
+
 def _why_no_folder(path: Path) -> str:
     try:
         return "" if S_ISDIR(path.stat().st_mode) else "is a file, not a folder"
@@ -272,8 +291,8 @@ def open_catalog(data_dir: Path, tokenizer: Path | None, store: BlockStore, *, j
         )
     if tokenizer:
         load_tokenizer(tokenizer)  # a wrong flag is an error of its own, not one of each dataset
-    drop_old_counts(store.cache.folder)
+    _tidy(store.cache, drop_old_counts)
     catalog = Catalog(data_dir, tokenizer, store)
     catalog.open(joins=joins)
-    drop_old_notes(store.cache.folder)  # not before: what is served now may have been away for long, or the clock was wrong
+    _tidy(store.cache, drop_old_notes)  # not before: what is served now may have been away for long, or the clock was wrong
     return catalog

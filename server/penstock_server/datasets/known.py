@@ -43,13 +43,13 @@ class Known:
     def find(self, name: str) -> Dataset:
         """The dataset of that name.
 
-        Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder. Raises BadParameter: it is of a
-        mixture.
+        Raises UnknownDataset: there is none. Raises DatasetRefused: the name is of no folder, or maybe of one below a folder
+        that cannot be looked into. Raises BadParameter: it is of a mixture.
         """
         if name in self.datasets:
             return self.datasets[name]
-        if name in self.unopened:
-            raise DatasetRefused(self.unopened[name])
+        if reason := next((why for own, why in self.unopened.items() if f"{name}.".startswith(f"{own}.")), None):
+            raise DatasetRefused(reason)
         if name in self.mixtures:
             raise BadParameter(
                 f"{name} is a mixture, which has batches, a spec and a shuffle report; rows and snapshots belong to its "

@@ -14,12 +14,16 @@ from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter
 
 
+class NotKept(Exception):
+    """Something that was made could not be stored. The message says what, and what follows."""
+
+
 def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     """Counts the tokens of a dataset, fills the cache as far as its budget goes, packs for packing=best_fit; says what is done.
 
     Everything is made for each split, too, if the recipe has splits.
 
-    Raises what a block raises that cannot be read, and BadRow where the recipe does not substitute.
+    Raises what a block raises that cannot be read, and BadRow where the recipe does not substitute. Raises NotKept, at the end.
     """
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
         lengths = served.index.lengths.make(advance)
@@ -40,12 +44,24 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     blocks = f"{counted(num_blocks, 'block')} {'is' if num_blocks == 1 else 'are'}"
     reason = f": {_reason(served, missing)}, or the others are decoded each time they are needed" if missing else ""
     yield f"{served.name}: {num_blocks - len(missing):,} of {blocks} in the cache{reason}"
-    if seq_lens and len(served.snapshot.recipe.features) > 1:
+    is_paired = len(served.snapshot.recipe.features) > 1
+    if seq_lens and is_paired:
         yield f"{served.name}: preference pairs are not packed"
-        return
-    for seq_len in seq_lens:
+    for seq_len in seq_lens if not is_paired else ():
         for split in ("all", "train", "validation") if served.snapshot.recipe.validation else ("all",):
             yield _pack(served, split, seq_len)
+    _check_kept(served, missing)
+
+
+def _check_kept(served: Served, missing: list[int]) -> None:
+    """Raises NotKept: these blocks are not in the cache for another reason than a budget that was set, or counts are not."""
+    cache, folder = served.blocks.cache, served.blocks.cache.folder
+    if not served.index.is_stored:
+        raise NotKept(
+            f"{served.name}: counts could not be stored in {folder}, as a line above says; a server counts anew. Mend that."
+        )
+    if missing and (_num_fitting(served, missing) or cache.budget_bytes < cache.configured_bytes):
+        raise NotKept(f"{served.name}: blocks could not be stored in {folder}, as a line above says. Mend that.")
 
 
 def _pack(served: Served, split: str, seq_len: int) -> str:

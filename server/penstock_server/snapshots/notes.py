@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -31,11 +30,14 @@ def open_notes(cache: Path, dataset: Path) -> Path:
     return here
 
 
-def drop_old_notes(cache: Path) -> None:
-    """Removes the notes on folders that nobody has opened for 90 days, and what crashed processes left half written."""
+def drop_old_notes(cache: Path, now: float) -> None:
+    """Removes the notes on folders that nobody has opened for 90 days, and what crashed processes left half written.
+
+    `now` is of the clock that dates the folder's files. Raises OSError: it cannot be listed.
+    """
     for path in (cache / _FOLDER).glob("**/*"):
         with suppress(OSError):  # another server tidies up at the same time
-            age_seconds = time.time() - path.stat().st_mtime
+            age_seconds = now - path.stat().st_mtime
             if path.is_dir() and age_seconds > _FORGET_SECONDS:
                 shutil.rmtree(path)
             elif path.suffix == TEMPORARY and age_seconds > ABANDONED_SECONDS:

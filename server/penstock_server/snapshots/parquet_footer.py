@@ -26,7 +26,10 @@ class Footer(NamedTuple):
 
 
 def read_footer(path: Path, file: BinaryIO) -> Footer:
-    """The footer of an open file. Raises DatasetRefused: it is truncated, damaged, encrypted or none of Parquet's."""
+    """The footer of an open file.
+
+    Raises DatasetRefused: it is truncated, damaged, encrypted or none of Parquet's. Raises OSError: its storage fails.
+    """
     _check_footer(path, file)
     try:
         # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
@@ -43,6 +46,8 @@ def read_footer(path: Path, file: BinaryIO) -> Footer:
             f"{path} has a column of a type that is not supported: {one_line(error)}. Write it as another type, or without it."
         ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno:  # pyarrow's word for a damaged footer has none
+            raise
         what = "is encrypted, which is not supported" if "decrypt" in str(error) else f"has a damaged footer: {one_line(error)}"
         raise refused(path, what) from error
 

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EINVAL, ELOOP, ENAMETOOLONG, ENOENT
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -21,7 +22,7 @@ from penstock_server.recipes.column_types import num_leaves
 from penstock_server.recipes.fields import FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.recipe import Recipe
-from penstock_server.snapshots.parquet_footer import Footer, read_footer, refused
+from penstock_server.snapshots.parquet_footer import Footer, read_footer
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -138,10 +139,13 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with open_file(path) as file:
             yield file
     except OSError as error:
-        what = f"cannot be read: {error.strerror or error}"
+        advice = "Mend its storage"
         if isinstance(error, PermissionError):
-            raise DatasetRefused(f"{path} {what}. Let the server's user read it, or move it out of the folder.") from error
-        raise refused(path, what) from error
+            advice = "Let the server's user read it"
+        elif error.errno in (ENOENT, EINVAL, ELOOP, ENAMETOOLONG):  # a link to nothing, a pipe, a name that can be no file's
+            advice = "Write it again"
+        what = f"{path} cannot be read: {error.strerror or error}"
+        raise DatasetRefused(f"{what}. {advice}, or move it out of the folder.") from error
 
 
 def _check_columns(path: Path, schema: pa.Schema, recipe: Recipe) -> None:

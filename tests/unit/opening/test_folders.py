@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +19,7 @@ from opened import Opener
 from penstock.spec import Spec
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import open_catalog
-from penstock_server.problems import DatasetRefused, UnknownDataset
+from penstock_server.problems import DatasetRefused, ShardUnavailable, UnknownDataset
 from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
 from penstock_server.snapshots.reading import read_folder
@@ -278,3 +280,36 @@ def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Ope
     shutil.rmtree(data / "good")
     with pytest.raises(DatasetRefused, match=r"nothing in .* can be served(.|\n)*half.parquet is truncated"):
         open_all()
+
+
+@pytest.mark.parametrize("away", ["team", "team/own", "team/own/part-000.parquet", "team/own/penstock.toml"])
+def test_runs_wait_for_what_a_server_that_was_started_anew_cannot_open_yet(
+    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, away: str
+) -> None:
+    write_numbered(data / "other", 3)
+    (write_numbered(data / "team" / "own", 3) / "penstock.toml").write_text("")
+    spec = Spec(batch_size=1, snapshot=open_all()["team.own"].latest.snapshot.fingerprint)
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(path: str | Path, *args: Any, **options: Any) -> Any:
+            if Path(path) == data / away:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *args, **options)
+
+        return called
+
+    shutil.rmtree(data.parent / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", failing(os.scandir))
+        patch.setattr(Path, "open", failing(Path.open))
+        patch.setattr("builtins.open", failing(open))
+        catalog = open_all()
+        with pytest.raises(
+            ShardUnavailable, match=rf"snapshot {spec.snapshot} of team.own .*Input/output error.* Its runs wait"
+        ):
+            catalog.plan("team.own", spec)
+        with pytest.raises(DatasetRefused, match="Input/output error"):
+            catalog.plan("team.own", replace(spec, snapshot=None))
+    with suppress(DatasetRefused):
+        catalog.refresh("team.own")
+    assert catalog.plan("team.own", spec).schedule.num_steps == 3

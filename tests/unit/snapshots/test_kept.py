@@ -202,7 +202,7 @@ def test_what_a_server_runs_on_for_months_is_not_forgotten_when_another_starts(
     [notes] = (tmp_path / "cache" / "notes").iterdir()
     os.utime(notes, (1, 1))
     catalog["d"].served(None)
-    drop_old_notes(tmp_path / "cache")
+    drop_old_notes(tmp_path / "cache", time.time())
     assert notes.exists()
 
 
