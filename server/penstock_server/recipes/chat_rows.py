@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock_server.recipes.chat import Span
+from penstock_server.recipes.chat_spans import Span
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.messages import ChatError, says_something
 from penstock_server.recipes.recipe import Recipe

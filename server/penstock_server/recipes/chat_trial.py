@@ -20,10 +20,10 @@ _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class Write(Protocol):
-    """What a template makes of a chat, with a prompt for an answer or without. Raises ChatError: nothing."""
+    """What a template makes of a chat, given some tools: see ChatTemplate. Raises ChatError: nothing."""
 
-    def __call__(self, chat: Sequence[Message], *, prompt: bool = False) -> str:
-        """The text."""
+    def __call__(self, chat: Sequence[Message], *, prompt: bool = False, marks: tuple[str, str] = ("", "")) -> str:
+        """The text, with a prompt for an answer or without; `marks` are written around what is marked as generated."""
 
 
 @dataclass(frozen=True, slots=True)
