@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock_server.recipes.filter_casts import EQUALS_NULL, alike
-from penstock_server.recipes.filter_terms import ANYWHERE, NOWHERE, Mismatch, Term, condition
+from penstock_server.recipes.filter_terms import ANYWHERE, NOWHERE, Mismatch, Term, condition, literal
 
 Comparison = Callable[[Any, Any], pc.Expression]
 
@@ -23,27 +23,24 @@ _OPPOSITES: dict[Comparison, Comparison] = {
     operator.gt: operator.le,
     operator.le: operator.gt,
 }
-_UNKNOWN = pc.scalar(pa.scalar(None, pa.bool_()))
 
 
 def truth(term: Term) -> Term:
     """A term that is true, false or null. Raises Mismatch: it is something else."""
     if pa.types.is_null(term.type):
-        return Term(value=_UNKNOWN, type=pa.bool_(), true_in=NOWHERE, false_in=NOWHERE)
+        return literal(pa.scalar(None, pa.bool_()))
     if not pa.types.is_boolean(term.type):
         raise Mismatch(f"is {term.noun} and no condition. Compare it with something")
     return term
 
 
 def all_of(a: Term, b: Term) -> Term:
-    """True if both are, false if one is false."""
-    a, b = truth(a), truth(b)
+    """True if both conditions are, false if one is false."""
     return condition(pc.and_kleene(a.value, b.value), a.true_in & b.true_in, a.false_in | b.false_in)
 
 
 def any_of(a: Term, b: Term) -> Term:
-    """True if one is, false if both are false."""
-    a, b = truth(a), truth(b)
+    """True if one condition is, false if both are false."""
     return condition(pc.or_kleene(a.value, b.value), a.true_in | b.true_in, a.false_in & b.false_in)
 
 

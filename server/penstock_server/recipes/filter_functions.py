@@ -29,9 +29,7 @@ def calculated(by: Literal["add", "subtract", "multiply"], a: Term, b: Term) -> 
 
 def quotient(a: Term, b: Term) -> Term:
     """One number divided by another, null by zero. Raises Mismatch: they are no numbers."""
-    a, b = _filled(a, pa.int64()), _filled(b, pa.int64())
-    _check_numbers(a, b)
-    a, b = cast(a, pa.float64()), cast(b, pa.float64())
+    a, b = cast(_number(a), pa.float64()), cast(_number(b), pa.float64())
     return Term(value=unless_nan(pc.divide(a.value, _unless_zero(b.value, b.type))), type=a.type)
 
 
@@ -119,23 +117,24 @@ def _pattern(term: Term, pattern: Term) -> tuple[Term, str]:
 
 def _numbers(a: Term, b: Term) -> tuple[Term, Term]:
     """Two numbers as one type. Raises Mismatch: one is none, or no type holds both."""
-    a, b = _filled(a, pa.int64()), _filled(b, pa.int64())
-    _check_numbers(a, b)
+    a, b = _number(a), _number(b)
     common = common_number(a, b)
     if common not in NUMBERS:
         raise Mismatch(f"calculates with {a.type} and {b.type}, and no 64 bits hold both")
     return cast(a, common), cast(b, common)
 
 
+def _number(term: Term) -> Term:
+    """A number. Raises Mismatch: it is none."""
+    term = _filled(term, pa.int64())
+    if term.type not in NUMBERS:
+        raise Mismatch(f"calculates with {term.noun}")
+    return term
+
+
 def _filled(term: Term, type_: pa.DataType) -> Term:
     """A column of no type, as that of a shard in which it is all null, as nulls of a type; other terms as they are."""
     return cast(term, type_) if pa.types.is_null(term.type) and term.literal is None else term
-
-
-def _check_numbers(*terms: Term) -> None:
-    for term in terms:
-        if term.type not in NUMBERS:
-            raise Mismatch(f"calculates with {term.noun}")
 
 
 def _unless_zero(value: pc.Expression, type_: pa.DataType) -> pc.Expression:

@@ -95,10 +95,6 @@ class Meaning:
         return parts[0]
 
     def _literal(self, node: exp.Expr) -> Term:
-        if isinstance(node, exp.Null):
-            return terms.literal(pa.scalar(None))
-        if isinstance(node, exp.Boolean):
-            return terms.literal(pa.scalar(bool(node.this)))
         if node.is_string:
             return terms.literal(pa.scalar(node.name))
         # Of more digits than any 64 bits have, the first ones are too large already; Python refuses to read thousands.
@@ -162,8 +158,8 @@ _MEANINGS: dict[type[exp.Expr], Callable[[Meaning, exp.Expr], Term]] = {
     exp.Column: Meaning._column,
     exp.Dot: Meaning._column,
     exp.Literal: Meaning._literal,
-    exp.Boolean: Meaning._literal,
-    exp.Null: Meaning._literal,
+    exp.Boolean: lambda _, node: terms.literal(pa.scalar(bool(node.this))),
+    exp.Null: lambda *_: terms.literal(pa.scalar(None)),
     exp.And: lambda meaning, node: meaning._chain(node, conditions.all_of),
     exp.Or: lambda meaning, node: meaning._chain(node, conditions.any_of),
     exp.Not: _of_one(conditions.opposite),
