@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock_server.recipes.filter_casts import EQUALS_NULL, alike
-from penstock_server.recipes.filter_terms import ANYWHERE, NOWHERE, Mismatch, Term, condition, literal
+from penstock_server.recipes.filter_terms import ANYWHERE, Mismatch, Term, condition, literal
 
 Comparison = Callable[[Any, Any], pc.Expression]
 
@@ -63,7 +63,7 @@ def compared(by: Comparison, a: Term, b: Term) -> Term:
 def among(term: Term, items: Sequence[Term]) -> Term:
     """Whether a term is one of some literals. Raises Mismatch: they are not alike, or one is null."""
     found: list[pc.Expression] = []
-    true_in: list[pc.Expression] = [NOWHERE]
+    true_in: list[pc.Expression] = []
     by_type: dict[pa.DataType, tuple[Term, list[pa.Scalar]]] = {}
     for item in items:
         if item.literal is None:
@@ -85,12 +85,9 @@ def among(term: Term, items: Sequence[Term]) -> Term:
 
 def is_null(term: Term) -> Term:
     """Whether there is nothing: true or false, never null."""
+    value = pc.is_null(term.value)
     # Arrow does not compare what statistics tell of extension types, such as UUIDs.
-    is_plain = not pa.types.is_nested(term.type) and not isinstance(term.type, pa.BaseExtensionType)
-    stored = term.stored is not None and is_plain
-    nan = term.type == pa.float64()
-    return condition(
-        pc.is_null(term.value),
-        pc.is_null(term.stored) if stored and not nan else ANYWHERE,
-        pc.is_valid(term.stored) if stored else ANYWHERE,
-    )
+    if term.stored is None or pa.types.is_nested(term.type) or isinstance(term.type, pa.BaseExtensionType):
+        return condition(value)
+    # NaN is null, and in the file it is not.
+    return condition(value, ANYWHERE if term.type == pa.float64() else pc.is_null(term.stored), pc.is_valid(term.stored))

@@ -89,10 +89,10 @@ def column(path: Sequence[str], type_: pa.DataType) -> Term:
         type_ = pa.string()
         value = value.cast(type_)
     if pa.types.is_boolean(type_):
-        return Term(value=value, type=type_, stored=value, true_in=value == ANYWHERE, false_in=value == NOWHERE)
-    if pa.types.is_integer(type_):
-        value = value if type_ == pa.uint64() else value.cast(pa.int64())
-        return Term(value=value, type=pa.uint64() if type_ == pa.uint64() else pa.int64(), stored=value)
+        return Term(value=value, type=type_, stored=value, true_in=value == pc.scalar(True), false_in=value == pc.scalar(False))
+    if pa.types.is_integer(type_) and type_ != pa.uint64():
+        value = value.cast(pa.int64())
+        return Term(value=value, type=pa.int64(), stored=value)
     if pa.types.is_floating(type_):
         value = value.cast(pa.float64())
         return Term(value=unless_nan(value), type=pa.float64(), stored=value)

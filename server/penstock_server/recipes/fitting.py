@@ -9,7 +9,7 @@ from typing import Literal
 import pyarrow as pa
 
 from penstock.batch import TENSOR_NAMES
-from penstock_server.recipes.column_types import is_chats, is_messages, is_raw, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import is_chats, is_raw, is_text, is_tokens, is_tools
 from penstock_server.recipes.fields import Field, FieldError
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
@@ -22,7 +22,7 @@ _FITTING: Mapping[Kind, tuple[Callable[[pa.DataType], bool], str]] = {
     "text": (is_text, "text"),
     "prompt_response": (is_text, "text"),
     "messages": (is_chats, "lists of messages, each with a role and a content, or such lists as JSON texts"),
-    "preference": (lambda type_: is_text(type_) or is_messages(type_), "text or lists of messages"),
+    "preference": (is_chats, "text or lists of messages"),
 }
 
 
