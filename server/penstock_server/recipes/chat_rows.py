@@ -20,22 +20,22 @@ from penstock_server.recipes.tokenizer import Ids, Note
 from penstock_server.recipes.turns import Lists
 from penstock_server.recipes.values import json_values
 
-Chat = list[Any] | None  # its messages, None for a bad one
+Chat = list[Any]  # its messages
 Tools = list[Any]  # the definitions of those that a chat may call
 
 
 def read_chats(rows: Rows, role: str) -> list[Chat]:
-    """The chats of a field."""
+    """The chats of a field, [] for a bad one."""
     source, found = rows.field(role), []
     for row, value in enumerate(_nested(rows, source)):
         try:
             chat = _from_json(value)
+            if chat is None:
+                rows.note(row, "is null", of=source.text)
         except (ValueError, RecursionError) as error:
             rows.note(row, f"is no list of messages as JSON: {error}", of=source.text)
-            chat = None
-        if chat is None:
-            rows.note(row, "is null", of=source.text)
-        found.append(chat)
+            chat = []
+        found.append(chat or [])
     return found
 
 
@@ -69,13 +69,13 @@ def tokenized_chats(
     texts, spans, answered = [], [], []
     for row, (chat, own_tools) in enumerate(zip(chats, tools, strict=True)):
         try:
-            text, learned = _rendered(chat, (prompts[row] or []) if prompts else [], own_tools, recipe)
+            text, learned = _rendered(chat, prompts[row] if prompts else [], own_tools, recipe)
         except ChatError as error:
             note(row, str(error))
-            text, learned, chat = "", (), None
+            text, learned, chat = "", (), []
         texts.append(text)
         spans.append(learned)
-        answered.append([message["role"] for message in chat or []][-1:] == ["assistant"])
+        answered.append([message["role"] for message in chat[-1:]] == ["assistant"])
     ids, turns = [], []
     bos, eos = special(recipe.bos_id), special(recipe.eos_id)
     for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, note)):
@@ -88,10 +88,7 @@ def tokenized_chats(
         )
         ids.append(np.concatenate([np.array(opening, np.int64), tokens, np.array(closing, np.int64)]))
         runs[0] += len(opening)
-        if answered[row] or runs[-1]:
-            runs[-1] += len(closing)
-        else:  # after the user's words an EOS is not learned
-            runs[-2] += len(closing)
+        runs[-1 if answered[row] or runs[-1] else -2] += len(closing)  # after the user's words an EOS is not learned
         turns.append(runs)
     return Lists(*_end_to_end(ids), _end_to_end(turns))
 
@@ -139,11 +136,9 @@ def _one_nested(one: pa.Array, row: int, note: Note) -> Any:
     return None
 
 
-def _rendered(chat: Chat, prompt: list[Any], tools: list[Any], recipe: Recipe) -> tuple[str, tuple[Span, ...]]:
+def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[str, tuple[Span, ...]]:
     """The text of a chat after a prompt, and the spans that are learned. Raises ChatError: there is none of them."""
     assert recipe.chat
-    if chat is None:
-        raise ChatError("is null")
     if None in [*prompt, *chat]:
         raise ChatError("has a message that is null")
     rendered = recipe.chat.render([*prompt, *chat], tools, len(prompt))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock_server.recipes.chat_rows import Chat, read_chats, read_tools, tokenized_chats
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.texts import tokenized
@@ -28,14 +26,12 @@ def _parted(chats: dict[str, list[Chat]], side: str) -> tuple[list[Chat], list[C
     """The answers of one side, and the messages before them, which are not learned."""
     if "prompt" in chats:
         return chats[side], chats["prompt"]
-    shared = [
-        _shared(chosen or [], rejected or []) for chosen, rejected in zip(chats["chosen"], chats["rejected"], strict=True)
-    ]
-    answers = [None if chat is None else chat[length:] for chat, length in zip(chats[side], shared, strict=True)]
-    return answers, [(chat or [])[:length] for chat, length in zip(chats[side], shared, strict=True)]
+    shared = map(_shared, chats["chosen"], chats["rejected"])
+    parted = [(chat[length:], chat[:length]) for chat, length in zip(chats[side], shared, strict=True)]
+    return [answers for answers, _ in parted], [prompt for _, prompt in parted]
 
 
-def _shared(chosen: list[Any], rejected: list[Any]) -> int:
+def _shared(chosen: Chat, rejected: Chat) -> int:
     """How many messages both begin with; at least the last one of each is an answer."""
     longest = max(0, min(len(chosen), len(rejected)) - 1)
     return next((i for i in range(longest) if chosen[i] != rejected[i]), longest)
