@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from penstock_server.recipes.chat_trial import ANSWER, Trial, Write, num_alike
-from penstock_server.recipes.messages import ChatError, Message, content_of, has_words, idle, says_something
+from penstock_server.recipes.messages import DEEDS, ChatError, Message, content_of, has_words, says_something, without
 
 Span = tuple[int, int]
 
@@ -140,7 +140,7 @@ def _begins_at_once(write: Write, chat: Sequence[Message], before: str, said: st
         return True
     plain = [{"type": "text", "text": ANSWER}] if isinstance(message.get("content"), list) else ANSWER
     try:
-        text = write([*asked, {**idle(message), "content": plain}])
+        text = write([*asked, {**without(message, DEEDS), "content": plain}])
     except ChatError:  # as of templates that want answers of some kind
         return bool(content) and said.lstrip().startswith(content or "")
     return text.startswith(before) and text[len(before) :].lstrip().startswith(ANSWER)

@@ -46,17 +46,17 @@ def silenced(message: Message, deeds: Sequence[str]) -> Message:
     """A message of the assistant without some of what it does, if it says nothing."""
     if message["role"] != "assistant" or has_words(message) or not any(message.get(name) for name in deeds):
         return message
-    return {key: value for key, value in message.items() if key not in deeds}
+    return without(message, deeds)
 
 
 def with_content(message: Message, content: str) -> Message:
-    """A message with this for its content, if that is a list."""
+    """A message with this for its content, if that is a list and says something."""
     return {**message, "content": content} if isinstance(message.get("content"), list) and has_words(message) else message
 
 
-def idle(message: Message) -> Message:
-    """A message that does nothing."""
-    return {key: value for key, value in message.items() if key not in DEEDS}
+def without(message: Message, deeds: Sequence[str]) -> Message:
+    """A message that does none of these."""
+    return {key: value for key, value in message.items() if key not in deeds}
 
 
 def says_something(message: Message) -> bool:
