@@ -11,10 +11,7 @@ import pyarrow as pa
 from penstock.wording import cut
 from penstock_server.files import spelled
 from penstock_server.recipes.chat import ChatTemplate
-from penstock_server.recipes.column_types import (
-    are_told_alike,
-    name_of_travelling,
-)
+from penstock_server.recipes.column_types import are_told_alike, name_of_travelling
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import SHOWN
 from penstock_server.recipes.filters import Filter, not_empty, not_null

@@ -46,9 +46,7 @@ class SpecialTokens:
         named = load_special_tokens(self._path).get("eos_token") if self._path else None
         if named:
             self._check_known(named, "it is the eos_token", 'name another: eos = "<the token>"')
-        found = self._id_of(named)
-        if found is None:
-            found = self._id_of(self._usual_eos())
+        found = self._id_of(named or self._usual_eos())
         if found is None:
             raise DatasetRefused(
                 f"{self._folder}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name its "
