@@ -40,10 +40,8 @@ class LedgerFile:
         self._num_bytes = 0  # that wait
         self._num_lost = 0  # lines
         self._failure = ""
-        self._writing, self._syncing = self.locks = (
-            threading.RLock(),
-            threading.RLock(),
-        )  # who needs both takes the latter first
+        self._writing, self._syncing = threading.RLock(), threading.RLock()  # who needs both takes the latter first
+        self.locks = self._writing, self._syncing
         self._is_shared = False  # another process writes to it, too
 
     def check(self) -> None:

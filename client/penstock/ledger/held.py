@@ -45,7 +45,7 @@ def release_ledger(file: LedgerFile) -> None:
 # All that this process has written to, by process, so that what a fork inherits is nobody's. One descriptor for all iterations:
 # who closes any of a file's gives up all locks that his process has on it.
 _files: dict[tuple[int, Path], LedgerFile] = {}
-_files_lock = opening = threading.RLock()
+_files_lock, opening = threading.RLock(), threading.RLock()
 
 
 def _renew_locks() -> None:
@@ -54,7 +54,6 @@ def _renew_locks() -> None:
     _files_lock, opening = threading.RLock(), threading.RLock()
 
 
-_renew_locks()
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_renew_locks)
 

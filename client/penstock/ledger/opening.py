@@ -61,8 +61,6 @@ def cannot_be_written(path: Path, error: OSError) -> str:
 
 def _lock(fd: int, path: Path, wait_seconds: float) -> None:
     """A lock that ends with the process, and that a fork does not inherit. Raises LedgerError: another process has it."""
-    if sys.platform == "win32":
-        return
     deadline = time.monotonic() + wait_seconds
     try:
         while not has_locked(fd):
