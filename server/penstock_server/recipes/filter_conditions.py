@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -60,7 +60,7 @@ def compared(by: Comparison, a: Term, b: Term) -> Term:
     return condition(value, by(*stored), _OPPOSITES[by](*stored))
 
 
-def among(term: Term, items: Sequence[Term]) -> Term:
+def among(term: Term, *items: Term) -> Term:
     """Whether a term is one of some literals. Raises Mismatch: they are not alike, or one is null."""
     found: list[pc.Expression] = []
     true_in: list[pc.Expression] = []

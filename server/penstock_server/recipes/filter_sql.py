@@ -132,7 +132,7 @@ class Meaning:
     def _among(self, node: exp.Expr) -> Term:
         if not node.expressions:
             raise FilterError(f"the filter's {_quoted(node)} has nothing between its parentheses.")
-        return self._apply(node, lambda term, *items: conditions.among(term, items), node.this, *node.expressions)
+        return self._apply(node, conditions.among, node.this, *node.expressions)
 
     def _is_null(self, node: exp.Expr) -> Term:
         if not isinstance(node.expression, exp.Null):
