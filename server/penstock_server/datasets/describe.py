@@ -61,7 +61,7 @@ def describe_dataset(served: Served) -> DatasetAnswer:
             "asked_bytes": cache.configured_bytes,
             "failure": cache.failure,
         },
-        "columns": snapshot.recipe.columns_of_tokens,
+        "columns": snapshot.recipe.encoded_columns,
         "recipe": snapshot.recipe.describe(),
         "unused_columns": list(snapshot.recipe.unused),
         "token_dtype": snapshot.token_dtype,

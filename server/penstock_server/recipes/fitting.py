@@ -72,8 +72,8 @@ def holds_tools(schema: pa.Schema) -> bool:
     return "tools" in schema.names and is_tools(schema.field("tools").type)
 
 
-def has_tools(schema: pa.Schema) -> bool:
-    """Whether there is one that is taken for that where nothing is said of tools: in this shard it may be null throughout."""
+def may_hold_tools(schema: pa.Schema) -> bool:
+    """Whether there may be one: in this shard that column may be null throughout."""
     return "tools" in schema.names and _may_be_tools(schema.field("tools").type)
 
 

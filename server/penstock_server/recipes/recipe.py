@@ -144,7 +144,7 @@ class Recipe:
         return list(dict.fromkeys([*by_filter, *by_split]))
 
     @property
-    def columns_of_tokens(self) -> list[str]:
+    def encoded_columns(self) -> list[str]:
         """The top-level columns that tokens are made of, and those that say how: masks and tools."""
         masks = (name for _, source in self.masks for name in source.columns)
         return list(dict.fromkeys([*self.token_columns, *masks, *(self.tools.columns if self.tools else ())]))
@@ -155,7 +155,7 @@ class Recipe:
         if self.transform:
             return None
         travelling = (name for column in self.columns for name in column.field.columns)
-        return list(dict.fromkeys([*self.columns_of_tokens, *travelling, *self.selecting_columns]))
+        return list(dict.fromkeys([*self.encoded_columns, *travelling, *self.selecting_columns]))
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
-from penstock_server.recipes.fitting import Fields, Kind, check_tools, has_tools, holds_tools, travelling_column
+from penstock_server.recipes.fitting import Fields, Kind, check_tools, holds_tools, may_hold_tools, travelling_column
 from penstock_server.recipes.mask_columns import NAMES, Masks, absent_masks, find_masks, masks_of_turns, unused_masks
 from penstock_server.recipes.messages import TemplateError
 from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, DEFAULT_VALIDATION, Recipe
@@ -85,7 +85,7 @@ class _Reader:
             pad_id=special.pad_id(eos_id),
             chat=chat,
             tools=self._tools(chat),
-            absent_tools=bool(chat and chat.takes_tools and "tools" not in given and not has_tools(self._schema)),
+            absent_tools=bool(chat and chat.takes_tools and "tools" not in given and not may_hold_tools(self._schema)),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
@@ -190,7 +190,7 @@ class _Reader:
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
-        of_tools = load("tool_use") if self._given.get("tools", has_tools(self._schema)) else None
+        of_tools = load("tool_use") if self._given.get("tools", may_hold_tools(self._schema)) else None
         with_tools = ChatTemplate(text=of_tools, special_tokens=special.of_template(of_tools)) if of_tools else None
         chat = ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
         for each in (chat, with_tools):
@@ -220,6 +220,6 @@ class _Reader:
                 )
             check_tools(source := Field.parse(declared, self._schema), self._schema)
             return source
-        if declared is False or not chat or not chat.takes_tools or not has_tools(self._schema):
+        if declared is False or not chat or not chat.takes_tools or not may_hold_tools(self._schema):
             return None
         return Field.parse("tools", self._schema)
