@@ -36,7 +36,6 @@ class LedgerFile:
         self._is_torn = False  # the file ends with a part of a line that no longer waits
         self._left_size = 0  # of the file, when this process closed it last
         self._waiting: deque[Lines] = deque()
-        self._num_over = 0  # of these so many are of iterations that were over when it was closed
         self._num_bytes = 0  # that wait
         self._num_lost = 0  # lines
         self._failure = ""
@@ -89,7 +88,8 @@ class LedgerFile:
         """Other processes may write to it. What waits is kept, for later iterations of this process, unless it `is_last`."""
         with self._writing:
             self._close()
-            self._num_over = len(self._waiting)
+            for lines in self._waiting:
+                lines.is_over = True
             if is_last:
                 self._drop_what_is_over()
             if self._num_lost:
@@ -126,9 +126,8 @@ class LedgerFile:
 
     def _drop_what_is_over(self) -> None:
         """What waits of iterations that were over before it was closed is lost."""
-        for _ in range(self._num_over):
+        while self._waiting and self._waiting[0].is_over:
             self._num_lost += self._waiting.popleft().num_lines
-        self._num_over = 0
 
     def _write_what_it_takes(self) -> None:
         """Gives the system what waits, as far as it takes it."""
@@ -155,7 +154,6 @@ class LedgerFile:
         while self._waiting:
             self._write_lines(self._waiting[0])
             self._waiting.popleft()
-            self._num_over = max(0, self._num_over - 1)
         self._num_bytes = 0
 
     def _look_at_size(self) -> None:
@@ -242,7 +240,6 @@ class LedgerFile:
         lines.placed = (NOWHERE, lines.placed[1])
         if not lines.placed[1]:
             self._waiting.popleft()
-            self._num_over = max(0, self._num_over - 1)
 
     def _leave_if_deleted(self) -> None:
         if self._fd >= 0 and is_deleted(self._fd, self.path):

@@ -11,12 +11,15 @@ NOWHERE = -1  # in the file
 class Lines:
     """Lines of one iteration that wait, each with its newline. Its begin line may be among them, as the first.
 
+    `is_over`: the iteration was, when the file was closed.
+
     `placed` is (where the text begins in the file, the text); NOWHERE while none of it is written. It is one tuple, so that
     both change in one assignment: a signal's handler may raise between any two lines.
     """
 
     begin: str
     placed: tuple[int, bytearray]
+    is_over: bool = False
 
     @property
     def num_lines(self) -> int:
