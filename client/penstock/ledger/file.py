@@ -144,13 +144,13 @@ class LedgerFile:
             self._failure = ""
 
     def _write(self) -> None:
-        if not self._waiting:
-            return
-        self._open()
-        self._look_at_size()
-        if self._is_torn:
-            self._give(b"\n")
-            self._is_torn = False
+        if self._waiting:
+            self._open()
+        if self._waiting:  # what is over may have been dropped
+            self._look_at_size()
+            if self._is_torn:
+                self._give(b"\n")
+                self._is_torn = False
         while self._waiting:
             self._write_lines(self._waiting[0])
             self._waiting.popleft()

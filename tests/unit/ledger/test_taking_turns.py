@@ -20,6 +20,7 @@ from ledgers import append, begin_of, behind, round_at
 from penstock import LedgerError
 from penstock.audit.reading import read_ledger
 from penstock.ledger import book as book_module
+from penstock.ledger import file as file_module
 from penstock.ledger import held
 from penstock.rank import Worker
 
@@ -114,6 +115,28 @@ def test_what_waits_is_lost_where_another_process_has_written_since(
     data.open(SPEC, 1000, round_at(epoch=2, is_first=False), behind(2)).close()
     assert [part.steps.tolist() for part in read_ledger(path).parts] == [[], [7], []]
     assert f"penstock: 4 lines are not in the ledger {path}\n" in caplog.text
+
+
+@pytest.mark.parametrize("asks", ["the next iteration", "the interpreter's exit"])
+def test_where_all_that_waits_is_lost_nothing_stops_and_what_comes_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    path = tmp_path / "run.ledger"
+    data = book(path)
+    data.open(SPEC, round_at(), behind(0)).close()
+    monkeypatch.setattr(file_module, "_MOST_WAITING_BYTES", 60)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", fails_with(errno.ENOSPC))
+        ledger = data.open(SPEC, round_at(epoch=1, is_first=False), behind(1))
+        record(ledger, *range(9))
+        ledger.close()
+    append(path, begin_of(start=1), [7])
+    if asks == "the interpreter's exit":
+        held._write_what_waits()
+    ledger = data.open(SPEC, round_at(epoch=2, is_first=False), behind(2))
+    record(ledger, 0, 1)
+    ledger.close()
+    assert [part.steps.tolist() for part in read_ledger(path).parts] == [[], [7], [0, 1]]
 
 
 def test_an_exception_of_a_signals_handler_writes_no_line_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
