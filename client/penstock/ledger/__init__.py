@@ -21,7 +21,7 @@ write them once a minute: a machine that goes down loses a minute at most.
 book     one dataset's ledgers, and how an iteration is recorded
 begin    what a begin line says
 file     a file as a process appends to it, whatever its disk does; lines, what waits to be written
-held     which files the process has, each once for all of its iterations; lock, what keeps its threads apart
+held     which files the process has, each once for all of its iterations, and the locks around them
 opening  how it is opened, and kept from other processes
 names    which files are of one ledger
 """

@@ -69,12 +69,12 @@ def check_no_tools(schema: pa.Schema) -> None:
 
 def holds_tools(schema: pa.Schema) -> bool:
     """Whether there is a column with definitions of tools by its name and type."""
-    return "tools" in schema.names and is_tools(schema.field("tools").type)
+    return any(field.name == "tools" and is_tools(field.type) for field in schema)
 
 
 def may_hold_tools(schema: pa.Schema) -> bool:
     """Whether there may be one: in this shard that column may be null throughout."""
-    return "tools" in schema.names and _may_be_tools(schema.field("tools").type)
+    return any(field.name == "tools" and _may_be_tools(field.type) for field in schema)
 
 
 def _may_be_tools(type_: pa.DataType) -> bool:

@@ -55,35 +55,22 @@ def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tu
 
 def _guess(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:
     """What the columns' names and types say, when nothing is declared."""
-    text = {field.name for field in schema if is_text(field.type)}
-    chats = {field.name for field in schema if is_messages(field.type)}
-    tokens = [name for name in ("input_ids", "tokens") if name in schema.names and is_tokens(schema.field(name).type)]
-
-    def made(kind: Kind, **columns: str) -> tuple[Kind, Fields]:
-        return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
-
-    if tokens:
-        return made("tokens", tokens=tokens[0])
-    if "text" in text:
-        return made("text", text="text")
-    if "messages" in chats:
-        return made("messages", messages="messages")
-    if {"prompt", "chosen", "rejected"} <= text or {"prompt", "chosen", "rejected"} <= chats:
-        return made("preference", prompt="prompt", chosen="chosen", rejected="rejected")
-    if {"chosen", "rejected"} <= text or {"chosen", "rejected"} <= chats:
-        return made("preference", chosen="chosen", rejected="rejected")
-    for answer in ANSWERS:
-        if {"prompt", answer} <= text:
-            return made("prompt_response", prompt="prompt", response=answer)
-    if "messages" in text:  # as JSON
-        return made("messages", messages="messages")
-    ids = {field.name for field in schema if is_tokens(field.type)}
-    for roles in (["prompt", "chosen", "rejected"], ["chosen", "rejected"]):
-        if {*roles} <= ids:
-            return made("tokens", **{role: role for role in roles})
-    for answer in ANSWERS:
-        if {"prompt", answer} <= ids:
-            return made("tokens", prompt="prompt", response=answer)
+    ids, text, chats = ({field.name for field in schema if fits(field.type)} for fits in (is_tokens, is_text, is_messages))
+    pairs = [{role: role for role in roles} for roles in (("prompt", "chosen", "rejected"), ("chosen", "rejected"))]
+    answers = [{"prompt": "prompt", "response": answer} for answer in ANSWERS]
+    ways: tuple[tuple[Kind, list[dict[str, str]], tuple[set[str], ...]], ...] = (
+        ("tokens", [{"tokens": "input_ids"}, {"tokens": "tokens"}], (ids,)),
+        ("text", [{"text": "text"}], (text,)),
+        ("messages", [{"messages": "messages"}], (chats,)),
+        ("preference", pairs, (text, chats)),
+        ("prompt_response", answers, (text,)),
+        ("messages", [{"messages": "messages"}], (text,)),  # as JSON
+        ("tokens", [*pairs, *answers], (ids,)),
+    )
+    for kind, guesses, of_types in ways:
+        for columns in guesses:
+            if any(names.issuperset(columns.values()) for names in of_types):
+                return kind, tuple((role, Field.parse(column, schema)) for role, column in columns.items())
     raise DatasetRefused(f"{folder}: {_why_no_guess(schema, text, chats)}{OF_NO_ROWS if 'transform' in given else ''}")
 
 

@@ -123,17 +123,17 @@ def test_where_all_that_waits_is_lost_nothing_stops_and_what_comes_is_written(
 ) -> None:
     path = tmp_path / "run.ledger"
     data = book(path)
-    data.open(SPEC, round_at(), behind(0)).close()
+    data.open(SPEC, 1000, round_at(), behind(0)).close()
     monkeypatch.setattr(file_module, "_MOST_WAITING_BYTES", 60)
     with monkeypatch.context() as full:
         full.setattr(os, "write", fails_with(errno.ENOSPC))
-        ledger = data.open(SPEC, round_at(epoch=1, is_first=False), behind(1))
+        ledger = data.open(SPEC, 1000, round_at(epoch=1, is_first=False), behind(1))
         record(ledger, *range(9))
         ledger.close()
     append(path, begin_of(start=1), [7])
     if asks == "the interpreter's exit":
         held._write_what_waits()
-    ledger = data.open(SPEC, round_at(epoch=2, is_first=False), behind(2))
+    ledger = data.open(SPEC, 1000, round_at(epoch=2, is_first=False), behind(2))
     record(ledger, 0, 1)
     ledger.close()
     assert [part.steps.tolist() for part in read_ledger(path).parts] == [[], [7], [0, 1]]

@@ -168,6 +168,9 @@ def test_a_column_that_is_there_twice_is_refused(data: Path, tokenizer: Path) ->
         open_snapshot(data, tokenizer)
     pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["text", "k", "k"]), data / "a.parquet")
     assert open_snapshot(data, tokenizer).recipe.token_columns == ("text",)
+    pq.write_table(pa.table([[[1]], [[2]]], names=["input_ids", "input_ids"]), data / "a.parquet")
+    with pytest.raises(DatasetRefused, match=r"2 columns are called 'input_ids'. Rename all but one"):
+        open_snapshot(data)
 
 
 def test_columns_with_a_dot_in_their_name_are_no_part_of_others(data: Path, tokenizer: Path) -> None:
