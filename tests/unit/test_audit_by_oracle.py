@@ -212,8 +212,11 @@ def test_a_batch_that_no_start_recorded_is_missing(history: History, data: st.Da
         key, line = history.line_of[record]
         history.lines[key][line] = ""
     [epoch] = [epoch for epoch in epochs(audited(history)) if epoch.epoch == lost[1]]
-    assert samples <= numbers(epoch.missing) <= {p for record in same for p in history.positions(record)}
-    assert any(set(gap.ranks) & {record[3] for record in same} for gap in epoch.gaps)
+    assert numbers(epoch.missing) <= {p for record in same for p in history.positions(record)}
+    # Else the start that the run went on from may have left these samples out.
+    if len({spec.skip for specs in history.specs.values() for spec in specs.values()}) == 1:
+        assert samples <= numbers(epoch.missing)
+        assert any(set(gap.ranks) & {record[3] for record in same} for gap in epoch.gaps)
 
 
 @given(histories(), st.data())
