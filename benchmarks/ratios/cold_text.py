@@ -18,13 +18,14 @@ import data
 import tokenizers_alone
 from corpus import BATCH_SIZE
 from penstock import RemoteDataset
+from penstock.spec import Packing
 from processes import run
 from ratios import Ratio, Scale, in_turn, seconds
 from servers import penstock
 
 _DATASET = "stories"
 _SEQ_LEN = 256  # longer than any of the texts
-_PACKINGS = ("rows", "concat")
+_PACKINGS: tuple[Packing, ...] = ("rows", "concat")
 _ALONE_SECONDS = 600
 _MIMALLOC = find_library("mimalloc")
 _ALLOCATORS: dict[str, dict[str, str]] = {"": {}} | ({", with mimalloc": {"LD_PRELOAD": _MIMALLOC}} if _MIMALLOC else {})
@@ -61,12 +62,12 @@ def _alone(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     return told
 
 
-def _epoch(folder: Path, cache: Path, packing: str, environment: Mapping[str, str]) -> float:
+def _epoch(folder: Path, cache: Path, packing: Packing, environment: Mapping[str, str]) -> float:
     shutil.rmtree(cache, ignore_errors=True)
     with penstock(folder, cache, environment=environment) as server:
         return seconds(partial(_consume, server.address, packing))
 
 
-def _consume(address: str, packing: str) -> None:
+def _consume(address: str, packing: Packing) -> None:
     for _ in RemoteDataset(address, _DATASET, batch_size=BATCH_SIZE, seq_len=_SEQ_LEN, packing=packing, pad="longest"):
         pass

@@ -8,9 +8,10 @@ import data
 import servers
 from corpus import BATCH_SIZE
 from penstock import RemoteDataset
+from penstock.spec import Packing
 from ratios import Ratio, Scale, in_turn, seconds
 
-_PACKINGS = ("concat", "rows", "best_fit")
+_PACKINGS: tuple[Packing, ...] = ("concat", "rows", "best_fit")
 
 
 def measure(scale: Scale) -> list[Ratio]:
@@ -33,18 +34,18 @@ def measure(scale: Scale) -> list[Ratio]:
     ]
 
 
-def _dataset(address: str, packing: str) -> RemoteDataset:
+def _dataset(address: str, packing: Packing) -> RemoteDataset:
     return RemoteDataset(address, "tokens", batch_size=BATCH_SIZE, seq_len=data.LONGEST, packing=packing)
 
 
-def _filled(address: str, packing: str) -> float:
+def _filled(address: str, packing: Packing) -> float:
     """The share of positions that are tokens; and the counts, bins and blocks are looked at once before time is taken."""
     masks = [batch["attention_mask"] for batch in _dataset(address, packing)]
     tokens, positions = sum(int(mask.sum()) for mask in masks), sum(int(mask.numel()) for mask in masks)
     return tokens / positions
 
 
-def _rate(address: str, packing: str) -> float:
+def _rate(address: str, packing: Packing) -> float:
     """Positions a second, of one epoch."""
     dataset = _dataset(address, packing)
     took = seconds(lambda: sum(1 for _ in dataset))

@@ -58,4 +58,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """What completions offer, the classes of `__getattr__` among them."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -40,7 +40,19 @@ from penstock.place.resuming import stretch_behind
 from penstock.place.state import write_state
 from penstock.rank import Worker, check_rank, find_rank, find_worker
 from penstock.source import Source
-from penstock.spec import LARGEST_COUNT, Spec
+from penstock.spec import (
+    LARGEST_COUNT,
+    Boundaries,
+    LongRows,
+    Loss,
+    MixStop,
+    Packing,
+    Shuffle,
+    Spec,
+    Split,
+    Tail,
+    Task,
+)
 from penstock.stats import Stats
 from penstock.tensors import ALL, Batch, names_of
 from penstock.whole import check_amount, check_whole, plain
@@ -59,7 +71,31 @@ class RemoteDataset(IterableDataset[Batch]):
     retry_seconds    how long to keep trying while no server answers, in seconds
     ledger           file that records every batch that the loop is given, for `penstock audit`; see penstock.ledger
     mix              datasets and weights, "wiki:0.7,code:0.3" or {"wiki": 0.7, "code": 0.3}; `dataset` is one of them
-    the others       the spec; see penstock.Spec
+
+    and the spec, which says what is in a batch, with the defaults of the signature; see docs/batches.md:
+
+    batch_size       sequences in a batch of one rank
+    seq_len          tokens in a sequence; packing and long_rows decide what happens to longer rows
+    seed             chooses the order of every epoch
+    shuffle          none: as stored; window: uniform within windows; global: uniform overall
+    window           smallest number of sequences that are shuffled together (shuffle=window)
+    split            the rows of one split, chosen by a stable hash; or all
+    packing          rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole
+                     rows in bins
+    long_rows        rows longer than seq_len (packing=rows): truncated, or split into several sequences
+    pad              seq_len: pad to seq_len; longest: to the batch's longest sequence; a number: to that, rounded up to a
+                     multiple of it (packing=rows)
+    group_by_length  put this many sequences of similar length side by side (packing=rows), such as a global batch; 0: off
+    boundaries       documents: mark where documents begin in a sequence (packing=concat; best_fit always does)
+    task             causal: one stream of tokens; seq2seq: prompt in, response out
+    target_len       tokens in a response (task=seq2seq); default: seq_len
+    loss             which tokens have a label, where a prompt or a mask leaves some out: the response's, or all
+    tail             the last, incomplete step: drop it, or fill it from the epoch's start
+    skip             steps to leave out, such as 41000-41200,50000-50010, by their numbers in the epoch, skipped ones counted;
+                     or samples:1000-1999, over all ranks
+    mix_stop         a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first
+    dataset_index    1: add a tensor of this name, the number of each sequence's dataset: from 0, by the alphabet
+    snapshot         fingerprint of the data; default: the latest
 
     A batch is a dict of int64 tensors: input_ids, attention_mask and labels; see penstock.tensors.expand. With CUDA they
     are in pinned memory. `len(data)` is the exact number of batches that the next iteration gives, `steps_per_epoch` that of
@@ -83,27 +119,27 @@ class RemoteDataset(IterableDataset[Batch]):
         batch_size: int = 8,
         seq_len: int = 1024,
         seed: int = 0,
-        shuffle: str = "window",
+        shuffle: Shuffle = "window",
         window: int = 262_144,
-        split: str = "all",
-        packing: str = "rows",
-        long_rows: str = "truncate",
+        split: Split = "all",
+        packing: Packing = "rows",
+        long_rows: LongRows = "truncate",
         pad: str | int = "seq_len",
         group_by_length: int = 0,
-        boundaries: str = "none",
-        task: str = "causal",
+        boundaries: Boundaries = "none",
+        task: Task = "causal",
         target_len: int | None = None,
-        loss: str = "response",
-        tail: str = "drop",
+        loss: Loss = "response",
+        tail: Tail = "drop",
         skip: str | None = None,
         mix: str | Mapping[str, float] | None = None,
-        mix_stop: str | None = None,
+        mix_stop: MixStop | None = None,
         dataset_index: bool | int = False,
         snapshot: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         prefetch_bytes: int = PREFETCH_BYTES,
-        columns: Sequence[str] | None = None,
+        columns: Collection[str] | None = None,
         device: str | int | torch.device | None = None,
         replay: int | None = None,
         retry_seconds: float = 600.0,
@@ -115,9 +151,9 @@ class RemoteDataset(IterableDataset[Batch]):
         if replay is not None and ledger is not None:
             raise SpecError("replay trains on the same batches again and again; leave the ledger out", ("replay", "ledger"))
         self._device, self._replay = check_device(device), replay
-        self.rank, self.world_size = find_rank(rank, world_size)
+        self._rank, self._world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
-        self._source = Source(servers, dataset, rank=self.rank, retry_seconds=retry_seconds)
+        self._source = Source(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
         asked = Spec(
             batch_size=batch_size,
@@ -151,9 +187,6 @@ class RemoteDataset(IterableDataset[Batch]):
         if self.rank == 0:
             warn_as_advised(resolved.advice)
         self._resolved = resolved
-        self.spec = resolved.spec
-        self.steps_per_epoch = resolved.num_steps
-        self.vocab_size = resolved.vocab_size
         self._columns = ALL if columns is None else _check_columns(columns, names_of(resolved.tensors))
         self._progress = Progress(self.steps_per_epoch)
         self._has_asked = False  # the server how long rows are: once is enough
@@ -169,6 +202,31 @@ class RemoteDataset(IterableDataset[Batch]):
         """The datasets that batches are of, in the order in which dataset_index counts them: that of the alphabet."""
         mix = self.spec.mixed()
         return mix.datasets if mix else (self.dataset,)
+
+    @property
+    def spec(self) -> Spec:
+        """Every parameter of the batches, as the server resolved it."""
+        return self._resolved.spec
+
+    @property
+    def rank(self) -> int:
+        """Which slice of the epoch this is, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the epoch."""
+        return self._world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of a whole epoch, for schedulers: the same for every rank."""
+        return self._resolved.num_steps
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Every token id is below it; None where neither a tokenizer nor penstock.toml tells."""
+        return self._resolved.vocab_size
 
     @property
     def epoch(self) -> int:
@@ -358,7 +416,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._progress.go_to(stretch, worker)
 
 
-def _check_columns(columns: Sequence[str], known: list[str]) -> frozenset[str]:
+def _check_columns(columns: Collection[str], known: list[str]) -> frozenset[str]:
     """Raises SpecError: a batch has no such tensors."""
     named = list(columns) if isinstance(columns, Iterable) and not isinstance(columns, str) else []
     if not named or any(name not in known for name in named):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import repeat
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
@@ -64,17 +64,20 @@ class RemoteTrainer(Trainer):
     checkpoint though a state was loaded into the data.
     """
 
+    _place: _Place
     _signature_columns: Any  # of Trainer's: what _set_signature_columns_if_needed finds
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._place = _Place()
-        # Before all others, of which one may save a checkpoint at a step's end: Trainer's own does when it is preempted.
-        self.callback_handler.callbacks.insert(0, self._place)
-        self._warn_of_no_generation()
-        if self.train_dataset is not None:
-            self._check_train_dataset()
-            self._warn_of_another_task()
+    if not TYPE_CHECKING:  # to editors and type checkers the parameters are Trainer's, by their names
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._place = _Place()
+            # Before all others, of which one may save a checkpoint at a step's end: Trainer's own does when it is preempted.
+            self.callback_handler.callbacks.insert(0, self._place)
+            self._warn_of_no_generation()
+            if self.train_dataset is not None:
+                self._check_train_dataset()
+                self._warn_of_another_task()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches of this rank. Trainer's own loader would join several into one, and shard each rank's share again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
@@ -205,7 +205,7 @@ def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     try:
         named = [address.strip() for address in ((servers,) if isinstance(servers, str) else servers)]
         given = [address if "://" in address else f"http://{address}" for address in named]
-        sound = bool(given) and all(map(is_address, given))
+        sound = bool(given) and not isinstance(servers, Set) and all(map(is_address, given))  # a set has no order
     except (TypeError, AttributeError):
         sound = False
     if not sound:

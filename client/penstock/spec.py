@@ -10,13 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal, get_args
 
 from penstock.errors import SpecError
 from penstock.mix import Mix, parse_mix
 from penstock.skip import Ranges, parse_skip
 from penstock.whole import is_whole, plain
 from penstock.wording import cut, did_you_mean
+
+Shuffle = Literal["none", "window", "global"]
+Split = Literal["all", "train", "validation"]
+Packing = Literal["rows", "concat", "best_fit"]
+LongRows = Literal["truncate", "split"]
+Boundaries = Literal["none", "documents"]
+Task = Literal["causal", "seq2seq"]
+Loss = Literal["response", "all"]
+Tail = Literal["drop", "wrap"]
+MixStop = Literal["first", "all", "never"]
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_SEQ_LEN = 2**20
@@ -27,8 +37,8 @@ def _count(default: int | None, low: int, high: int, doc: str) -> Any:
     return field(default=default, metadata={"low": low, "high": high, "doc": doc})
 
 
-def _choice(default: str | None, options: tuple[str, ...], doc: str) -> Any:
-    return field(default=default, metadata={"options": options, "doc": doc})
+def _choice(default: str | None, options: object, doc: str) -> Any:
+    return field(default=default, metadata={"options": get_args(options), "doc": doc})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +54,16 @@ class Spec:
     )
     world_size: int = _count(1, 1, 2**20, "ranks that share an epoch")
     seed: int = _count(0, 0, LARGEST_SEED, "chooses the order of every epoch")
-    shuffle: str = _choice(
-        "window", ("none", "window", "global"), "none: as stored; window: uniform within windows; global: uniform overall"
-    )
+    shuffle: Shuffle = _choice("window", Shuffle, "none: as stored; window: uniform within windows; global: uniform overall")
     window: int = _count(262_144, 1, LARGEST_COUNT, "smallest number of sequences that are shuffled together (shuffle=window)")
-    split: str = _choice("all", ("all", "train", "validation"), "the rows of one split, chosen by a stable hash; or all")
-    packing: str = _choice(
+    split: Split = _choice("all", Split, "the rows of one split, chosen by a stable hash; or all")
+    packing: Packing = _choice(
         "rows",
-        ("rows", "concat", "best_fit"),
+        Packing,
         "rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole rows in bins",
     )
-    long_rows: str = _choice(
-        "truncate", ("truncate", "split"), "rows longer than seq_len (packing=rows): truncated, or split into several sequences"
+    long_rows: LongRows = _choice(
+        "truncate", LongRows, "rows longer than seq_len (packing=rows): truncated, or split into several sequences"
     )
     pad: str = field(
         default="seq_len",
@@ -68,19 +76,19 @@ class Spec:
     group_by_length: int = _count(
         0, 0, 65_536, "put this many sequences of similar length side by side (packing=rows), such as a global batch; 0: off"
     )
-    boundaries: str = _choice(
+    boundaries: Boundaries = _choice(
         "none",
-        ("none", "documents"),
+        Boundaries,
         "documents: mark where documents begin in a sequence (packing=concat; best_fit always does)",
     )
-    task: str = _choice("causal", ("causal", "seq2seq"), "causal: one stream of tokens; seq2seq: prompt in, response out")
+    task: Task = _choice("causal", Task, "causal: one stream of tokens; seq2seq: prompt in, response out")
     target_len: int | None = _count(None, 1, LARGEST_SEQ_LEN, "tokens in a response (task=seq2seq); default: seq_len")
-    loss: str = _choice(
+    loss: Loss = _choice(
         "response",
-        ("response", "all"),
+        Loss,
         "which tokens have a label, where a prompt or a mask leaves some out: the response's, or all",
     )
-    tail: str = _choice("drop", ("drop", "wrap"), "the last, incomplete step: drop it, or fill it from the epoch's start")
+    tail: Tail = _choice("drop", Tail, "the last, incomplete step: drop it, or fill it from the epoch's start")
     offset: int = _count(0, 0, LARGEST_COUNT, "samples to leave out at the epoch's start, over all ranks")
     skip: str | None = field(
         default=None,
@@ -93,9 +101,9 @@ class Spec:
         default=None,
         metadata={"doc": "datasets and weights of a mixture: wiki:0.7,code:0.3; others from a sample on: a:7,b:3;a:1,b:1@9000"},
     )
-    mix_stop: str | None = _choice(
+    mix_stop: MixStop | None = _choice(
         None,
-        ("first", "all", "never"),
+        MixStop,
         "a mixture's epoch ends when the first dataset is used up, when all are, or never; default: first",
     )
     dataset_index: int = _count(

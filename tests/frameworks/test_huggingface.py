@@ -311,7 +311,7 @@ def test_a_task_that_is_not_the_models_is_told_of(url: str, tmp_path: Path) -> N
     run.model.config.is_encoder_decoder = True
     with pytest.warns(UserWarning, match="has an encoder and a decoder, but with task='causal' both are given one stream"):
         run._warn_of_another_task()
-    run.train_dataset.spec = replace(run.train_dataset.spec, task="seq2seq")
+    run.train_dataset._resolved = replace(run.train_dataset._resolved, spec=replace(run.train_dataset.spec, task="seq2seq"))
     run._warn_of_another_task()
     run.model.config.is_encoder_decoder = False
     with pytest.warns(UserWarning, match="has no encoder, but with task='seq2seq'"):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from corpora import write_numbered
 from penstock import RemoteDataset
+from penstock.spec import Shuffle
 from serving import Server
 
 NUM_ROWS, BATCH_SIZE = 480, 5
@@ -30,7 +31,7 @@ def server(serve: Callable[..., Server], tmp_path_factory: pytest.TempPathFactor
     return serve(data)
 
 
-def dataset(server: Server, rank: int, world_size: int, shuffle: str, **spec: str) -> RemoteDataset:
+def dataset(server: Server, rank: int, world_size: int, shuffle: Shuffle, **spec: str) -> RemoteDataset:
     return RemoteDataset(
         server.url, spec.pop("dataset", "numbers"), batch_size=BATCH_SIZE, seq_len=8, shuffle=shuffle, window=100,
         rank=rank, world_size=world_size, prefetch_bytes=1 << 20, **spec,  # type: ignore[arg-type]
@@ -47,7 +48,7 @@ def sample_order(per_rank: list[list[list[int]]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("world_size", "shuffle"), list(product(WORLD_SIZES, SHUFFLES)))
-def test_every_row_once_for_any_world_size_and_number_of_workers(server: Server, world_size: int, shuffle: str) -> None:
+def test_every_row_once_for_any_world_size_and_number_of_workers(server: Server, world_size: int, shuffle: Shuffle) -> None:
     ranks = [dataset(server, rank, world_size, shuffle) for rank in range(world_size)]
     for data in ranks:
         data.set_epoch(3)
@@ -61,7 +62,7 @@ def test_every_row_once_for_any_world_size_and_number_of_workers(server: Server,
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_the_sample_order_is_the_same_for_every_world_size(server: Server, shuffle: str) -> None:
+def test_the_sample_order_is_the_same_for_every_world_size(server: Server, shuffle: Shuffle) -> None:
     orders = [
         sample_order([rows_of(iter(dataset(server, rank, world_size, shuffle))) for rank in range(world_size)])
         for world_size in WORLD_SIZES
@@ -71,7 +72,7 @@ def test_the_sample_order_is_the_same_for_every_world_size(server: Server, shuff
 
 
 @pytest.mark.parametrize(("world_size", "shuffle"), list(product(WORLD_SIZES, SHUFFLES)))
-def test_provenance_names_the_row_that_each_sequence_shows(server: Server, world_size: int, shuffle: str) -> None:
+def test_provenance_names_the_row_that_each_sequence_shows(server: Server, world_size: int, shuffle: Shuffle) -> None:
     shards = {f"part-{n:03}.parquet": first for n, first in enumerate((0, 160, 320))}
     spec: dict[str, str | int] = {
         "batch_size": BATCH_SIZE,

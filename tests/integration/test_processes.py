@@ -21,6 +21,7 @@ import torch
 from corpora import write_numbered
 from forks import Fork
 from penstock import RemoteDataset
+from penstock.spec import Packing
 from serving import Server, serving_below
 
 NUM_ROWS = 480
@@ -217,7 +218,7 @@ def test_new_data_is_the_latest_whichever_process_answers(serve: Callable[..., S
 @linux
 @pytest.mark.parametrize("packing", ["rows", "concat"])
 def test_every_token_comes_once_though_ranks_ask_different_processes(
-    serve: Callable[..., Server], data: Path, packing: str
+    serve: Callable[..., Server], data: Path, packing: Packing
 ) -> None:
     with serve(data, "--processes", "2") as server:
         one, other = children(server, 2)

@@ -12,7 +12,7 @@ import pytest
 
 from corpora import write_numbered
 from penstock import wire
-from penstock.spec import Spec
+from penstock.spec import Packing, Spec
 from penstock_server.batches import batch
 from penstock_server.batches.gather import chunks, load
 from penstock_server.datasets.catalog import open_catalog
@@ -73,7 +73,7 @@ def test_a_copy_is_told_of_after_one_that_had_to_wait_and_until_none_has_for_lon
 
 
 @pytest.mark.parametrize("packing", ["rows", "concat"])
-def test_what_is_told_of_is_what_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str) -> None:
+def test_what_is_told_of_is_what_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: Packing) -> None:
     write_numbered(tmp_path / "data" / "numbers", 200)
     store = BlockStore(CacheFolder(tmp_path / "cache"))
     catalog = open_catalog(tmp_path / "data", None, store)

@@ -30,5 +30,5 @@ def test_statistics_show_the_share_of_waiting_first() -> None:
 
 def test_of_a_parameter_that_is_wrong_the_line_is_shown_and_nothing_of_what_found_it() -> None:
     with pytest.raises(SpecError, match="packing must be one of rows, concat, best_fit, not 'none'") as caught:
-        RemoteDataset("http://localhost:9", "stories", packing="none")
+        RemoteDataset("http://localhost:9", "stories", packing="none")  # type: ignore[arg-type]
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["call"]

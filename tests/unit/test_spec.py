@@ -1,6 +1,7 @@
 import enum
 import inspect
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_a_wrong_name_may_mean_another_parameter_of_the_url() -> None:
 
 def test_all_wrong_parameters_are_listed_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        Spec(batch_size=0, seq_len=0, tail="cut")
+        Spec(batch_size=0, seq_len=0, tail="cut")  # type: ignore[arg-type]
     assert caught.value.parameters == ("batch_size", "seq_len", "tail")
 
 
@@ -101,7 +102,7 @@ class Size(int, enum.Enum):
 
 
 def test_members_of_enums_are_kept_as_their_values() -> None:
-    spec, same = Spec(batch_size=Size.SMALL, shuffle=Shuffle.GLOBAL), Spec(batch_size=4, shuffle="global")
+    spec, same = Spec(batch_size=Size.SMALL, shuffle=Shuffle.GLOBAL), Spec(batch_size=4, shuffle="global")  # type: ignore[arg-type]
     assert (spec, spec.to_query(), spec.digest) == (same, same.to_query(), same.digest)
     assert (type(spec.batch_size), type(spec.shuffle)) == (int, str)
 
@@ -111,6 +112,13 @@ def test_the_dataset_takes_every_parameter_with_the_same_default() -> None:
     for name, default in DEFAULTS.items():
         if name not in ("world_size", "offset"):  # found out, and kept in the state
             assert taken[name].default == default
+
+
+def test_the_dataset_describes_every_parameter_in_the_same_words() -> None:
+    lines = re.findall(r"^(\w+) +(\S.*(?:\n {17}\S.*)*)", inspect.getdoc(RemoteDataset) or "", re.MULTILINE)
+    described = {name: " ".join(text.split()) for name, text in lines}
+    taken = [parameter for parameter in describe() if parameter["name"] not in ("world_size", "offset", "mix")]
+    assert [(p["name"], described.get(p["name"])) for p in taken] == [(p["name"], p["doc"]) for p in taken]
 
 
 def test_the_dataset_hands_every_parameter_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from corpora import write_shards
-from penstock.spec import Spec
+from penstock.spec import Spec, Split
 from penstock_server.batches import stand_ins
 from penstock_server.batches.member import Member
 from penstock_server.batches.stand_ins import stands_for, usable_rows
@@ -23,7 +23,7 @@ SUBSTITUTE = 'on_bad_row = "substitute"\nmax_bad_share = 0.99\n'
 def open_holes(tmp_path: Path) -> Opener:
     """Opens shards of three row groups of three rows, of token lists."""
 
-    def opened(rows: list[list[int]], toml: str = SUBSTITUTE, split: str = "all") -> Member:
+    def opened(rows: list[list[int]], toml: str = SUBSTITUTE, split: Split = "all") -> Member:
         folder = tmp_path / "data" / "holes"
         shards = [rows[start : start + 9] for start in range(0, len(rows), 9)]
         write_shards(folder, "tokens", shards, type_=pa.list_(pa.int32()), row_group_size=3)

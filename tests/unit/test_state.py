@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock import Spec, StateMismatch
 from penstock.place.state import Position, read_state, write_state
-from penstock.spec import describe
+from penstock.spec import Packing, Shuffle, describe
 
 HERE = Position(epoch=2, step=5)
 
@@ -74,7 +74,7 @@ def test_another_order_goes_on_behind_as_many_samples_where_that_is_asked_for() 
 
 
 @pytest.mark.parametrize("shuffle", ["none", "global", "window"])
-def test_the_size_of_windows_matters_only_where_there_are_windows(shuffle: str) -> None:
+def test_the_size_of_windows_matters_only_where_there_are_windows(shuffle: Shuffle) -> None:
     then, now = Spec(shuffle=shuffle, window=1000), Spec(shuffle=shuffle, window=2000)
     of_old = write_state("a", then, HERE) | {"window": 1000}  # states once held it whatever the shuffle
     for state in (write_state("a", then, HERE), of_old):
@@ -120,8 +120,8 @@ def test_what_is_no_state_is_refused_whatever_is_asked_for() -> None:
         read(write_state("a", Spec(), HERE) | {"step": None}, "a", Spec(seed=1), strict=False)
 
 
-@given(st.sampled_from(["rows", "concat", "best_fit"]), st.sampled_from([0, 8]))
-def test_states_have_the_same_keys_whatever_the_spec(packing: str, group_by_length: int) -> None:
+@given(st.sampled_from(get_args(Packing)), st.sampled_from([0, 8]))
+def test_states_have_the_same_keys_whatever_the_spec(packing: Packing, group_by_length: int) -> None:
     spec = Spec(packing=packing, group_by_length=0 if packing != "rows" else group_by_length)
     assert write_state("a", spec, HERE).keys() == write_state("a", Spec(), HERE).keys()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from stat import S_ISDIR
 
 from penstock.skip import spell_skip
-from penstock.spec import Spec
+from penstock.spec import MixStop, Spec
 from penstock.wording import counted
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.counts.index import drop_old_counts
@@ -243,7 +243,7 @@ def _members(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple[S
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)  # to check a spec anew takes as long as to find its plan
-def _mixed(spec: Spec, mix: str, mix_stop: str | None) -> Spec:
+def _mixed(spec: Spec, mix: str, mix_stop: MixStop) -> Spec:
     """The spec with a mix that was declared for it."""
     return replace(spec, mix=mix, mix_stop=spec.mix_stop or mix_stop)
 

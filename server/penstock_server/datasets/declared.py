@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.errors import SpecError
 from penstock.mix import Mix
-from penstock.spec import Spec
+from penstock.spec import MixStop, Spec
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.declaration import FILE_NAME, read_toml
 
@@ -23,7 +23,7 @@ class DeclaredMixture:
     name: str
     folder: Path
     mix: Mix
-    mix_stop: str
+    mix_stop: MixStop
 
 
 def read_mixture(name: str, folder: Path) -> DeclaredMixture:
