@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from errno import EIO
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ def test_shards_are_full_up_to_their_bound(
     groups_in = [pq.ParquetFile(path).num_row_groups for path in shards_in(folder)]
     assert (written.num_rows, written.num_groups, written.num_shards) == (len(sizes), sum(groups_in), len(held))
     assert written.file_bytes == sum(path.stat().st_size for path in shards_in(folder))
-    for nbytes, count in zip(held, groups_in, strict=True):
-        assert nbytes <= shard_bytes + 4 * count or count == 1
+    for nbytes, num_groups in zip(held, groups_in, strict=True):
+        assert nbytes <= shard_bytes + 4 * num_groups or num_groups == 1
 
 
 @pytest.mark.parametrize("count", [1, 99_999, 100_000, 100_001])
@@ -217,11 +217,38 @@ def test_no_shard_is_removed_that_could_not_be_put_back(tmp_path: Path, monkeypa
         return
     assert told
     for aside in tmp_path.glob(".import-*"):
-        assert f"it is in {aside}. Move it back" in told
+        assert f"shards that were there are in {aside}, and some that are new" in told
         for path in aside.iterdir():
             path.rename(tmp_path / path.name)
         aside.rmdir()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_an_interrupt_of_the_exchange_leaves_all_as_it_was_or_as_it_is_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    put(tmp_path, "old")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real, calls = Path.rename, count()
+
+    def rename(path: Path, target: Path) -> Path:
+        moved = real(path, target)
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return moved
+
+    def write(folder: Path) -> None:
+        put(folder, "new")
+        monkeypatch.setattr(Path, "rename", rename)
+
+    with pytest.raises(KeyboardInterrupt) if number < 3 else nullcontext():
+        stage(tmp_path, write, overwrite=True)
+    assert names_in(tmp_path) == ["part-00000.parquet"]
+    if number < 2:
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    else:
+        assert read_back(tmp_path).column("text").to_pylist() == ["new"]
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from penstock.errors import LedgerError
 from penstock.ledger.begin import MAGIC, VERSION
+from penstock.syncing import sync_folder
 
 if sys.platform != "win32":
     import fcntl
@@ -36,7 +37,7 @@ def open_ledger(path: Path, wait_seconds: float) -> int:
     try:
         _lock(fd, path, wait_seconds)
         if is_new:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
     except BaseException:
         os.close(fd)
         raise
@@ -133,13 +134,3 @@ def close_last_line(fd: int, path: Path) -> None:
 def _read(fd: int, start: int, nbytes: int) -> bytes:
     os.lseek(fd, start, os.SEEK_SET)
     return os.read(fd, nbytes)
-
-
-def _sync_folder(folder: Path) -> None:
-    if sys.platform == "win32":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from penstock.syncing import sync_folder
 from penstock_server.files import may_be_there
 from penstock_server.importing.source import ImportRefused
 from penstock_server.snapshots.folders import list_folder
@@ -159,32 +160,25 @@ def staged(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
         staging.mkdir()
         try:
             yield staging
-            for path in (*staging.iterdir(), staging):
-                _sync(path)
+            for path in staging.iterdir():
+                with path.open("r+b") as file:
+                    os.fsync(file.fileno())  # a full disk may say so only now
+            sync_folder(staging)
             if home is out_dir:
                 _exchange(old_shards(out_dir, overwrite=overwrite), staging, out_dir)
             else:
                 staging.rename(out_dir)
                 try:
-                    _sync(home)
-                except OSError:
+                    sync_folder(home)
+                except BaseException:
                     out_dir.rename(staging)
                     raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+            if may_be_there(staging):
+                log.warning("%s is left over, and cannot be removed now: delete it", staging)
     except OSError as error:
         raise _unwritable(out_dir, error) from error
-
-
-def _sync(path: Path) -> None:
-    """Has the disk write a file, or the names in a folder: a full one may say so only now."""
-    if os.name != "posix":  # elsewhere neither is opened so
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _unwritable(out_dir: Path, error: OSError) -> ImportRefused:
@@ -195,7 +189,10 @@ def _unwritable(out_dir: Path, error: OSError) -> ImportRefused:
 
 
 def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
-    """Moves shards away and new ones in. The old ones are removed last, and never from where they could not be moved back."""
+    """Moves shards away and new ones in. What could not be moved back is never removed.
+
+    Raises OSError, with all as it was. Raises ImportRefused: it is not.
+    """
     new = sorted(staging.iterdir())
     for path in new:
         path.touch()  # a server that watches the folder waits until nothing in it is as new as this
@@ -207,21 +204,22 @@ def _exchange(old: list[Path], staging: Path, out_dir: Path) -> None:
         for source, target in moves:
             begun.append((source, target))
             source.rename(target)
-        _sync(out_dir)
+        sync_folder(out_dir)
     except BaseException as error:
-        for source, target in reversed(begun):
-            with suppress(OSError):
-                if not may_be_there(source):
-                    target.rename(source)
         try:
-            aside.rmdir()
-        except OSError:
-            raise ImportRefused(
-                f"{out_dir} cannot be written ({error}), and what was there could not all be put back: it is in {aside}. "
-                f"Move it back to {out_dir}, over what has the same name there."
-            ) from error
+            for source, target in reversed(begun):
+                with suppress(OSError):
+                    if not may_be_there(source):
+                        target.rename(source)
+        finally:
+            with suppress(OSError):
+                aside.rmdir()  # if it is empty
+            if may_be_there(aside) or not all(map(may_be_there, new)):
+                raise ImportRefused(
+                    f"{out_dir} cannot be written ({error}), nor be put back as it was: shards that were there are in {aside}, "
+                    f"and some that are new may be in their place. Mend the disk and import again with --overwrite; then "
+                    f"delete {aside}."
+                ) from error
         raise
-    try:
-        shutil.rmtree(aside)
-    except OSError as error:
-        log.warning("the shards that were replaced are in %s, and cannot be removed: %s", aside, error.strerror)
+    with suppress(OSError):
+        aside.rename(staging / "old")  # from here on it is to be removed
