@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from errno import ESTALE
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, TypeVar
@@ -96,8 +97,8 @@ def map_sealed(path: Path, sound: Sound | None = None) -> pa.Buffer | None:
             # Arrow's map keeps no descriptor open, as Python's does: ten thousand shards would take ten thousand. It refuses a
             # file of no bytes.
             content = pa.memory_map(os.fsencode(path)).read_buffer() if stat.st_size else pa.py_buffer(b"")
-            if not os.path.samestat(stat, path.stat()):  # it was replaced, before it was mapped or since
-                return map_sealed(path, sound)
+            if not os.path.samestat(stat, path.stat()):
+                raise OSError(ESTALE, "it was replaced just now")
             if not (sound and sound.has(path, stat)):
                 if not _is_sealed(file, stat.st_size - SEAL_BYTES, path.name):
                     raise Damaged(path)

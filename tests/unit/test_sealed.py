@@ -153,7 +153,9 @@ def test_a_disk_that_fails_is_told_and_what_is_on_it_is_made_again(
     assert "some cannot be read: [Errno 5] Input/output error" in caplog.text
 
 
-def test_a_file_that_is_replaced_while_it_is_mapped_is_mapped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_replaced_while_it_is_mapped_is_not_taken_for_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, other, real = tmp_path / "some", tmp_path / "sub" / "some", pa.memory_map
     other.parent.mkdir()
     write_sealed(path, [b"first"], OTHERWISE)
@@ -165,4 +167,5 @@ def test_a_file_that_is_replaced_while_it_is_mapped_is_mapped_again(tmp_path: Pa
         return real(name)
 
     monkeypatch.setattr(pa, "memory_map", map_late)
+    assert map_sealed(path) is None
     assert bytes(map_sealed(path) or b"") == b"other"
