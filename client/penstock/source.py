@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 import httpx
 
@@ -21,7 +21,7 @@ from penstock.network.transport import Transport
 from penstock.row_lengths import RowLength
 from penstock.spec import Spec
 from penstock.urls import batches_path, dataset_path
-from penstock.wording import without_passwords
+from penstock.wording import without_login
 
 _AT_ONCE_SECONDS = 1.0
 _FEW = 64  # rows
@@ -65,9 +65,9 @@ class Source:
         """Without what is known of the servers: times of this machine's clock mean nothing on another."""
         return {**self.__dict__, "_servers": Servers(self._addresses, self._rank)}
 
-    def connect(self, allocate: Callable[[int], memoryview] | None = None) -> Transport:
-        """Connections for one thread of this process. `allocate`: see Connection."""
-        return Transport(self._servers, retry_seconds=self._retry_seconds, allocate=allocate)
+    def connect(self, allocate: Callable[[int], memoryview] | None = None, *, is_awaited: bool = True) -> Transport:
+        """Connections for one thread of this process. `allocate`: see Connection; `is_awaited`: see Transport."""
+        return Transport(self._servers, retry_seconds=self._retry_seconds, is_awaited=is_awaited, allocate=allocate)
 
     def resolve(self, spec: Spec) -> Resolved:
         """The spec with every parameter resolved. Raises the PenstockError that says why no server does."""
@@ -202,14 +202,16 @@ def _unlike(asked: Spec, resolved: Spec) -> list[str]:
 
 def _addresses(servers: str | Sequence[str]) -> tuple[str, ...]:
     """Each once; http:// may be left out."""
+    if isinstance(servers, set | frozenset):
+        raise SpecError("servers must be a list: a set has no order, by which ranks are spread over servers", ("servers",))
     try:
         named = [address.strip() for address in ((servers,) if isinstance(servers, str) else servers)]
         given = [address if "://" in address else f"http://{address}" for address in named]
-        sound = bool(given) and not isinstance(servers, Set) and all(map(is_address, given))  # a set has no order
+        sound = bool(given) and all(map(is_address, given))
     except (TypeError, AttributeError):
         sound = False
     if not sound:
-        wrong = without_passwords(repr(servers))
+        wrong = without_login(servers)
         raise SpecError(f'servers must be addresses such as "http://localhost:8000", not {wrong}', ("servers",))
     parts = [address.rstrip("/").partition("://") for address in given]
     return tuple(dict.fromkeys(f"{scheme.lower()}://{rest}" for scheme, _, rest in parts))
@@ -220,10 +222,10 @@ def is_address(text: str) -> bool:
     try:
         url = httpx.URL(text)
         is_host = bool(url.host.encode("idna"))
-    except (httpx.InvalidURL, UnicodeError):  # such as of a host with empty labels, as in a..b
+        is_named_twice = url.host in _SCHEMES and urlsplit(text).port is None  # http:/host and http://http://host
+    except (httpx.InvalidURL, UnicodeError, ValueError):  # such as of a host with empty labels, as in a..b
         return False
     # A port beyond 16 bits loses the rest of them on the way to the socket: another server would be asked.
     is_port = url.port is None or 0 < url.port < 1 << 16
-    is_named_twice = url.host in _SCHEMES and url.port is None  # http:/host and http://http://host
-    is_open = not (url.query or url.fragment or any(map(str.isspace, text)))
+    is_open = not any(letter in "?#" or letter.isspace() for letter in text)
     return url.scheme in _SCHEMES and is_host and is_port and is_open and not is_named_twice

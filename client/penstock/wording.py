@@ -49,6 +49,11 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(\w://)[^/\s]*@", r"\1", text)
 
 
+def without_login(addresses: object) -> str:
+    """What was given for an address, or for several, as Python spells it, but for a name and a password before the host."""
+    return re.sub(r"""(['"]\s*(?:\w+://)?)[^'"]*@""", r"\1", repr(addresses))
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question to put after a sentence on a name that is none of the known ones; "" if none of them is close."""
     close = _closest(name, known)

@@ -159,7 +159,9 @@ def _prepare(arguments: argparse.Namespace) -> int:
         try:
             for line in prepare(dataset, arguments.best_fit):
                 report(line)
-        except (Problem, NotKept) as problem:
+        except NotKept as loss:
+            failed.append(f"{loss}")
+        except Problem as problem:
             failed.append(f"{problem} What is done is kept; run the command again to go on.")
     for line in failed:
         print(f"penstock prepare: {line}", file=sys.stderr)

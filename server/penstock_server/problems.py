@@ -8,6 +8,7 @@ Problem
 ├── RowOutOfRange     404  the dataset has fewer rows
 ├── SnapshotGone      409  the snapshot asked for is not, or no longer, on this server
 ├── DatasetRefused    500  the dataset could not be opened; the message says why
+├── DatasetAway       503  the same, where a snapshot of it was asked for: it may be served again
 ├── ShardUnreadable   500  a shard cannot be decoded
 ├── ShardUnavailable  503  the storage fails; another time it may not
 ├── OutOfMemory       503  there is not the memory for it, or no thread; another time there may be
@@ -75,6 +76,12 @@ class DatasetRefused(Problem):
     """The dataset could not be opened."""
 
     status, slug, title = 500, "dataset-refused", "The dataset cannot be served"
+
+
+class DatasetAway(Problem):
+    """The dataset could not be opened, and may be another time: nobody knows whether it is the snapshot that was asked for."""
+
+    status, slug, title = 503, "dataset-away", "The dataset cannot be opened now"
 
 
 class ShardUnreadable(Problem):

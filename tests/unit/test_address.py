@@ -53,6 +53,11 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_address(text)
 
 
+def test_what_is_no_address_tells_no_password() -> None:
+    with pytest.raises(SpecError, match="^'host:99999' is not an address"):
+        parse_address("me:se cret@host:99999")
+
+
 @pytest.mark.parametrize("rest", ["rows/3", "epochs/0/ranks/0", "epochs/x/ranks/0/batches/1", "batches"])
 def test_a_url_without_a_batch_is_refused(rest: str) -> None:
     with pytest.raises(SpecError, match="shows no batch"):

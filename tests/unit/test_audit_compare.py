@@ -80,7 +80,7 @@ def test_rows_of_the_first_missing_batches_are_told_each_by_its_own_address(
                 raise refusals[step]("no more")
             return {"asked": (rank, epoch, step)}
 
-        return SimpleNamespace(connect=lambda: SimpleNamespace(close=lambda: None), provenance=provenance)
+        return SimpleNamespace(connect=lambda **_: SimpleNamespace(close=lambda: None), provenance=provenance)
 
     refusals = {3: AddressError, 4: UnknownDataset}
     monkeypatch.setattr(compare, "_source", source)

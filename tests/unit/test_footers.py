@@ -223,7 +223,7 @@ def test_what_rows_are_split_by_is_compared_with_a_first_shard_that_comes_later(
         pq.write_table(pa.table({"tokens": pa.array([[1]], pa.list_(pa.int32())), "n": values}), tmp_path / f"{name}.parquet")
         reading = read_folder(tmp_path, list_folder(tmp_path).shards, None, footers, name="d", settled=True)
         assert list(reading.shards) == [f"{name}.parquet"]
-    assert "b.parquet: split_by reads 'n', which is int64 here and double in the first shard" in reading.failures[0]
+    assert "b.parquet: split_by reads 'n', which is int64 here and double in the first shard" in reading.failures["b.parquet"]
 
 
 def test_a_folder_that_cannot_be_written_to_costs_only_the_memory(data: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -149,8 +149,10 @@ def test_a_shuffle_of_all_needs_room_for_every_dataset_of_a_mixture_whatever_a_f
     ("skip", "told"),
     [
         ("2-3", None),
-        ("9-99", None),
-        ("3,10-12", "from step 10 on (sample 80): an epoch ends in step 9, with sample 78."),
+        ("8-99", None),
+        ("9-99", "from step 9 on (sample 72): an epoch ends in step 8, with sample 71."),
+        ("3,10-12", "from step 10 on (sample 80): an epoch ends in step 8, with sample 71."),
+        ("samples:0-6,75", None),  # then sample 78 is in the last step
         ("samples:79-80", "from step 9 on (sample 79): an epoch ends in step 9, with sample 78."),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -217,6 +218,17 @@ def test_a_step_that_is_refused_says_nothing_of_those_behind_it_when_a_ledger_is
     assert [(batch.step, batch.now) for batch in compared.differing] == [(5, "this is bad-row")]
 
 
+def test_data_that_cannot_be_opened_now_is_awaited_by_a_run_alone() -> None:
+    away = problem("dataset-away", 503)
+    assert frames(away, away, response(frame(4))) == ([4], 2, 0)
+    with server(away, away) as url:
+        source = Source(url, "docs", rank=0, retry_seconds=9)
+        with pytest.raises(DataError, match="this is dataset-away"):
+            source.resolve(SPEC)
+        with closing(source.connect(is_awaited=False)) as transport, pytest.raises(DataError, match="this is dataset-away"):
+            source.frames(transport, SPEC, 1, range(4, 5))
+
+
 def test_an_answer_that_tells_its_digest_is_held_to_it() -> None:
     body = b'{"hello": "world"}\n'  # the example of RFC 9530
     digest = f"Content-Digest: {wire.content_digest(body)}"
@@ -241,7 +253,7 @@ def test_a_length_that_no_answer_has_is_a_fault_as_any_other() -> None:
     "given",
     [
         "", " ", "ftp://a:1", "http://", "::1", "a:port", "a:65536", "a:0", "http://a..b:80", "a" * 64, [], ["a:1", 3], None,
-        "a:1?x=1", "a:1/b#c", "http:/a:1", "http//a:1", "http://http://a:1", "a b:1", "a:1 /b", {"a:1"},
+        "a:1?x=1", "a:1/b#c", "http:/a:1", "http//a:1", "http://http://a:1", "a b:1", "a:1 /b", "a:1?", "a:1#",
     ],
 )  # fmt: skip
 def test_what_is_no_address_of_a_server_is_refused(given: object) -> None:
@@ -249,9 +261,24 @@ def test_what_is_no_address_of_a_server_is_refused(given: object) -> None:
         Source(given, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
 
 
-def test_an_address_that_is_refused_tells_no_password() -> None:
-    with pytest.raises(SpecError, match=r"not 'http://host:99999'$"):
-        Source("http://me:secret@host:99999", "docs", rank=0, retry_seconds=9)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("http://me:secret@host:99999", "'http://host:99999'"),
+        ("me:secret@host:8000/?x=1", "'host:8000/?x=1'"),
+        (["a:1", " me:secr/et@host:0"], "['a:1', ' host:0']"),
+        ("https://me:sec ret@host:1", "'https://host:1'"),
+    ],
+)
+def test_an_address_that_is_refused_tells_no_password(given: str | list[str], told: str) -> None:
+    with pytest.raises(SpecError, match=f"not {re.escape(told)}$"):
+        Source(given, "docs", rank=0, retry_seconds=9)
+
+
+def test_servers_have_an_order_and_the_name_of_a_scheme_is_a_host_if_it_has_a_port() -> None:
+    with pytest.raises(SpecError, match="servers must be a list: a set has no order"):
+        Source({"a:1"}, "docs", rank=0, retry_seconds=9)  # type: ignore[arg-type]
+    assert Source({"http:80": 1}.keys(), "docs", rank=0, retry_seconds=9)._addresses == ("http://http:80",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", ["", ".", "..", "a/b", None, 3])

@@ -75,7 +75,7 @@ def rows_of_missing(report: Report, servers: Sequence[str]) -> Iterator[tuple[st
     for (number, gap, rank, step), _ in zip(batches, range(_MOST_BATCHES_SHOWN), strict=False):
         begin = gap.leg.begin
         source = _source(begin, servers, rank)
-        with closing(source.connect()) as transport:
+        with closing(source.connect(is_awaited=False)) as transport:
             of_order = f"order {number} ({begin.dataset}), " if len(report.orders) > 1 else ""
             name = f"{of_order}epoch {gap.epoch}, step {step:,} of start {gap.leg.started.number + 1}, rank {rank}"
             try:
@@ -105,7 +105,7 @@ def _runs(paths: Sequence[Path], chosen: list[int] | None) -> Iterator[tuple[Beg
 
 def _differing(begin: Begin, digests: dict[int, str], servers: Sequence[str]) -> Iterator[Differing]:
     source = _source(begin, servers, begin.rank)
-    with closing(source.connect()) as transport:
+    with closing(source.connect(is_awaited=False)) as transport:
         steps = range(min(digests), max(digests) + 1)
         while steps:
             is_refused = True

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from penstock.errors import SpecError
 from penstock.source import is_address
 from penstock.urls import DATASETS
+from penstock.wording import without_login
 
 _BATCHES = re.compile(r"epochs/(\d{1,16})/ranks/(\d{1,16})/batches(?:/(\d{1,16})(?:/provenance)?)?")
 _WITHOUT_BATCH = ("", "spec", "shuffle-report", "quarantine")
@@ -43,7 +44,7 @@ def parse_address(text: str) -> Address:
     except ValueError:  # of a bracket that is not closed
         sound = False
     if not sound:
-        raise SpecError(f"{text!r} is not an address. One looks like http://localhost:8000/stories", ("address",))
+        raise SpecError(f"{without_login(text)} is not an address. One looks like http://localhost:8000/stories", ("address",))
     root = f"{split.scheme}://{split.netloc}"
     before, api, behind = split.path.partition(DATASETS)
     if not api or (behind and not behind.startswith("/")):

@@ -4,6 +4,7 @@ PenstockError  refused, for the reason that the answer names: final once every s
 Fault          this attempt failed: another server is asked at once, and all of them again for up to retry_seconds
 ├── NotYet     the server is at work on what was asked for: it is asked again for as long as that takes
 ├── Busy       the server has no room for another answer: it is asked again, and retry_seconds does not run
+├── Away       the data cannot be opened now: where a run begins, or none is to wait, that is a refusal, in its midst a fault
 └── Stranger   no penstock server would answer so: where a run begins that is a refusal, in its midst a fault
 """
 
@@ -64,6 +65,10 @@ class Busy(Fault):
     """The server lives, and has no room for another response until others have been read."""
 
 
+class Away(Fault):
+    """The server cannot open the data, and may another time."""
+
+
 class Stranger(Fault):
     """Something answered that does not speak as a penstock server does: another program, or a load balancer in its place."""
 
@@ -78,6 +83,8 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -
         return kind(detail)
     if slug == "index-not-ready":
         return NotYet(detail, after_seconds=after_seconds, share=_share(problem))
+    if slug == "dataset-away":
+        return Away(detail, after_seconds=after_seconds)
     if slug == "busy":
         return Busy(detail, after_seconds=after_seconds)
     if status in (408, 425, 429) or status >= 500:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from random import uniform
 from typing import Generic, TypeVar
 
-from penstock.errors import PenstockError, ServerUnavailable, WireError
-from penstock.network.answers import Busy, Fault, NotYet, Stranger
+from penstock.errors import DataError, PenstockError, ServerUnavailable, WireError
+from penstock.network.answers import Away, Busy, Fault, NotYet, Stranger
 from penstock.network.connection import Connection
 from penstock.network.retry_log import RetryLog
 from penstock.network.servers import Servers
@@ -47,7 +47,8 @@ class Transport:
 
     A server that fails gives way to the next at once, and only after all have failed does the run wait. One that refuses gives
     way, too: it may have another snapshot than the others, or a broken disk. With `first_contact` an answer that no penstock
-    server would give is a refusal; a run that is under way takes it for a load balancer whose servers are away.
+    server would give is a refusal; a run that is under way takes it for a load balancer whose servers are away. Without
+    `is_awaited` data that cannot be opened now is refused, too.
 
     Connections survive no fork: make it in the process that uses it; in another one closing it does nothing. One thread uses
     it at a time; `interrupt` alone may come from another. `num_retries` counts attempts that failed, after which others are
@@ -61,11 +62,12 @@ class Transport:
         *,
         retry_seconds: float,
         first_contact: bool = False,
+        is_awaited: bool = False,
         allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
         self.num_retries = self.num_damaged = self.num_bytes = 0
         self._servers = servers
-        self._retry_seconds, self._first_contact = retry_seconds, first_contact
+        self._retry_seconds, self._first_contact, self._is_awaited = retry_seconds, first_contact, is_awaited
         self._process = os.getpid()
         self._log = RetryLog(retry_seconds, first_contact=first_contact)
         self._connection = Connection(allocate)
@@ -196,6 +198,10 @@ class Transport:
         except WireError as damage:
             self.num_damaged += 1
             raise Fault(str(damage)) from damage
+        except Away as away:
+            if not self._is_awaited:
+                raise DataError(without_passwords(str(away))) from None
+            raise
         except Stranger as stranger:
             if self._first_contact:
                 raise PenstockError(without_passwords(str(stranger))) from None

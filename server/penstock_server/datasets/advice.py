@@ -211,12 +211,13 @@ def _of_needless_sorting(spec: Spec) -> str | None:
 
 def _of_needless_skip(plan: Plan) -> str | None:
     """What follows from leaving out what no epoch has, such as steps counted through a run; None if each has it."""
-    num_positions, per_step = plan.schedule.num_positions, plan.spec.samples_per_step
-    first = next((start for start, _ in plan.schedule.skipped if start >= num_positions), None)
+    skipped, end, per_step = plan.schedule.skipped, plan.schedule.num_positions, plan.spec.samples_per_step
+    if plan.spec.tail == "drop" and not any(bound % per_step for bounds in skipped for bound in bounds):
+        end -= end % per_step  # where whole steps are left out, the incomplete one is in no epoch
+    first = next((start for start, _ in skipped if start >= end), None)
     if first is None:
         return None
     return (
         f"skip leaves nothing out from step {first // per_step:,} on (sample {first:,}): an epoch ends in step "
-        f"{(num_positions - 1) // per_step:,}, with sample {num_positions - 1:,}. Steps are counted from 0 in each epoch, not "
-        f"through a run."
+        f"{(end - 1) // per_step:,}, with sample {end - 1:,}. Steps are counted from 0 in each epoch, not through a run."
     )

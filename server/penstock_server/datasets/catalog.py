@@ -20,7 +20,7 @@ from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.known import Known
 from penstock_server.files import may_be_there, spelled
-from penstock_server.problems import BadParameter, Busy, DatasetRefused, ShardUnavailable, UnknownDataset
+from penstock_server.problems import BadParameter, Busy, DatasetAway, DatasetRefused, ShardUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.snapshots.folders import Survey, survey
 from penstock_server.snapshots.notes import drop_old_notes
@@ -79,9 +79,24 @@ class Catalog:
         """The spec resolved against a dataset, or against all that its mix names, this one among them.
 
         Raises BadParameter: the mix leaves it out, or the snapshot is not one of each. Raises Busy: the snapshot may be among
-        new data that is being looked at. Raises ShardUnavailable: nobody knows if it is here, since its folder cannot be opened
-        now. Raises SnapshotGone, and what make_plan raises.
+        new data that is being looked at. Raises DatasetAway: nobody knows if it is here, since its folder cannot be opened now.
+        Raises SnapshotGone, DatasetRefused, and what make_plan raises.
         """
+        try:
+            spec, found = self._resolved(name, spec)
+        except DatasetRefused as refusal:
+            if spec.snapshot is None:
+                raise
+            raise DatasetAway(
+                f"snapshot {spec.snapshot} may be served again: {refusal} Its runs wait, and go on once that is mended."
+            ) from refusal
+        members = tuple(served.member(spec) for served in found)
+        return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))
+
+    def _resolved(self, name: str, spec: Spec) -> tuple[Spec, list[Served]]:
+        """The spec with the mix that the name stands for, and the snapshots that it is of."""
+        if name in self._known.unopened:  # perhaps a mixture, and then nobody knows of which datasets
+            return spec, [self[name].latest]
         declared = self._known.mixtures.get(name)
         spec, names, fingerprints = _members(name, spec, declared)
         if name not in names and not declared:
@@ -98,8 +113,7 @@ class Catalog:
             raise BadParameter(
                 f"mix_stop={spec.mix_stop} says when the epoch of a mixture ends, but {name} is not a mixture: give a mix."
             )
-        members = tuple(served.member(spec) for served in found)
-        return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))
+        return spec, found
 
     def may_wait(self, name: str, spec: Spec) -> bool:
         """Whether `plan` may wait for a look at the folders: the spec names no snapshot, or one that is unknown here."""
@@ -175,17 +189,6 @@ class Catalog:
             return quiet
 
     def _served(self, name: str, fingerprint: str | None) -> Served:
-        try:
-            return self._found(name, fingerprint)
-        except DatasetRefused as refusal:
-            if fingerprint is None:
-                raise
-            raise ShardUnavailable(
-                f"snapshot {fingerprint} of {name} may be here again later: {refusal} Its runs wait, and go on once that is "
-                f"mended."
-            ) from refusal
-
-    def _found(self, name: str, fingerprint: str | None) -> Served:
         dataset = self[name]
         # Of several processes at one address each finds new data for itself: without this the ranks of one run could begin on
         # two snapshots, and one that began on the new one be told that it is gone.

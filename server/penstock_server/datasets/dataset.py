@@ -264,6 +264,7 @@ class Dataset:
         self._held = self._held.followed_by(
             latest,
             shards=reading.shards if reading else {},
+            unread=reading.failures if reading else (),
             recipe=reading.recipe if reading else None,
             records={record.fingerprint: record for record in self._history.records()},
             error=error,

@@ -7,7 +7,7 @@ part is noted; where the notes are lost, it is found again by the age of the sha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.spec import Spec
@@ -48,6 +48,7 @@ class Held:
     latest   what a request is served that names no snapshot; None where the folder could not be opened
     error    why the folder could not be opened when it was last looked at; what is held is of before then
     shards   the shards of the folder, by name, and `recipe` its recipe: older snapshots must agree with them
+    unread   the names of those that cannot be read now: of a snapshot with one of them nobody knows whether it agrees
     records  the snapshots that are known, by fingerprint, newest first
     gone     why some of them can no longer be served
     former   older snapshots as they were served before
@@ -57,6 +58,7 @@ class Held:
     latest: Served | None = None
     error: str | None = None
     shards: Mapping[str, Shard] = field(default_factory=dict)
+    unread: Collection[str] = ()
     recipe: Recipe | None = None
     records: Mapping[str, Record] = field(default_factory=dict)
     gone: Mapping[str, str] = field(default_factory=dict)
@@ -73,10 +75,13 @@ class Held:
     def find(self, fingerprint: str | None, serve: Callable[[Snapshot], Served]) -> Served:
         """The snapshot of this name, None for the latest; an older one is made by `serve` when it is first asked for.
 
-        Raises SnapshotGone: it is not, or no longer, on this server. Raises DatasetRefused: there is no latest.
+        Raises SnapshotGone: it is not, or no longer, on this server. Raises DatasetRefused: there is no latest, or a shard of
+        the snapshot cannot be read.
         """
         if fingerprint is None or (self.latest and fingerprint == self.latest.snapshot.fingerprint):
             return self.opened()
+        if (record := self.records.get(fingerprint)) and any(name in self.unread for name, _, _ in record.shards):
+            raise DatasetRefused(f"{self.error}")
         if reason := self.gone.get(fingerprint):
             raise self._gone(fingerprint, reason)
         with self._making:
@@ -147,6 +152,7 @@ class Held:
         latest: Served | None,
         *,
         shards: Mapping[str, Shard],
+        unread: Collection[str],
         recipe: Recipe | None,
         records: Mapping[str, Record],
         error: str | None,
@@ -166,6 +172,7 @@ class Held:
             latest=latest,
             error=error,
             shards=shards,
+            unread=unread,
             recipe=recipe,
             records=records,
             gone={fingerprint: reason for fingerprint, reason in reasons.items() if reason},

@@ -41,6 +41,8 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     served.blocks.quarantine.check()
     served.index.rows.make(lambda _: None)  # at hand: the lengths tell them
     missing, num_blocks = _fill(served), served.snapshot.num_blocks
+    cache = served.blocks.cache
+    is_full = not missing or not (_num_fitting(served, missing) or cache.budget_bytes < cache.configured_bytes)
     blocks = f"{counted(num_blocks, 'block')} {'is' if num_blocks == 1 else 'are'}"
     reason = f": {_reason(served, missing)}, or the others are decoded each time they are needed" if missing else ""
     yield f"{served.name}: {num_blocks - len(missing):,} of {blocks} in the cache{reason}"
@@ -50,18 +52,12 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     for seq_len in seq_lens if not is_paired else ():
         for split in ("all", "train", "validation") if served.snapshot.recipe.validation else ("all",):
             yield _pack(served, split, seq_len)
-    _check_kept(served, missing)
-
-
-def _check_kept(served: Served, missing: list[int]) -> None:
-    """Raises NotKept: these blocks are not in the cache for another reason than a budget that was set, or counts are not."""
-    cache, folder = served.blocks.cache, served.blocks.cache.folder
-    if not served.index.is_stored:
+    unkept = ["counts"] * (not served.index.is_stored) + ["blocks"] * (not is_full)
+    if unkept:
         raise NotKept(
-            f"{served.name}: counts could not be stored in {folder}, as a line above says; a server counts anew. Mend that."
+            f"{served.name}: {' and '.join(unkept)} could not be stored in {cache.folder}, as a line above says: a server "
+            f"makes them anew. Mend that, and run the command again."
         )
-    if missing and (_num_fitting(served, missing) or cache.budget_bytes < cache.configured_bytes):
-        raise NotKept(f"{served.name}: blocks could not be stored in {folder}, as a line above says. Mend that.")
 
 
 def _pack(served: Served, split: str, seq_len: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from penstock.batch import IGNORED
@@ -18,13 +19,13 @@ from penstock_server.snapshots.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a folder holds: the recipe, the readable shards by name, and what is wrong with the others."""
+    """What a folder holds: the recipe, the readable shards by name, and what is wrong with the others, by name, too."""
 
     name: str
     folder: Path
     recipe: Recipe
     shards: Mapping[str, Shard]
-    failures: tuple[str, ...]
+    failures: Mapping[str, str]
 
     def snapshot(self) -> Snapshot:
         """The snapshot of all shards.
@@ -34,7 +35,7 @@ class Reading:
         """
         if self.failures:
             more = [f"... and {len(self.failures) - 10} more"] if len(self.failures) > 10 else []
-            raise DatasetRefused("\n".join([*self.failures[:10], *more]))
+            raise DatasetRefused("\n".join([*islice(self.failures.values(), 10), *more]))
         snapshot = Snapshot(self.folder, list(self.shards.values()), self.recipe, name=self.name)
         _check_rows(snapshot)
         return snapshot
@@ -58,7 +59,7 @@ def read_folder(
     recipe = read_recipe(folder, footers.schema(dates), default_tokenizer)
     read = footers.read(dates, recipe, settled=settled)
     shards = {name: found for name, found in read.items() if isinstance(found, Shard)}
-    failures = tuple(str(found) for found in read.values() if isinstance(found, DatasetRefused))
+    failures = {name: str(found) for name, found in read.items() if isinstance(found, DatasetRefused)}
     return Reading(name, folder, recipe, shards, failures)
 
 

@@ -19,13 +19,15 @@ from opened import Opener
 from penstock.spec import Spec
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import open_catalog
-from penstock_server.problems import DatasetRefused, ShardUnavailable, UnknownDataset
+from penstock_server.problems import DatasetAway, DatasetRefused, UnknownDataset
 from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
 from penstock_server.snapshots.reading import read_folder
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 from planned import open_snapshot
+
+TOML = "team/own/penstock.toml"
 
 
 def test_every_folder_with_shards_is_a_dataset_named_after_it(data: Path, tokenizer: Path, open_all: Opener) -> None:
@@ -282,13 +284,18 @@ def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Ope
         open_all()
 
 
-@pytest.mark.parametrize("away", ["team", "team/own", "team/own/part-000.parquet", "team/own/penstock.toml"])
+@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("away", ["team", "team/own", "team/own/part-000.parquet", "team/own/part-001.parquet", TOML])
 def test_runs_wait_for_what_a_server_that_was_started_anew_cannot_open_yet(
-    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, away: str
+    data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch, away: str, has_cache: bool
 ) -> None:
     write_numbered(data / "other", 3)
-    (write_numbered(data / "team" / "own", 3) / "penstock.toml").write_text("")
+    (write_numbered(data / "team" / "own", 9, num_shards=3) / "penstock.toml").write_text("")
     spec = Spec(batch_size=1, snapshot=open_all()["team.own"].latest.snapshot.fingerprint)
+    if not has_cache:
+        shutil.rmtree(data.parent / "cache")
+    for shard in (data / "team" / "own").glob("*.parquet"):  # or it would be remembered what is in it
+        shard.touch()
 
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(path: str | Path, *args: Any, **options: Any) -> Any:
@@ -298,18 +305,35 @@ def test_runs_wait_for_what_a_server_that_was_started_anew_cannot_open_yet(
 
         return called
 
-    shutil.rmtree(data.parent / "cache")
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", failing(os.scandir))
         patch.setattr(Path, "open", failing(Path.open))
         patch.setattr("builtins.open", failing(open))
         catalog = open_all()
         with pytest.raises(
-            ShardUnavailable, match=rf"snapshot {spec.snapshot} of team.own .*Input/output error.* Its runs wait"
+            DatasetAway, match=rf"snapshot {spec.snapshot} may be served again.*Input/output error.* Its runs wait"
         ):
             catalog.plan("team.own", spec)
         with pytest.raises(DatasetRefused, match="Input/output error"):
             catalog.plan("team.own", replace(spec, snapshot=None))
     with suppress(DatasetRefused):
         catalog.refresh("team.own")
-    assert catalog.plan("team.own", spec).schedule.num_steps == 3
+    assert catalog.plan("team.own", spec).schedule.num_steps == 9
+
+
+def test_runs_of_a_mixture_wait_for_what_declares_it(data: Path, open_all: Opener) -> None:
+    for name in ("a", "b"):
+        write_numbered(data / name, 3)
+    (data / "m").mkdir()
+    toml = data / "m" / "penstock.toml"
+    toml.write_text('mix = "a:1,b:1"')
+    spec = open_all().plan("m", Spec(batch_size=1)).spec
+    toml.write_text("mix = ")
+    catalog = open_all()
+    for asked in (spec, Spec(batch_size=1, snapshot=spec.snapshot)):
+        with pytest.raises(DatasetAway, match="may be served again: .*penstock.toml"):
+            catalog.plan("m", asked)
+    with pytest.raises(DatasetRefused, match="penstock.toml"):
+        catalog.plan("m", Spec(batch_size=1))
+    with pytest.raises(UnknownDataset):
+        catalog.plan("m.other", Spec(batch_size=1))
