@@ -30,6 +30,10 @@ class Problem(Exception):
     slug: ClassVar[str]
     title: ClassVar[str]
 
+    def __init__(self, message: str) -> None:
+        # A file's name that is not UTF-8, or what a transform says, may have in it what no answer can hold.
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
+
     @property
     def type(self) -> str:
         """The stable name that clients map to an exception."""

@@ -219,11 +219,12 @@ class Dataset:
             self._refuse(str(refusal), reading, sight)
             raise
         except Exception as error:  # a fault of ours in one dataset must not stop the others
-            reason = f"{self.folder} cannot be opened {_why(error)}: {type(error).__name__}: {error}."
+            refused = DatasetRefused(f"{self.folder} cannot be opened {_why(error)}: {type(error).__name__}: {error}.")
+            reason = str(refused)
             if reason != self._held.error:  # it will be tried again and again
                 log.exception("%s cannot be opened", self.folder)
             self._refuse(reason, None, sight)
-            raise DatasetRefused(reason) from error
+            raise refused from error
         self._read = sight if reliable else None
         change = Change.between(before.latest.snapshot if before.latest else None, latest.snapshot)
         if change.changed or change.recipe or before.error:

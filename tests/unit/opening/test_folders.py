@@ -13,12 +13,15 @@ from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
+from starlette.testclient import TestClient
 
 from corpora import write_numbered, write_text
 from opened import Opener
 from penstock.spec import Spec
+from penstock_server.app import create_app
 from penstock_server.datasets import dataset as dataset_module
 from penstock_server.datasets.catalog import open_catalog
+from penstock_server.inflight import InFlight
 from penstock_server.problems import DatasetAway, DatasetRefused, UnknownDataset
 from penstock_server.serving.serve import _greeting
 from penstock_server.settings import Settings
@@ -282,6 +285,23 @@ def test_a_dataset_that_is_refused_holds_back_no_other(data: Path, open_all: Ope
     shutil.rmtree(data / "good")
     with pytest.raises(DatasetRefused, match=r"nothing in .* can be served(.|\n)*half.parquet is truncated"):
         open_all()
+
+
+def test_a_reason_that_no_answer_can_hold_is_spelled_out(data: Path, open_all: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_numbered(data / "good", 3)
+    write_numbered(data / "odd", 3)
+
+    def read(folder: Path, *rest: Any, **more: Any) -> Any:
+        if folder.name == "odd":
+            raise ValueError("\udce9 is no text")
+        return read_folder(folder, *rest, **more)
+
+    monkeypatch.setattr(dataset_module, "read_folder", read)
+    monkeypatch.setattr(dataset_module, "log", Mock())  # it is Python's own traceback
+    catalog = open_all()
+    assert "\\udce9 is no text" in catalog.refused["odd"]
+    answer = TestClient(create_app(catalog, InFlight(1 << 30))).get("/v1/datasets")
+    assert (answer.status_code, "\\\\udce9 is no text" in answer.text) == (200, True)
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
