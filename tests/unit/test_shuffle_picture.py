@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -58,6 +61,22 @@ def test_threads_draw_the_same_picture_as_one_alone(tmp_path: Path) -> None:
     alone = [draw_png(found) for found in reports[:2]] * 2
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(draw_png, reports)) == alone
+
+
+def test_the_picture_is_the_same_whatever_the_user_has_set(tmp_path: Path) -> None:
+    found = report(synthetic_plan(tmp_path, {"\U0001f600": ROWS}), 0)
+    with warnings.catch_warnings(action="error"):
+        expected = draw_png(found)
+        with matplotlib.rc_context({"text.usetex": True, "font.size": 30}):
+            assert draw_png(found) == expected
+
+
+def test_a_server_that_a_notebook_started_draws_without_its_backend(tmp_path: Path) -> None:
+    program = "from penstock_server.shuffling.picture import draw_png; draw_png(None)"
+    environment = os.environ | {"MPLBACKEND": "module://there_is_none"}
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, env=environment)
+    assert "there_is_none" not in done.stderr
+    assert "'NoneType' object has no attribute" in done.stderr  # as far as the report
 
 
 def test_a_server_that_draws_nothing_loads_no_library_for_it() -> None:

@@ -9,8 +9,10 @@ in numbers                     the measures beside those of a uniform shuffle
 from __future__ import annotations
 
 import io
+import os
 import textwrap
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,9 +47,13 @@ _drawing = threading.Lock()  # matplotlib's figures share fonts and caches
 
 def draw_png(report: Report) -> bytes:
     """The picture, as PNG."""
-    from matplotlib.figure import Figure  # takes half a second, and is needed here alone
+    # Of a notebook that started the server; no backend is needed, and one that is not installed here would be an error.
+    os.environ.pop("MPLBACKEND", None)
+    import matplotlib  # takes half a second, and is needed here alone
+    from matplotlib.figure import Figure
 
-    with _drawing:
+    # The picture is the same whatever settings the user has; of letters that the font lacks the picture tells enough.
+    with _drawing, warnings.catch_warnings(action="ignore"), matplotlib.rc_context(matplotlib.rcParamsDefault):
         figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, facecolor="white")
         grid = figure.add_gridspec(2, 2, left=0.085, right=0.97, top=0.765, bottom=0.06, hspace=0.36, wspace=0.26)
         _headline(figure, report)
