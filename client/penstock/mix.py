@@ -76,6 +76,8 @@ def spell_mix(weights: Mapping[str, float]) -> str:
 
     Raises SpecError: a weight is no number from 0.
     """
+    if apart := next((name for name in weights if re.search("[,;]", str(name))), None):
+        raise SpecError(f"mix: {apart!r} cannot be mixed, since its name has a comma or semicolon in it: rename it", ("mix",))
     exact = {name: _exact(name, weight) for name, weight in weights.items()}
     scale = lcm(*(weight.denominator for weight in exact.values()))
     return ",".join(f"{name}:{int(weight * scale)}" for name, weight in exact.items())

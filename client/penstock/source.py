@@ -222,8 +222,9 @@ def is_address(text: str) -> bool:
     try:
         url = httpx.URL(text)
         is_host = bool(url.host.encode("idna"))
-        is_named_twice = url.host in _SCHEMES and urlsplit(text).port is None  # http:/host and http://http://host
-    except (httpx.InvalidURL, UnicodeError, ValueError):  # such as of a host with empty labels, as in a..b
+        port = urlsplit(text).port  # which httpx reads of digits of any script
+        is_named_twice = url.host in _SCHEMES and port is None  # http:/host and http://http://host
+    except (httpx.InvalidURL, ValueError):  # such as of a host with empty labels, as in a..b
         return False
     # A port beyond 16 bits loses the rest of them on the way to the socket: another server would be asked.
     is_port = url.port is None or 0 < url.port < 1 << 16

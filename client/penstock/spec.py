@@ -243,6 +243,8 @@ def _problem(parameter: Field[Any], value: object) -> str | None:
             return f"{parameter.name} must be {', '.join(about['also'])} or a whole number from 1 to 65,536, not {value!r}"
     elif not isinstance(value, str) or not value:
         return f"{parameter.name} must be a text ({about['doc']}), not {value!r}"
+    elif any("\ud800" <= letter <= "\udfff" for letter in value):
+        return f"{parameter.name} must be a text that UTF-8 can hold, not {value!r}"
     return None
 
 

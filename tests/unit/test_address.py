@@ -45,7 +45,7 @@ def test_an_address_is_read(text: str, expected: Address) -> None:
     [
         "", "ftp://host/wiki", "http://", "http://host:port/wiki", "http://host:99999/wiki", "host:0/wiki", "http://a..b/wiki",
         "http://[x/", "http://10.0.0.256:8000/wiki", "http://\u201clocalhost\u201d:8000/wiki", "xn--a:8000/wiki",
-        "http://host:8000 /wiki", "http:/host:8000/wiki", "http://http://host/wiki",
+        "http://host:\uff18\uff10/wiki", "host:+80/wiki", "http://host:8000 /wiki", "http:/host:8000/wiki", "http://http://host/wiki",
     ],
 )  # fmt: skip
 def test_what_is_no_address_is_refused(text: str) -> None:

@@ -104,6 +104,12 @@ def test_what_is_no_weight_is_refused(weight: Any) -> None:
         spell_mix({"a": 1, "b": weight})
 
 
+@pytest.mark.parametrize("name", ["a:1,b", "a;b"])
+def test_a_name_that_would_part_the_text_of_a_mix_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="cannot be mixed, since its name has a comma or semicolon in it"):
+        spell_mix({name: 1, "c": 1})
+
+
 def test_weights_of_torch_are_numbers_too() -> None:
     assert spell_mix({"a": torch.tensor(0.5), "b": torch.tensor(1)}) == "a:1,b:2"  # type: ignore[dict-item]
     with pytest.raises(SpecError, match="round"):

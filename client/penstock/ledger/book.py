@@ -38,7 +38,7 @@ class Book:
 
     def __init__(self, ledger: str | os.PathLike[str], dataset: str, rank: int) -> None:
         path = os.fspath(ledger) if isinstance(ledger, str | os.PathLike) else None
-        if not isinstance(path, str) or not path or "\0" in path:
+        if not isinstance(path, str) or not path or "\0" in path or not _can_be_a_name(path):
             raise SpecError(f"ledger must be the path of a file, not {ledger!r}", ("ledger",))
         self._ledger = Path(path).absolute()  # or a loop that changes its folder would go on in another file
         self._dataset, self._rank = dataset, rank
@@ -95,6 +95,14 @@ class Book:
         )
         path = ledger_path(self._ledger, self._rank, worker.first if worker else None)
         return Ledger(path, begin, is_first=round_.is_first)
+
+
+def _can_be_a_name(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Ledger:

@@ -20,7 +20,7 @@ def bind(settings: Settings) -> socket.socket:
             is_any = settings.host == "::"  # which means those of version 4, too
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_any)
         made.bind((settings.host, settings.port))
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: of a name that is none, as a..b with an umlaut
         made.close()
         raise _refusal(settings, error) from error
     return made
@@ -34,11 +34,11 @@ def listen(listener: socket.socket, settings: Settings) -> None:
         raise _refusal(settings, error) from error
 
 
-def _refusal(settings: Settings, error: OSError) -> SettingsError:
-    is_of_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+def _refusal(settings: Settings, error: OSError | TypeError) -> SettingsError:
+    is_of_host = isinstance(error, socket.gaierror | TypeError) or error.errno == errno.EADDRNOTAVAIL
     advice = (
         "Choose another --host, an address of this machine"
         if is_of_host
         else "Choose another --port, or stop what listens there"
     )
-    return SettingsError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}. {advice}.")
+    return SettingsError(f"cannot listen on {settings.host}:{settings.port}: {getattr(error, 'strerror', error)}. {advice}.")

@@ -79,7 +79,7 @@ def test_what_cannot_be_a_ledger_is_refused_at_once(tmp_path: Path, name: str, m
     assert (tmp_path / "notes.txt").read_text() == "begin at the beginning"
 
 
-@pytest.mark.parametrize("given", [True, 3, b"run.ledger", ["run.ledger"], "", "run\0.ledger"])
+@pytest.mark.parametrize("given", [True, 3, b"run.ledger", ["run.ledger"], "", "run\0.ledger", "\ud800"])
 def test_what_is_no_path_is_refused(given: Any) -> None:
     with pytest.raises(SpecError, match=r"ledger must be the path of a file, not "):
         Book(given, "numbers", 0)
