@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -17,6 +18,7 @@ _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn
 
 def main() -> int:
     """Runs one command; the value is the process's exit status."""
+    _read_names_as_utf8()
     try:  # around most imports, too: Ctrl-C in the first moment would end in a traceback
         from penstock.display.stdout import print_anything
 
@@ -27,6 +29,14 @@ def main() -> int:
         ends_at(signal.SIGINT)  # or another Ctrl-C would end a wait for threads with a traceback
         print("penstock: stopped", file=sys.stderr)
         return 130
+
+
+def _read_names_as_utf8() -> None:
+    """Begins anew where Python would read names of files otherwise: pyarrow, recipes and URLs have them as UTF-8."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode:
+        if sys.stdout:
+            os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:replace")  # the terminal stays what it is
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def _run() -> int:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.commands.arguments import whole_number
-from penstock.display.stdout import readers_may_leave, report
+from penstock.display.stdout import complain, readers_may_leave, report
+from penstock.printable import printable
 from penstock.spec import LARGEST_SEQ_LEN
+from penstock_server.files import check_is_here
 from penstock_server.importing.command import add_command as add_import
 from penstock_server.problems import BadParameter, DatasetRefused, Problem, UnknownDataset
 from penstock_server.settings import Settings, SettingsError, default_cache_dir
@@ -121,7 +123,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         store, catalog = open_data(settings)
         datasets, failed = _chosen(catalog, arguments.dataset)
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
-        print(f"penstock inspect: {error}", file=sys.stderr)
+        complain("inspect", error)
         return 2
     terminal = Terminal.of(sys.stdout)
     with readers_may_leave():
@@ -133,10 +135,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
             except Problem as problem:
                 failed.append(f"{problem}")
         for name, mixture in () if arguments.dataset else catalog.mixtures.items():
-            print(f"{name}: a mixture, {mixture.mix}")
+            print(printable(f"{name}: a mixture, {mixture.mix}"))
     warn("inspect", settings, store.cache, datasets)
     for line in failed:
-        print(f"penstock inspect: {line}", file=sys.stderr)
+        complain("inspect", line)
     return 1 if failed else 0
 
 
@@ -152,7 +154,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         store, catalog = open_data(settings)
         datasets, failed = _chosen(catalog, arguments.dataset)
     except (SettingsError, DatasetRefused, UnknownDataset, BadParameter) as error:
-        print(f"penstock prepare: {error}", file=sys.stderr)
+        complain("prepare", error)
         return 2
     warn("prepare", settings, store.cache, datasets)
     for dataset in datasets:
@@ -164,7 +166,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         except Problem as problem:
             failed.append(f"{problem} What is done is kept; run the command again to go on.")
     for line in failed:
-        print(f"penstock prepare: {line}", file=sys.stderr)
+        complain("prepare", line)
     return 1 if failed else 0
 
 
@@ -196,7 +198,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
             run(settings, listener)
     except (SettingsError, DatasetRefused) as error:
-        print(f"penstock serve: {error}", file=sys.stderr)
+        complain("serve", error)
         return 2
     return 0
 
@@ -208,9 +210,13 @@ def _sample(arguments: argparse.Namespace) -> int:
         print("penstock sample: --rows must be at least 100", file=sys.stderr)
         return 2
     try:
+        check_is_here(arguments.out_dir)
         for line in write_sample(arguments.out_dir, rows=arguments.rows, seed=arguments.seed):
             report(line)
+    except ValueError as error:
+        complain("sample", error)
+        return 2
     except OSError as error:
-        print(f"penstock sample: {error.filename or arguments.out_dir} cannot be written: {error.strerror}", file=sys.stderr)
+        complain("sample", f"{error.filename or arguments.out_dir} cannot be written: {error.strerror}")
         return 2
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from errno import EINVAL
 from pathlib import Path
 from stat import S_ISREG
@@ -37,6 +38,14 @@ def may_be_there(path: Path) -> bool:
     except OSError:
         return True
     return True
+
+
+def check_is_here(path: Path) -> None:
+    """Raises ValueError: this is no path of a folder to write to, but a URL, or a name that shards could not have."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # a path keeps one of the two slashes
+        raise ValueError(f"{path} is a URL: name a folder of this machine, and copy it from there.")
+    if spelled(str(path)) != str(path):
+        raise ValueError(f"{spelled(str(path))} is a name that is not UTF-8. Name another folder.")
 
 
 def check_is_file(stat: os.stat_result, path: Path) -> None:

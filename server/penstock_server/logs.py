@@ -39,7 +39,8 @@ class _Printable(logging.Formatter):
     """Lines that a terminal does not obey, whatever files and folders are called."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
-        return printable_lines(super().formatMessage(record))
+        # What is one message begins no second line with a time: that could be in the name of a folder.
+        return printable_lines(super().formatMessage(record)).replace("\n", "\n    ")
 
 
 class _FewWarnings(logging.Filter):

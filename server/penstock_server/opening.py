@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Collection
 
+from penstock.display.stdout import complain
 from penstock_server.datasets.advice import advice_on_data, advice_on_folder
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.datasets.held import Served
@@ -35,4 +35,4 @@ def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, C
 def warn(command: str, settings: Settings, cache: CacheFolder, datasets: Collection[Served]) -> None:
     """Tells what should be known of the data folder, and of these datasets of it, before anybody reads them."""
     for sentence in (*advice_on_folder(settings.data_dir), *advice_on_data(datasets, cache.budget_bytes)):
-        print(f"penstock {command}: {sentence}", file=sys.stderr)
+        complain(command, sentence)

@@ -46,7 +46,7 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
     training = [" ".join(make(random).values()) for make in corpora.values() for _ in range(2_000)]
     path = out_dir / "tokenizer.json"
     tokenizer = _train_tokenizer(training)
-    path.write_text(tokenizer.to_str(pretty=True))  # its own `save` raises no OSError where the disk is full
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # its own `save` raises no OSError where the disk is full
     yield f"{path}: byte-level BPE, {tokenizer.get_vocab_size():,} ids"
     for name, make in corpora.items():
         folder = out_dir / name
@@ -56,8 +56,9 @@ def write_sample(out_dir: Path, *, rows: int, seed: int) -> Iterator[str]:
         for shard in range(_SHARDS):
             size = rows // _SHARDS + (shard < rows % _SHARDS)
             table = pa.Table.from_pylist(list(islice(written, size)))
-            pq.write_table(table, folder / f"part-{shard}.parquet", compression="zstd", row_group_size=_ROWS_PER_GROUP)
-        (folder / "penstock.toml").write_text(_RECIPE)
+            path = folder.absolute() / f"part-{shard}.parquet"  # of s3:x pyarrow would make a URI
+            pq.write_table(table, path, compression="zstd", row_group_size=_ROWS_PER_GROUP)
+        (folder / "penstock.toml").write_text(_RECIPE, encoding="utf-8")
         yield f"{folder}: {rows:,} rows in {_SHARDS} shards"
 
 

@@ -538,3 +538,26 @@ def test_equal_seeds_write_equal_samples(tmp_path: Path) -> None:
         assert one == two
         assert len(one) == 200
     assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
+
+
+def test_names_are_read_as_utf8_and_told_as_terminals_may_have_them(tmp_path: Path) -> None:
+    for name in ("ünï", "x\x1b[31m\ny"):
+        write_numbered(tmp_path / "data" / name, 9)
+    for language in ({}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+        for command in ("inspect", "prepare"):
+            line = [sys.executable, "-m", "penstock", command, "data", "--cache-dir", "cache"]
+            done = subprocess.run(line, capture_output=True, cwd=tmp_path, env=os.environ | language, check=False)
+            assert (done.returncode, done.stderr) == (0, b"")
+            assert b"\x1b" not in done.stdout
+            told = ["x␛[31m", "y: 9 rows", "ünï: 9 rows"]
+            expected = [text.encode("ascii", "replace") if language else text.encode() for text in told]
+            assert all(text in done.stdout for text in expected)
+
+
+def test_one_message_begins_one_line_of_the_log() -> None:
+    code = (
+        "import logging; from penstock_server.logs import begin_log; begin_log(tells_news=True); logging.warning('a\\nb\\x1b')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stderr.splitlines()
+    assert (first[-9:], second) == ("WARNING a", "    b␛")

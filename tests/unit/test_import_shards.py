@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from corpora import write_tokenizer
 from importing import imported, read_back, shards_in
 from penstock_server.importing import run as run_module
+from penstock_server.importing.run import Import
 from penstock_server.importing.shards import Shape, old_shards, row_groups, shard_name, staged, write_shards
 from penstock_server.importing.source import ImportRefused
 from planned import open_snapshot
@@ -323,3 +324,31 @@ def test_progress_goes_on_from_file_to_file(tmp_path: Path, monkeypatch: pytest.
     size = (tmp_path / "a.jsonl").stat().st_size
     assert [sorted(set(seen)) for seen in passes] == [[size, 3 * size]] * 2
     assert all(seen == sorted(seen) for seen in passes)
+
+
+@pytest.mark.parametrize("name", [b"y\xe9", b"s3:x", b"file:x"])
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "arrow"])
+def test_a_file_is_read_by_whatever_name_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, ending: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, table = Path(os.fsdecode(name) + f".{ending}"), pa.table({"n": [1]})
+    if ending == "parquet":
+        with path.open("wb") as file:
+            pq.write_table(table, file)
+    elif ending == "arrow":
+        with path.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write(table)
+    else:
+        path.write_text('{"n": 1}\n' if ending == "jsonl" else "n\n1\n")
+    Import(files=[path], out_dir=Path("gs:out")).run()
+    assert read_back(tmp_path / "gs:out").to_pylist() == [{"n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("s3://bucket/x", "s3:/bucket/x is a URL"), (b"x\xe9", "is a name that is not UTF-8")]
+)
+def test_what_no_folder_of_this_machine_can_be_called_is_refused(tmp_path: Path, name: str | bytes, told: str) -> None:
+    (tmp_path / "x.jsonl").write_text('{"n": 1}\n')
+    with pytest.raises(ImportRefused, match=told):
+        imported(Path(os.fsdecode(name)), tmp_path / "x.jsonl")

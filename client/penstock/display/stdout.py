@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import PenstockError
+from penstock.printable import printable_lines
 
 
 class OutputFull(PenstockError):
@@ -62,9 +63,14 @@ def tell(text: str) -> None:
 def report(text: str) -> None:
     """Prints what a command does that goes on with it where nobody can read of it any more: a pipe is left, a disk is full."""
     try:
-        print(text, flush=True)
+        print(printable_lines(text), flush=True)
     except OSError:
         _give_stdout_up()
+
+
+def complain(command: str, text: object) -> None:
+    """Prints on stderr what a command has to say of what people named: nothing of it that a terminal would obey."""
+    print(f"penstock {command}: {printable_lines(str(text))}", file=sys.stderr)
 
 
 def _give_stdout_up() -> None:

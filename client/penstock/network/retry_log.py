@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from penstock.display.status_line import StatusLine
 from penstock.network.answers import Busy, Fault, NotYet
+from penstock.printable import printable_lines
 from penstock.wording import counted, without_passwords
 
 log = logging.getLogger("penstock")
@@ -99,4 +100,4 @@ def _is_first_rank() -> bool:
 
 
 def _log(text: str) -> None:
-    log.warning("penstock: %s", without_passwords(text))
+    log.warning("penstock: %s", printable_lines(without_passwords(text)))

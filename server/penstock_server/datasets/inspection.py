@@ -24,8 +24,8 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
     Raises RowOutOfRange: it has none of them. Raises what a block raises that cannot be read.
     """
     name, recipe = summary(served)
-    yield terminal.paint(name, BOLD)
-    yield f"  {recipe}"
+    yield terminal.paint(printable(name), BOLD)
+    yield printable(f"  {recipe}")
     facts = describe_dataset(served)
     yield f"  {_sizes(facts)}"
     if facts["tokens"]:

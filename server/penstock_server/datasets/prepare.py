@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 from tqdm import tqdm
 
+from penstock.printable import printable
 from penstock.wording import counted
 from penstock_server.datasets.describe import lengths_told
 from penstock_server.datasets.held import Served
@@ -104,7 +105,7 @@ def _reason(served: Served, missing: list[int]) -> str:
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar with rate and remaining time on a terminal; its function takes the number of blocks done."""
-    with tqdm(desc=what, total=total, unit="block", disable=None if total else True) as bar:
+    with tqdm(desc=printable(what), total=total, unit="block", disable=None if total else True) as bar:
 
         def advance(done: int) -> None:
             bar.update(done - bar.n)

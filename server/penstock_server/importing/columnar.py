@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ class ArrowFile:
 
     def survey(self, advance: Advance) -> Survey:
         """The columns of the schema. Raises ImportRefused: it is no Arrow file, or is damaged."""
-        with refusing(self.path), pa.memory_map(str(self.path)) as mapped:
+        with refusing(self.path), pa.memory_map(os.fsencode(self.path)) as mapped:
             schema = _open(mapped).schema
         return survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
@@ -39,7 +40,7 @@ class ArrowFile:
         return self._tables(survey.schema.names, advance)
 
     def _tables(self, names: Sequence[str], advance: Advance) -> Iterator[pa.Table]:
-        with refusing(self.path), pa.memory_map(str(self.path)) as mapped:
+        with refusing(self.path), pa.memory_map(os.fsencode(self.path)) as mapped:
             for batch, position in _batches(_open(mapped), mapped):
                 yield from portions(batch.select(names))
                 advance(position)
@@ -54,7 +55,7 @@ class ParquetFile:
 
     def survey(self, advance: Advance) -> Survey:
         """The columns of the footer. Raises ImportRefused: it is no Parquet file, or is damaged."""
-        with refusing(self.path), open_parquet(self.path) as file:
+        with refusing(self.path), _opened(self.path) as opened, open_parquet(opened) as file:
             schema = file.schema_arrow
         return survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
 
@@ -66,7 +67,11 @@ class ParquetFile:
         if not names:
             return
         size = self.path.stat().st_size
-        with refusing(self.path), open_parquet(self.path, buffer_size=1 << 20, pre_buffer=False) as file:
+        with (
+            refusing(self.path),
+            _opened(self.path) as opened,
+            open_parquet(opened, buffer_size=1 << 20, pre_buffer=False) as file,
+        ):
             metadata = file.metadata
             nbytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
             rows = max(1, min(_MOST_ROWS, metadata.num_rows * TABLE_BYTES // max(nbytes, 1)))
@@ -142,3 +147,8 @@ def refusing(path: Path, advice: str = "Write the file again, or choose columns 
         raise
     except (pa.ArrowException, ValueError) as error:
         raise ImportRefused(f"{path} cannot be imported: {one_line(error)}. Nothing was written. {advice}.") from error
+
+
+def _opened(path: Path) -> pa.OSFile:
+    """A file by its name: of a path pyarrow would make a URI, as of s3:x, and takes none that is not UTF-8."""
+    return pa.OSFile(os.fsencode(path))

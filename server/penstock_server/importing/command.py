@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.display.stdout import report
+from penstock.display.stdout import complain, report
 from penstock.wording import counted, cut
 from penstock_server.settings import byte_count
 
@@ -101,14 +101,14 @@ def _import(arguments: argparse.Namespace) -> int:
     try:
         done = task.run()
     except ImportRefused as refusal:
-        print(f"penstock import: {refusal}", file=sys.stderr)
+        complain("import", refusal)
         return 2
     except MemoryError as error:
         print(f"penstock import: there is not the memory for it ({error}). Nothing was written.", file=sys.stderr)
         return 2
     report(_summary(done, task.out_dir))
     for path, name, number in done.rounded:
-        print(f"penstock import: {path}: {_loss(name, number)}", file=sys.stderr)
+        complain("import", f"{path}: {_loss(name, number)}")
     return 0
 
 

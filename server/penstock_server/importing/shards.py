@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.syncing import sync_folder
-from penstock_server.files import may_be_there
+from penstock_server.files import check_is_here, may_be_there
 from penstock_server.importing.source import ImportRefused
 from penstock_server.snapshots.folders import list_folder
 
@@ -103,7 +103,7 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
                 if writer is not None:
                     writer.close()
                 paths.append(folder / f"{len(paths)}.parquet")
-                writer, shard_bytes = pq.ParquetWriter(paths[-1], schema, compression="zstd"), 0
+                writer, shard_bytes = pq.ParquetWriter(paths[-1].absolute(), schema, compression="zstd"), 0
             writer.write_table(group, row_group_size=group.num_rows)
             num_rows, num_groups = num_rows + group.num_rows, num_groups + 1
             shard_bytes, data_bytes = shard_bytes + group.nbytes, data_bytes + group.nbytes
@@ -131,8 +131,12 @@ def write_shards(groups: Iterable[pa.Table], folder: Path, schema: pa.Schema, sh
 def old_shards(out_dir: Path, *, overwrite: bool) -> list[Path]:
     """The shards in a folder that new ones are to replace; there need be no such folder.
 
-    Raises ImportRefused: there are some and they may not be replaced, or it is no folder.
+    Raises ImportRefused: there are some and they may not be replaced, or it is no folder of this machine.
     """
+    try:
+        check_is_here(out_dir)
+    except ValueError as error:
+        raise ImportRefused(f"{error}") from error
     try:
         old = [out_dir / name for name in list_folder(out_dir).shards] if may_be_there(out_dir) else []
     except NotADirectoryError as error:

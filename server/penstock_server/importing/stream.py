@@ -38,7 +38,7 @@ class Stream:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = pa.OSFile(str(path))
+        self._file = pa.OSFile(os.fsencode(path))
         codec = CODECS.get(path.suffix.lower())
         self.bytes: pa.NativeFile = pa.CompressedInputStream(self._file, codec) if codec else self._file
 

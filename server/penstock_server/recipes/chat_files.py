@@ -104,7 +104,7 @@ def load_added_tokens(tokenizer_path: Path) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path)
+        return read_text(path, "utf-8-sig")
     except (OSError, ValueError) as error:
         raise TemplateError(f"{path} cannot be read: {error}.") from error
 

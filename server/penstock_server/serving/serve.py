@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from penstock import __version__
 from penstock.display.stdout import report
 from penstock.ending import ends_at
-from penstock.printable import printable_lines
+from penstock.printable import printable
 from penstock.urls import DATASETS, batches_path
 from penstock.wording import counted
 from penstock_server.app import create_app
@@ -184,7 +184,7 @@ def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> 
     lines += [f"  {name}: a mixture, {mixture.mix}" for name, mixture in catalog.mixtures.items()]
     for name, reason in catalog.refused.items():
         lines += [f"  {name}: NOT SERVED", *(f"    {line}" for line in reason.splitlines())]
-    return printable_lines("\n".join([*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"]))
+    return "\n".join(map(printable, [*lines, "", f"every URL is listed at {url}/docs; Ctrl-C stops"]))
 
 
 def _small(num_rows: int) -> str:
