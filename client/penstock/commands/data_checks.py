@@ -13,6 +13,7 @@ from penstock.feeding.runs import RUN_BYTES
 from penstock.network.transport import Transport
 from penstock.source import Source
 from penstock.spec import Spec
+from penstock.urls import dataset_path
 from penstock.wire import Frame
 from penstock.wording import counted, rows_kept, size
 
@@ -71,7 +72,7 @@ def _dataset(about: Mapping[str, Any]) -> Check:
             "fail",
             "dataset",
             f"{text}; {counted(unread, 'row group')} could not be read, and batches that need one fail",
-            f"GET /v1/datasets/{name}/quarantine tells which and why; mend the shards, or move them out of the folder",
+            f"GET {dataset_path(name)}/quarantine tells which and why; mend the shards, or move them out of the folder",
         )
     if error := about.get("refresh_error"):
         return Check(
@@ -82,7 +83,7 @@ def _dataset(about: Mapping[str, Any]) -> Check:
             "warn",
             "dataset",
             f"{text}; {bad['known']:,} bad rows are known, and a batch with one of them fails",
-            f'GET /v1/datasets/{name}/quarantine lists them; remove them, or set on_bad_row = "substitute" in penstock.toml',
+            f'GET {dataset_path(name)}/quarantine lists them; remove them, or set on_bad_row = "substitute" in penstock.toml',
         )
     if unused := about["unused_columns"]:
         return Check(

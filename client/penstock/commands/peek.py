@@ -15,7 +15,7 @@ from penstock.display.table import table
 from penstock.display.terminal import BOLD, DIM, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.spec import Spec
-from penstock.urls import batches_path
+from penstock.urls import batches_path, dataset_path
 from penstock.wording import counted
 
 
@@ -75,7 +75,7 @@ def _foot(
             told = f"{limit} cuts {lost} off {num_cut} of {of_lines}, and no batch holds them{packings}"
             yield from terminal.paragraph(told, YELLOW)
     if batch["substituted"]:
-        named = f"GET /v1/datasets/{batch['dataset']}/quarantine lists them"
+        named = f"GET {dataset_path(batch['dataset'])}/quarantine lists them"
         stand = f"{batch['substituted']} of these sequences stand in for rows that cannot be used"
         yield from terminal.paragraph(f"{stand}: {named}", YELLOW)
     if empty := [str(s.index) for s in sequences if not s.num_learned]:

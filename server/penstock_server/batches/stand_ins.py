@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.urls import dataset_path
 from penstock_server.batches.member import Member
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadRow
@@ -38,7 +39,7 @@ def usable_rows(member: Member, index: int, block: Block, rows: IntArray) -> tup
     address = member.snapshot.block(index)
     raise BadRow(
         f"{member.snapshot.name}: no row of row group {address.row_group} in {address.shard.path.name} can be used, nor "
-        f"any in the row groups after it: there is nothing to serve in its place. GET /v1/datasets/{member.name}/quarantine "
+        f"any in the row groups after it: there is nothing to serve in its place. GET {dataset_path(member.name)}/quarantine "
         f"lists the rows with the reasons; mend the shards, or move them out of the folder."
     )
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 
+from penstock.urls import dataset_path
 from penstock_server.problems import BadRow, DatasetRefused, ShardUnreadable
 from penstock_server.recipes.mask_columns import way_without
 from penstock_server.snapshots.snapshot import Snapshot
@@ -182,7 +183,7 @@ class Quarantine:
             name, num_bad = self._snapshot.name, self.num_bad_rows
             raise DatasetRefused(
                 f"{name}: {num_bad:,} of {self.num_rows:,} rows ({num_bad / self.num_rows:.2%}) are known to be bad, "
-                f"more than max_bad_share = {recipe.max_bad_share:g} allows to substitute. GET /v1/datasets/{name}/quarantine "
+                f"more than max_bad_share = {recipe.max_bad_share:g} allows to substitute. GET {dataset_path(name)}/quarantine "
                 f"lists them. Mend the data, or raise max_bad_share in penstock.toml."
             )
 
