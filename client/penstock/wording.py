@@ -39,6 +39,11 @@ def cut(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[:most] + "..."
 
 
+def as_utf8(text: str) -> str:
+    """A text in which what UTF-8 cannot hold is spelled out, such as the names of some files."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def one_line(error: BaseException) -> str:
     """What an error says, to stand inside a sentence: in one line, without a full stop."""
     return " ".join(str(error).split()).rstrip(".")

@@ -22,6 +22,8 @@ What is wrong with stored data is a 5xx, never a 404: a client that took it for 
 
 from typing import ClassVar
 
+from penstock.wording import as_utf8
+
 
 class Problem(Exception):
     """A refusal: what happened, what follows and what to do, in one text."""
@@ -32,7 +34,7 @@ class Problem(Exception):
 
     def __init__(self, message: str) -> None:
         # A file's name that is not UTF-8, or what a transform says, may have in it what no answer can hold.
-        super().__init__(message.encode("utf-8", "backslashreplace").decode())
+        super().__init__(as_utf8(message))
 
     @property
     def type(self) -> str:

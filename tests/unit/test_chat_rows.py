@@ -107,6 +107,11 @@ def test_the_content_of_a_call_is_none_where_the_template_asks_for_that(folder: 
         assert folder.rows() == ["[user:]fox[assistant:]fox"]
 
 
+def test_a_reason_that_cannot_be_stored_is_spelled_out(folder: Folder) -> None:
+    folder.write({"messages": [CHAT]}, 'on_bad_row = "substitute"\n', {"chat_template": "{{ raise_exception('no \\ud800') }}"})
+    assert folder.rows() == ["messages has a chat that its template refuses: no \\ud800"]
+
+
 def test_maps_are_objects_and_decimals_are_numbers(folder: Folder) -> None:
     def written(arguments: pa.DataType, value: object) -> str:
         message = pa.struct({"role": pa.string(), "content": pa.string(), "arguments": arguments})

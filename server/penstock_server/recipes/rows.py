@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from penstock.wording import as_utf8
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 
@@ -40,4 +41,4 @@ class Rows:
 
     def note(self, row: int, reason: str, of: str = "") -> None:
         """Notes that a row is bad for what is said `of` a column; the first reason stays."""
-        self.reasons[row] = self.reasons[row] or (f"{of} {reason}" if of else reason)
+        self.reasons[row] = self.reasons[row] or as_utf8(f"{of} {reason}" if of else reason)  # as they are stored
