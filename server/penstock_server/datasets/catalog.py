@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from stat import S_ISDIR
 
-from penstock.skip import spell_skip
-from penstock.spec import MixStop, Spec
+from penstock.spec import Spec
 from penstock.wording import counted
 from penstock_server.batches.plan import Plan, make_plan
 from penstock_server.counts.index import drop_old_counts
@@ -19,6 +16,7 @@ from penstock_server.datasets.dataset import Change, Dataset
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.known import Known
+from penstock_server.datasets.resolving import members_of, resolved
 from penstock_server.files import may_be_there, spelled
 from penstock_server.problems import BadParameter, Busy, DatasetAway, DatasetRefused, ShardUnavailable, UnknownDataset
 from penstock_server.recipes.tokenizer import load_tokenizer
@@ -28,8 +26,6 @@ from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
 
 _CATCH_UP_SECONDS = 2.0  # that a request waits, in a thread, for a look at the folders that is under way
-_REMEMBERED_SPECS = 32
-_JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
 
 
 class Catalog:
@@ -83,7 +79,7 @@ class Catalog:
         Raises SnapshotGone, DatasetRefused, and what make_plan raises.
         """
         try:
-            spec, found = self._resolved(name, spec)
+            spec, found = self._found(name, spec)
         except DatasetRefused as refusal:
             if spec.snapshot is None:
                 raise
@@ -91,14 +87,14 @@ class Catalog:
                 f"snapshot {spec.snapshot} may be served again: {refusal} Its runs wait, and go on once that is mended."
             ) from refusal
         members = tuple(served.member(spec) for served in found)
-        return make_plan(name, members, _resolve(spec, _JOINT.join(member.snapshot.fingerprint for member in members)))
+        return make_plan(name, members, resolved(spec, [member.snapshot.fingerprint for member in members]))
 
-    def _resolved(self, name: str, spec: Spec) -> tuple[Spec, list[Served]]:
+    def _found(self, name: str, spec: Spec) -> tuple[Spec, list[Served]]:
         """The spec with the mix that the name stands for, and the snapshots that it is of."""
-        if name in self._known.unopened:  # perhaps a mixture, and then nobody knows of which datasets
-            return spec, [self[name].latest]
+        if name in self._known.unopened:  # it may stand for a mixture, and nobody knows of which datasets
+            _ = self[name]  # raises why
         declared = self._known.mixtures.get(name)
-        spec, names, fingerprints = _members(name, spec, declared)
+        spec, names, fingerprints = members_of(name, spec, declared)
         if name not in names and not declared:
             raise BadParameter(
                 f"mix={spec.mix} leaves out {name}, the dataset that is asked for. Ask for one of {', '.join(names)}."
@@ -117,7 +113,7 @@ class Catalog:
 
     def may_wait(self, name: str, spec: Spec) -> bool:
         """Whether `plan` may wait for a look at the folders: the spec names no snapshot, or one that is unknown here."""
-        _, names, fingerprints = _members(name, spec, self._known.mixtures.get(name))
+        _, names, fingerprints = members_of(name, spec, self._known.mixtures.get(name))
         known = self._known.datasets
         return any(
             own in known and known[own].is_behind(fingerprint) for own, fingerprint in zip(names, fingerprints, strict=False)
@@ -234,35 +230,6 @@ def _link_to_nothing(folder: Path) -> Path | None:
     with suppress(OSError, ValueError):  # of a name that can be no file's
         return next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
     return None
-
-
-def _members(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
-    """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
-    if declared and spec.mix is None:
-        spec = _mixed(spec, str(declared.mix), declared.mix_stop)
-    mix = spec.mixed()
-    names = mix.datasets if mix else (name,)
-    return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
-
-
-@lru_cache(maxsize=_REMEMBERED_SPECS)  # to check a spec anew takes as long as to find its plan
-def _mixed(spec: Spec, mix: str, mix_stop: MixStop) -> Spec:
-    """The spec with a mix that was declared for it."""
-    return replace(spec, mix=mix, mix_stop=spec.mix_stop or mix_stop)
-
-
-@lru_cache(maxsize=_REMEMBERED_SPECS)
-def _resolve(spec: Spec, snapshot: str) -> Spec:
-    """The spec with every parameter resolved."""
-    mix = spec.mixed()
-    return replace(
-        spec,
-        snapshot=snapshot,
-        target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
-        skip=spell_skip(spec.skipped()),
-        mix=str(mix) if mix else None,
-        mix_stop=(spec.mix_stop or "first") if mix else None,
-    )
 
 
 def _tidy(cache: CacheFolder, drop: Callable[[Path, float], None]) -> None:

@@ -19,7 +19,7 @@ class Known:
     """The datasets, opened or not, the mixtures, and names that stand for none; never changed, but followed by another.
 
     unopened  why names of folders stand for no dataset
-    unread    those of them whose folders cannot be looked into: there may be datasets below
+    unread    of folders that cannot be looked into, by their names: there may be datasets below
     missing   of names that would be mixtures the datasets that they lack
     others    of folders without shards a file that they hold instead
     """
@@ -27,7 +27,7 @@ class Known:
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
     mixtures: Mapping[str, DeclaredMixture] = field(default_factory=dict)
     unopened: Mapping[str, str] = field(default_factory=dict)
-    unread: frozenset[str] = frozenset()
+    unread: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, list[str]] = field(default_factory=dict)
     others: Mapping[str, Path] = field(default_factory=dict)
 
@@ -50,10 +50,10 @@ class Known:
         """
         if name in self.datasets:
             return self.datasets[name]
-        if own := next(
-            (own for own in (name, *self.unread) if own in self.unopened and f"{name}.".startswith(f"{own}.")), None
-        ):
-            raise DatasetRefused(self.unopened[own])
+        if above := next((own for own in self.unread if name.startswith(f"{own}.")), None):
+            raise DatasetRefused(self.unread[above])
+        if name in self.unopened:
+            raise DatasetRefused(self.unopened[name])
         if name in self.mixtures:
             raise BadParameter(
                 f"{name} is a mixture, which has batches, a spec and a shuffle report; rows and snapshots belong to its "
@@ -90,7 +90,7 @@ class Known:
                 unopened[name], lacking[name] = _unmixed(folder, missing, found), missing
             else:
                 mixtures[name] = mixture
-        unread = frozenset(name for name, reason in unopened.items() if reason in found.unread.values())
+        unread = {name: found.unread[folder] for name, folder in found.hidden.items()}
         return Known(dict(sorted(known.items())), mixtures, unopened, unread, lacking, found.others)
 
 

@@ -52,7 +52,8 @@ class Survey:
 
     `declared` are folders with a recipe and no shards: they may declare mixtures. `refused` are names that stand for no folder,
     or for more than one, with the reason. `unread` are the folders that are there and cannot be looked into, with the reason:
-    of what is below them nothing is known. `others` gives of folders with neither a file that is there instead.
+    of what is below them nothing is known; `hidden` gives them by name. `others` gives of folders with neither a file that is
+    there instead.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Survey:
     declared: dict[str, Path] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     unread: dict[Path, str] = field(default_factory=dict)
+    hidden: dict[str, Path] = field(default_factory=dict)
     others: dict[str, Path] = field(default_factory=dict)
 
     def why_unread(self, folder: Path) -> str | None:
@@ -114,7 +116,7 @@ def survey(data_dir: Path) -> Survey:
             reason = f"{spelled(str(error.filename or folder))} cannot be read: {error.strerror}. Mend that, or move it away."
             found.refused[name] = reason
             if not isinstance(error, FileNotFoundError):
-                found.unread[folder] = reason
+                found.unread[folder], found.hidden[name] = reason, folder
             continue
         for child in (folder / below for below in reversed(listing.folders)):
             is_link = _is_link(child)

@@ -1,0 +1,46 @@
+"""What a spec is of: the datasets that its name and its mix stand for, their snapshots, and every parameter resolved. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from penstock.skip import spell_skip
+from penstock.spec import MixStop, Spec
+from penstock_server.datasets.declared import DeclaredMixture
+
+_REMEMBERED_SPECS = 32
+_JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
+
+
+def members_of(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple[Spec, tuple[str, ...], Sequence[str | None]]:
+    """The spec with the mix that the name stands for, its datasets, and their snapshots, None for the latest."""
+    if declared and spec.mix is None:
+        spec = _mixed(spec, str(declared.mix), declared.mix_stop)
+    mix = spec.mixed()
+    names = mix.datasets if mix else (name,)
+    return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
+
+
+def resolved(spec: Spec, fingerprints: Sequence[str]) -> Spec:
+    """The spec with every parameter resolved, of snapshots with these fingerprints, in the order of the datasets' names."""
+    return _resolved(spec, _JOINT.join(fingerprints))
+
+
+@lru_cache(maxsize=_REMEMBERED_SPECS)  # to check a spec anew takes as long as to find its plan
+def _mixed(spec: Spec, mix: str, mix_stop: MixStop) -> Spec:
+    return replace(spec, mix=mix, mix_stop=spec.mix_stop or mix_stop)
+
+
+@lru_cache(maxsize=_REMEMBERED_SPECS)
+def _resolved(spec: Spec, snapshot: str) -> Spec:
+    mix = spec.mixed()
+    return replace(
+        spec,
+        snapshot=snapshot,
+        target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
+        skip=spell_skip(spec.skipped()),
+        mix=str(mix) if mix else None,
+        mix_stop=(spec.mix_stop or "first") if mix else None,
+    )
