@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from functools import partial
 from importlib import import_module
 
 from penstock.commands.arguments import add_spec_options, whole_number
-from penstock.display.stdout import readers_may_leave
+from penstock.display.stdout import complain, readers_may_leave
 from penstock.errors import PenstockError
 from penstock.wording import without_passwords
 
@@ -96,15 +95,13 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
     """Runs a command; what the client raises is one line, without a traceback, and status 2."""
     command = import_module(f"penstock.commands.{name}")
     # As a line of its own: where in this package a warning comes from is nothing to a person at a terminal.
-    warnings.showwarning = lambda message, *_: print(f"penstock {name}: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: complain(name, message)
     status: int = 0
     try:
         with readers_may_leave():
             status = command.run(arguments)
     except PenstockError as error:
-        from penstock.printable import printable
-
-        print(f"penstock {name}: {printable(without_passwords(str(error)))}", file=sys.stderr)
+        complain(name, without_passwords(str(error)))
         return 2
     return status
 
