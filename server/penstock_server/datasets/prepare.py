@@ -43,7 +43,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     served.index.rows.make(lambda _: None)  # at hand: the lengths tell them
     missing, num_blocks = _fill(served), served.snapshot.num_blocks
     cache = served.blocks.cache
-    is_full = not missing or not (_num_fitting(served, missing) or cache.budget_bytes < cache.configured_bytes)
+    has_failed = bool(missing) and (_num_fitting(served, missing) > 0 or cache.budget_bytes < cache.configured_bytes)
     blocks = f"{counted(num_blocks, 'block')} {'is' if num_blocks == 1 else 'are'}"
     reason = f": {_reason(served, missing)}, or the others are decoded each time they are needed" if missing else ""
     yield f"{served.name}: {num_blocks - len(missing):,} of {blocks} in the cache{reason}"
@@ -53,8 +53,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     for seq_len in seq_lens if not is_paired else ():
         for split in ("all", "train", "validation") if served.snapshot.recipe.validation else ("all",):
             yield _pack(served, split, seq_len)
-    unkept = ["counts"] * (not served.index.is_stored) + ["blocks"] * (not is_full)
-    if unkept:
+    if unkept := ["counts"] * (not served.index.is_stored) + ["blocks"] * has_failed:
         raise NotKept(
             f"{served.name}: {' and '.join(unkept)} could not be stored in {cache.folder}, as a line above says: a server "
             f"makes them anew. Mend that, and run the command again."

@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.whole import is_whole
 from penstock.wording import perhaps
 from penstock_server.files import may_be_there, read_text
 from penstock_server.problems import DatasetRefused
@@ -54,7 +55,7 @@ def _is_share(value: object) -> bool:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**32
+    return is_whole(value) and 1 <= value <= 2**32
 
 
 def _is_names(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from penstock.whole import is_whole
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat_files import load_added_tokens, load_special_tokens
 from penstock_server.recipes.declaration import FILE_NAME
@@ -131,4 +132,4 @@ class SpecialTokens:
 
 
 def _is_id(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
+    return is_whole(value) and 0 <= value < 2**32
