@@ -42,6 +42,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="most memory that responses may take, such as 2GB (default: a quarter of the memory)",
     )
     serve.add_argument(
+        "--decoded-bytes",
+        metavar="N",
+        help="most memory for decoded text that waits to be tokenized, such as 2GB (default: an eighth of the memory)",
+    )
+    serve.add_argument(
         "--processes", metavar="N", help="processes that serve the port, for machines with many cores (default: 1)"
     )
     serve.add_argument("--poll-seconds", metavar="N", help="check for new data every N seconds (default: 30; 0 for never)")

@@ -28,7 +28,7 @@ def open_data(settings: Settings, *, joins: bool = False) -> tuple[BlockStore, C
             f"the cache folder {settings.cache_dir} cannot be used by user {os.getuid()}: {error.strerror}. {way_out} another "
             f"with --cache-dir."
         ) from error
-    store = BlockStore(cache, settings.num_decoders)
+    store = BlockStore(cache, settings.num_decoders, settings.max_decoded_bytes)
     return store, open_catalog(settings.data_dir, settings.tokenizer, store, joins=joins)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from penstock import wire
 from penstock_server.batches.batch import frames, frames_nbytes
-from penstock_server.batches.gather import Chunk, chunks, steps_per_chunk
+from penstock_server.batches.gather import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
 from penstock_server.storage.block import Block
-from penstock_server.storage.store import Asked
+from penstock_server.storage.on_demand import PickedRows
 from penstock_server.threads import InThread, has_left, in_batch_threads, in_json_threads, in_waiting_threads
 from penstock_server.waiting import when_all_are_there
 
@@ -140,7 +140,7 @@ class _Making:
             self.chunk.read_ahead()
             self.make(blocks)
 
-    def make(self, blocks: list[Block]) -> None:
+    def make(self, blocks: Sequence[Block | PickedRows]) -> None:
         """Makes the body of this chunk. As JSON, one batch is an object, and several are an array of them.
 
         Raises ClientDisconnect: nobody waits for it any more.
@@ -232,7 +232,7 @@ async def _load(making: _Making, in_thread: InThread, request: Request | None = 
     Raises ClientDisconnect: the client of `request` has left. While a response is sent, it sees that itself.
     """
     chunk = making.chunk
-    asked = await in_thread(partial(_requested, chunk))
+    asked = await in_thread(chunk.request)
     futures = [found for found in asked if isinstance(found, Future)]
     is_over = when_all_are_there(futures)
     watching = asyncio.create_task(_watch(making, request.receive, is_over)) if request else None
@@ -248,6 +248,7 @@ async def _load(making: _Making, in_thread: InThread, request: Request | None = 
             await in_json_threads(partial(making.make, blocks))
         else:
             await (in_waiting_threads if _may_wait(blocks) else in_batch_threads)(partial(making.make, blocks))
+        await in_thread(chunk.read_ahead)  # not before: a client that has left by now needs no more blocks
     finally:
         if watching:
             watching.cancel()
@@ -260,16 +261,9 @@ async def _watch(making: _Making, receive: Receive, is_over: asyncio.Event) -> N
     is_over.set()
 
 
-def _may_wait(blocks: list[Block]) -> bool:
+def _may_wait(blocks: Sequence[Block | PickedRows]) -> bool:
     """Whether to make a chunk of these may take the blocks of rows that stand in for bad ones."""
-    return any(block.bad for block in blocks)
-
-
-def _requested(chunk: Chunk) -> list[Asked]:
-    """The blocks of a chunk, and after them those that come next."""
-    asked = chunk.request()
-    chunk.read_ahead()
-    return asked
+    return any(isinstance(block, Block) and block.bad for block in blocks)
 
 
 def _media_type(run: Run) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from penstock_server.machine import memory_bytes, num_cores
 
 _MOST_PROCESSES = 256
+_DECODED_SHARE = 8
 _INFLIGHT_SHARE = 4  # the rest is for what is decoded, for counts, and for the kernel to keep files in
 _DECODING_SHARE, _DECODER_BYTES = 2, 128 << 20  # a thread that tokenizes blocks of 7 MB takes some 140 MB
 
@@ -40,6 +41,7 @@ class Settings:
 
     cache_bytes     budget of the cache folder; None is half of what is free on its disk
     inflight_bytes  budget of what responses have in memory until they are read; None is a quarter of the memory
+    decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
     processes       that serve; each has its share of the bytes in flight
     poll_seconds    how often to look for changes in the data folder; 0 is never
     """
@@ -49,6 +51,7 @@ class Settings:
     cache_dir: Path
     cache_bytes: int | None = None
     inflight_bytes: int | None = None
+    decoded_bytes: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     processes: int = 1
@@ -85,6 +88,12 @@ class Settings:
     def most_inflight_bytes(self) -> int:
         """The budget of bytes in flight of one process, by what is set or by the memory that there is."""
         total = memory_bytes() // _INFLIGHT_SHARE if self.inflight_bytes is None else self.inflight_bytes
+        return total // self.processes
+
+    @property
+    def max_decoded_bytes(self) -> int:
+        """The budget of decoded text of one process, by what is set or by the memory that there is."""
+        total = memory_bytes() // _DECODED_SHARE if self.decoded_bytes is None else self.decoded_bytes
         return total // self.processes
 
     @property
@@ -127,6 +136,7 @@ _NUMBERS: Mapping[str, tuple[Callable[[str], float | None], str]] = {
     "port": (partial(_whole_number, least=0, most=65_535), "a whole number from 0 (any free port) to 65,535"),
     "cache_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "inflight_bytes": (byte_count, "a number such as 500000000 or 200GB"),
+    "decoded_bytes": (byte_count, "a number such as 500000000 or 200GB"),
     "processes": (partial(_whole_number, least=1, most=_MOST_PROCESSES), f"a whole number from 1 to {_MOST_PROCESSES}"),
     "poll_seconds": (_seconds, "a number such as 30, or 0 for never"),
 }

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
+from typing import Any
 
-from penstock_server.storage.block import Block
 
-
-def when_all_are_there(futures: Sequence[Future[Block]]) -> asyncio.Event:
+def when_all_are_there(futures: Sequence[Future[Any]]) -> asyncio.Event:
     """Is set once all are answered, or one has failed.
 
     A crowd that begins waits for dozens of blocks each, for all of which asyncio would have objects of its own: tens of
@@ -19,7 +18,7 @@ def when_all_are_there(futures: Sequence[Future[Block]]) -> asyncio.Event:
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     left = count(len(futures) - 1, -1)  # to be counted down by several threads: the next of it is nobody else's
 
-    def answered(future: Future[Block]) -> None:
+    def answered(future: Future[Any]) -> None:
         is_last = next(left) == 0
         if (is_last or future.cancelled() or future.exception()) and not loop.is_closed():
             loop.call_soon_threadsafe(is_over.set)

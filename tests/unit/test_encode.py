@@ -17,6 +17,7 @@ from corpora import EOS, write_tokenizer
 from odd_rows import none_is_bad
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
+from penstock_server.recipes.encode import Selected
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.fitting import Kind
 from penstock_server.recipes.recipe import Recipe
@@ -38,7 +39,8 @@ def recipe(kind: Kind, *columns: str, tokenizer: TokenizerFile | None = None, eo
 
 def encode(rows: pa.Table, recipe: Recipe, token_dtype: str, token_bound: int) -> pa.RecordBatch:
     [batch] = rows.combine_chunks().to_batches()
-    return encode_module.encode(batch, recipe, token_dtype, token_bound, Place("part.parquet", 0))
+    selected = Selected.of(batch, recipe, Place("part.parquet", 0))
+    return encode_module.encode(selected, recipe, token_dtype, token_bound)
 
 
 def test_text_is_what_tokenizers_gives_and_an_eos(tokenizer: TokenizerFile) -> None:

@@ -176,21 +176,24 @@ def test_a_position_lies_in_its_window_and_its_block_among_the_windows_blocks(co
     assert len(order.pools_of_window(last + 1)) == 0
 
 
-@given(block_counts, shuffles, st.integers(0, 9), st.integers(1, 60), st.integers(1, 5))
-def test_ahead_of_a_position_come_the_blocks_of_the_next_window_and_some_after_these(
+@given(block_counts, shuffles, st.integers(0, 9), st.integers(1, 60), st.integers(1, 30))
+def test_ahead_lists_pools_in_the_order_of_their_first_need(
     counts: IntArray, shuffle: str, seed: int, window: int, count: int
 ) -> None:
     order = EpochOrder(counts, groups_of(counts, seed), shuffle=shuffle, window=window, seed=seed, epoch=0)
-    blocks, _ = order.sequences(np.arange(order.num_sequences))
-    places = [order.ahead(position)[0] for position in range(order.num_sequences)]
-    assert places == sorted(places)
-    for position, place in enumerate(places):
-        first, stop = order.ahead(position)
-        next_ones, further = order.pools_of_window(order.window(position) + 1), order.pools_from(stop, count)
-        assert stop - first == len(next_ones)
-        later = {block for block, other in zip(blocks.tolist(), places, strict=True) if other > place}
-        assert set(next_ones[counts[next_ones] > 0].tolist()) | set(further.tolist()) <= later
-        assert len(set(further.tolist()) - set(next_ones.tolist())) == min(count, len(later - set(next_ones.tolist())))
+    pools, _ = order.sequences(np.arange(order.num_sequences))
+    for position in range(order.num_sequences):
+        found, needed_at = order.ahead(position, count)
+        assert len(set(found.tolist())) == len(found)
+        assert (np.diff(needed_at) >= 0).all()
+        rest = pools[position:].tolist()
+        exact = {pool: position + rest.index(pool) for pool in rest[:count]}
+        listed = dict(zip(found.tolist(), needed_at.tolist(), strict=True))
+        assert {pool: listed[pool] for pool in exact} == exact
+        if shuffle != "none":  # all that the window of the last of these positions, and the next window, still need
+            last = order.window(min(position + count, order.num_sequences) - 1)
+            _, stop = order.bounds_of_window(min(last + 1, order.windows(np.array([order.num_sequences - 1]))[0]))
+            assert set(pools[position:stop].tolist()) <= set(listed)
 
 
 def test_a_rest_shorter_than_a_window_joins_the_last_one() -> None:

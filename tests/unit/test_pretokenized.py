@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from corpora import write_tokenizer
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.encode import encode
+from penstock_server.recipes.encode import Selected, encode
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.mask_columns import way_without
 from penstock_server.recipes.recipe import Recipe
@@ -39,7 +39,7 @@ def encoded(columns: dict[str, Any], *masks: str, bos: int | None = None, eos: i
         bos_id=bos,
         eos_id=eos,
     )
-    return encode(pa.record_batch(columns), recipe, "uint16", 100, Place("part.parquet", 0))
+    return encode(Selected.of(pa.record_batch(columns), recipe, Place("part.parquet", 0)), recipe, "uint16", 100)
 
 
 def expected(row: Row, *, loss: bool, padding: bool, bos: int | None, eos: int | None) -> tuple[list[int], list[bool]] | None:
@@ -139,7 +139,7 @@ def test_prompts_and_answers_may_be_ids(
     def made(roles: list[str]) -> pa.RecordBatch:
         fields = tuple((role, named({"response": "chosen"}.get(role, role))) for role in roles)
         recipe = Recipe(kind="tokens", fields=fields, bos_id=bos, eos_id=eos)
-        return encode(pa.record_batch(columns), recipe, "uint16", 100, Place("part.parquet", 0))
+        return encode(Selected.of(pa.record_batch(columns), recipe, Place("part.parquet", 0)), recipe, "uint16", 100)
 
     def wanted(prompt: list[int] | None, answer: list[int]) -> tuple[list[int], list[int]]:
         """The ids, and the lengths of the turns."""

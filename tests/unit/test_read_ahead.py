@@ -29,7 +29,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_job_gets_its_blocks_once_and_a_fault_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def needed(*blocks: int) -> Callable[[], list[tuple[int, int]]]:
+    """Blocks that are all needed at once."""
+    return lambda: [(block, 0) for block in blocks]
+
+
+def test_read_ahead_makes_each_block_once_and_goes_on_after_a_fault(caplog: pytest.LogCaptureFixture) -> None:
     loaded: list[int] = []
 
     def load(block: int) -> None:
@@ -41,52 +46,67 @@ def test_a_job_gets_its_blocks_once_and_a_fault_stops_nothing(caplog: pytest.Log
 
     ahead = ReadAhead()
     for _ in range(3):
-        ahead.want("job", 0, lambda: [1, 2, 3], load)
+        ahead.want("job", 0, 4, needed(1, 2, 3), load)
     until(lambda: len(loaded) == 3)
-    ahead.want("job", 1, lambda: [4, 5], load)
+    ahead.want("job", 1, 4, needed(4, 5), load)
     until(lambda: loaded == [1, 2, 3, 4, 5])
     assert [record.getMessage() for record in caplog.records] == [
         "block 4 could not be loaded ahead; it is loaded when it is needed"
     ]
 
 
-def test_a_job_is_read_ahead_for_again_after_no_thread_could_be_started(
+def test_read_ahead_starts_its_threads_later_when_none_could_be_started(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ahead, loaded = ReadAhead(), list[int]()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        ahead.want("job", 0, lambda: [1], loaded.append)
+        ahead.want("job", 0, 4, needed(1), loaded.append)
     assert "nothing is loaded ahead of its time: can't start new thread" in caplog.text
-    ahead.want("job", 1, lambda: [2], loaded.append)
+    ahead.want("job", 1, 4, needed(2), loaded.append)
     until(lambda: loaded == [2])
 
 
-def test_jobs_take_turns_and_a_new_window_drops_the_old() -> None:
-    gate, loaded = threading.Semaphore(0), list[str]()
+def test_read_ahead_makes_the_block_first_that_is_needed_soonest_at_the_pace_of_its_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, gate, loaded = Mock(), threading.Semaphore(0), list[int]()
+    clock.monotonic.return_value = 0.0
+    monkeypatch.setattr(penstock_server.storage.read_ahead, "time", clock)
 
-    def loader(name: str) -> Callable[[int], None]:
-        def load(block: int) -> None:
-            assert gate.acquire(timeout=20)
-            loaded.append(f"{name}{block}")
-
-        return load
+    def load(block: int) -> None:
+        assert gate.acquire(timeout=20)
+        loaded.append(block)
 
     ahead = ReadAhead()
-    ahead.want("a", 0, lambda: [0, 1, 2, 3], loader("a"))
-    ahead.want("b", 0, lambda: [0, 1], loader("b"))
-    for _ in range(3):
-        gate.release()
-    until(lambda: len(loaded) == 3)
-    assert sorted(loaded) in (["a0", "a1", "b0"], ["a0", "b0", "b1"])
-    ahead.want("a", 1, lambda: [9], loader("a"))
-    for _ in range(10):
-        gate.release()
-    until(lambda: "a9" in loaded and "b1" in loaded)
-    assert "a3" not in loaded
+    ahead.want("busy", 0, 4, needed(0), load)  # keeps the only thread
+    ahead.want("quick", 0, 4, lambda: [(10, 900)], load)
+    ahead.want("slow", 0, 4, lambda: [(20, 50)], load)
+    clock.monotonic.return_value = 10.0
+    ahead.want("quick", 1000, 4, lambda: [(11, 1100), (12, 1700)], load)  # 100 positions a second: in 1 s, and in 7 s
+    ahead.want("slow", 10, 4, lambda: [(21, 13)], load)  # 1 a second: in 3 s
+    gate.release(4)
+    until(lambda: loaded == [0, 11, 21, 12])
 
 
-def test_several_are_loaded_at_a_time_and_none_again_that_was_begun() -> None:
+def test_read_ahead_drops_what_was_wanted_at_an_earlier_position() -> None:
+    gate, loaded = threading.Semaphore(0), list[int]()
+
+    def load(block: int) -> None:
+        assert gate.acquire(timeout=20)
+        loaded.append(block)
+
+    ahead = ReadAhead()
+    ahead.want("job", 0, 4, needed(0, 1, 2, 3), load)
+    gate.release()
+    until(lambda: len(loaded) == 1)
+    ahead.want("job", 1, 4, needed(9), load)
+    gate.release(5)
+    until(lambda: 9 in loaded)
+    assert 3 not in loaded
+
+
+def test_read_ahead_makes_several_blocks_at_a_time_and_none_again_that_was_begun() -> None:
     gate, begun, loaded = threading.Event(), list[int](), list[int]()
 
     def load(block: int) -> None:
@@ -95,31 +115,39 @@ def test_several_are_loaded_at_a_time_and_none_again_that_was_begun() -> None:
         loaded.append(block)
 
     ahead = ReadAhead(3)
-    ahead.want("job", 0, lambda: [1, 2, 3, 4], load)
+    ahead.want("job", 0, 4, needed(1, 2, 3, 4), load)
     until(lambda: len(begun) == 3)
-    ahead.want("job", 1, lambda: [2, 3, 4, 5], load)
+    ahead.want("job", 1, 4, needed(2, 3, 4, 5), load)
     gate.set()
     until(lambda: len(loaded) == 5)
     assert sorted(begun) == [1, 2, 3, 4, 5]
 
 
-def test_ranks_a_little_behind_the_others_want_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, loaded = Mock(), list[int]()
+def test_read_ahead_looks_anew_only_where_a_job_is_much_further_or_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looked = Mock(), list[int]()
     clock.monotonic.return_value = 0.0
     monkeypatch.setattr(penstock_server.storage.read_ahead, "time", clock)
-    ahead = ReadAhead(2)
-    for place in (7, 6, 7, 4):
-        ahead.want("job", place, lambda: [place], loaded.append)  # noqa: B023
-    ahead.want("other", 5, lambda: [50], loaded.append)
-    until(lambda: sorted(loaded) == [7, 50])
-    ahead.want("job", 3, lambda: [3], loaded.append)  # a pass of its own
-    until(lambda: sorted(loaded) == [3, 7, 50])
+    ahead = ReadAhead()
+
+    def want(position: int) -> None:
+        def blocks() -> list[tuple[int, int]]:
+            looked.append(position)
+            return []
+
+        ahead.want("job", position, 100, blocks, looked.append)
+
+    for position in (500, 524, 410, 500):
+        want(position)
+    assert looked == [500]
+    want(525)
+    want(424)  # a pass of its own
+    assert looked == [500, 525, 424]
     clock.monotonic.return_value = 30.0
-    ahead.want("job", 2, lambda: [2], loaded.append)  # and another, long after that
-    until(lambda: sorted(loaded) == [2, 3, 7, 50])
+    want(425)  # and another, long after that
+    assert looked == [500, 525, 424, 425]
 
 
-def test_what_nobody_asks_for_any_more_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_drops_a_job_that_no_longer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock_server.storage.read_ahead, "_FORGET_SECONDS", 0.05)
     loaded: list[int] = []
 
@@ -128,13 +156,13 @@ def test_what_nobody_asks_for_any_more_is_dropped(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.03)
 
     ahead = ReadAhead()
-    ahead.want("gone", 0, lambda: list(range(100)), load)
+    ahead.want("gone", 0, 4, needed(*range(100)), load)
     until(lambda: len(loaded) >= 1)
     time.sleep(0.5)
     assert len(loaded) < 10
 
 
-def test_a_job_that_goes_on_asking_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_keeps_a_job_that_goes_on_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, gate, loaded = Mock(), threading.Semaphore(0), list[int]()
     clock.monotonic.return_value = 0.0
     monkeypatch.setattr(penstock_server.storage.read_ahead, "time", clock)
@@ -146,7 +174,7 @@ def test_a_job_that_goes_on_asking_is_not_forgotten(monkeypatch: pytest.MonkeyPa
     ahead = ReadAhead()
     for seconds in (0.0, 20.0, 40.0):
         clock.monotonic.return_value = seconds
-        ahead.want("job", 0, lambda: [1, 2], load)
+        ahead.want("job", 0, 4, needed(1, 2), load)
         clock.monotonic.return_value += 20.0
     gate.release(2)
     until(lambda: loaded == [1, 2])
@@ -173,11 +201,10 @@ def test_a_run_has_its_next_window_loaded_and_a_look_at_where_a_batch_is_from_ha
 @pytest.mark.parametrize(
     ("spec", "room", "num_loaded"),
     [
-        ("shuffle=none", 100, 6),  # three of the step of all ranks, and three that come next
-        ("shuffle=none", 5, 5),  # two have room in half of that
-        ("shuffle=window&window=10", 100, 6),
-        ("shuffle=window&window=40", 100, 8),  # a window of four, and all of the next
-        ("shuffle=window&window=40", 7, 4),  # which would evict the one that is needed
+        ("shuffle=none", 100, 12),
+        ("shuffle=none", 5, 4),  # beside the blocks of the step, those that the budget has room for
+        ("shuffle=window&window=10", 100, 12),
+        ("shuffle=window&window=40", 7, 4),
     ],
 )
 def test_the_blocks_that_come_next_are_loaded_as_far_as_there_is_room(
@@ -192,6 +219,6 @@ def test_the_blocks_that_come_next_are_loaded_as_far_as_there_is_room(
     for rank in range(3):
         batch = f"/v1/datasets/numbers/epochs/0/ranks/{rank}/batches/0?world_size=3&batch_size=10&seq_len=4&{spec}"
         assert client.get(batch).status_code == 200
-    until(lambda: len(list(cache.folder.glob("*.block"))) == num_loaded)
+    until(lambda: len(list(cache.folder.glob("*.block"))) >= num_loaded)
     time.sleep(0.1)
-    assert len(list(cache.folder.glob("*.block"))) == num_loaded
+    assert num_loaded <= len(list(cache.folder.glob("*.block"))) <= room + 3

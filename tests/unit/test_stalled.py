@@ -17,7 +17,7 @@ import in_thread
 from corpora import write_numbered
 from penstock_server.inflight import InFlight
 from penstock_server.serving import stalled as stalled_module
-from penstock_server.storage.blocks import Blocks, EncodedBlocks
+from penstock_server.storage.reader import RowGroupReader
 from slow import slow_readers
 
 RUN = "/v1/datasets/numbers/epochs/0/ranks/0/batches"
@@ -78,14 +78,14 @@ def test_a_reader_that_takes_little_stays(tmp_path: Path, caplog: pytest.LogCapt
 def test_who_sends_no_whole_request_is_cut_and_who_waits_for_an_answer_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_asked, is_over, read = threading.Event(), threading.Event(), Blocks._read
+    is_asked, is_over, read = threading.Event(), threading.Event(), RowGroupReader.rows
 
-    def hanging(*given: Any) -> EncodedBlocks:
+    def hanging(*given: Any) -> Any:
         is_asked.set()
         is_over.wait(60)
         return read(*given)
 
-    monkeypatch.setattr(Blocks, "_read", hanging)
+    monkeypatch.setattr(RowGroupReader, "rows", hanging)
     request = b"GET %s HTTP/1.1\r\nHost: here\r\n\r\n"
     with ExitStack() as opened:
         opened.callback(is_over.set)
@@ -124,15 +124,15 @@ def test_who_asks_again_and_again_is_not_silent(monkeypatch: pytest.MonkeyPatch)
 def test_a_server_that_stops_cuts_what_is_under_way_and_says_nothing_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, is_asked, is_over, read = threading.Event(), threading.Event(), threading.Event(), Blocks._read
+    hangs, is_asked, is_over, read = threading.Event(), threading.Event(), threading.Event(), RowGroupReader.rows
 
-    def perhaps_hanging(*given: Any) -> EncodedBlocks:
+    def perhaps_hanging(*given: Any) -> Any:
         if hangs.is_set():
             is_asked.set()
             is_over.wait(60)
         return read(*given)
 
-    monkeypatch.setattr(Blocks, "_read", perhaps_hanging)
+    monkeypatch.setattr(RowGroupReader, "rows", perhaps_hanging)
     write_numbered(tmp_path / "data" / "others", 96)
     with ExitStack() as readers:
         readers.callback(is_over.set)

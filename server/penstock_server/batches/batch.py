@@ -19,6 +19,7 @@ from penstock_server.batches.tensor import Tensor
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import BadParameter
 from penstock_server.storage.block import Block
+from penstock_server.storage.on_demand import PickedRows
 from penstock_server.storage.pages import Waits
 
 Array = npt.NDArray[Any]
@@ -27,7 +28,7 @@ Sizes = dict[str, IntArray]  # of each column of text or bytes, how many travel 
 _waits = Waits()  # of this process, whatever it serves
 
 
-def frames(chunk: Chunk, blocks: Sequence[Block]) -> memoryview:
+def frames(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> memoryview:
     """The frames of a chunk, one after the other, from the blocks it needs. Raises what gather raises."""
     plan, sequences = chunk.plan, gather(chunk, blocks)
     sizes = {tensor.name: _sizes(tensor.name, sequences) for tensor in plan.tensors if tensor.is_ragged}

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, repeat
+from typing import Any
 
 import numpy as np
 
 from penstock_server.batches.plan import MemberSpans, Plan
 from penstock_server.batches.sequences import LoadedBlock, Sequences
 from penstock_server.batches.stand_ins import usable_rows
-from penstock_server.geometry.arrays import by_value, in_order, places_in
-from penstock_server.geometry.packing import Spans
+from penstock_server.geometry.arrays import IntArray, by_value, distinct, in_order, places_in
+from penstock_server.geometry.packing import STREAM, Spans
 from penstock_server.storage.block import Block
+from penstock_server.storage.on_demand import PickedRows, RowsFuture
 from penstock_server.storage.store import Asked
 
 _CHUNK_BYTES = 8 << 20  # assembled at a time; beyond a few MiB only memory grows
+_CHUNK_STORED = 64 << 20  # bytes of the rows that it is made of, uncut: where they are not cached, all are in memory
 _CHUNK_SPANS = 1 << 17  # likewise: each takes some 300 bytes meanwhile, however short it is
 
 
@@ -41,22 +44,23 @@ class Chunk:
             found += blocks
         return found
 
-    def request(self) -> list[Asked]:
-        """The blocks of all needs, or futures of them."""
-        return [found for need in self.needs for found in need.member.blocks.request(need.blocks)]
+    def request(self) -> list[Asked | RowsFuture]:
+        """The blocks of all needs, or futures of them, or of the rows that are needed of a block that is not cached."""
+        return [found for need in self.needs for found in _request(need)]
 
     def read_ahead(self) -> None:
         """Has those blocks loaded in the background that the job will need next."""
         self.plan.read_ahead(self.epoch, self.steps[-1])
 
-    def forget(self, futures: Sequence[Future[Block]]) -> None:
+    def forget(self, futures: Sequence[Future[Any]]) -> None:
         """Gives up futures that `request` gave: blocks that nobody else waits for are not made."""
         self.plan.members[0].blocks.forget(futures)
 
 
 def steps_per_chunk(plan: Plan) -> int:
     """How many batches are made at a time: one at least."""
-    return max(1, min(_CHUNK_BYTES // plan.step_nbytes, int(_CHUNK_SPANS // plan.step_spans)))
+    limits = (_CHUNK_BYTES / plan.step_nbytes, _CHUNK_SPANS / plan.step_spans, _CHUNK_STORED / plan.step_stored)
+    return max(1, int(min(limits)))
 
 
 def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
@@ -71,13 +75,24 @@ def chunks(plan: Plan, epoch: int, rank: int, steps: range) -> Iterator[Chunk]:
         yield Chunk(plan, epoch, rank, some, plan.spans(epoch, rank, some))
 
 
-def load(chunk: Chunk) -> list[Block]:
-    """The blocks of a chunk, now. Raises what Blocks.get raises."""
-    return chunk.mapped() or [block for need in chunk.needs for block in need.member.blocks.get(need.blocks)]
+def load(chunk: Chunk) -> Sequence[Block | PickedRows]:
+    """The blocks of a chunk, or the rows that it needs of them, now. Raises what Blocks.get raises."""
+    return chunk.mapped() or [found if isinstance(found, Block) else found.result() for found in chunk.request()]
 
 
-def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
-    """The sequences of all batches of a chunk, batch by batch.
+def _request(need: MemberSpans) -> Sequence[Asked | RowsFuture]:
+    blocks, spans = need.member.blocks, need.spans
+    if spans.rows[0] == STREAM:  # which rows these are, the block tells
+        return blocks.request(need.blocks)
+
+    def rows() -> dict[int, IntArray]:
+        return {index: distinct(spans.rows[mine]) for index, mine in by_value(spans.blocks)}
+
+    return blocks.request_rows(need.blocks, rows, need.member.order_key.split)
+
+
+def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Sequences:
+    """The sequences of all batches of a chunk, batch by batch; `blocks` as `load` gives them.
 
     Raises BadRow: see usable_rows. Raises DatasetRefused: too many rows are bad.
     """
@@ -89,25 +104,38 @@ def gather(chunk: Chunk, blocks: Sequence[Block]) -> Sequences:
     for need in chunk.needs:
         member, indices, spans, own = need.member, need.blocks, need.spans, list(islice(rest, len(need.blocks)))
         if member.order_key.split != "all":
-            own = [member.blocks.of_split(block, member.order_key.split) for block in own]
-        if member.order_key.has_stand_ins and any(block.bad for block in own):
+            own = [member.blocks.of_split(b, member.order_key.split) if isinstance(b, Block) else b for b in own]
+        if member.order_key.has_stand_ins and any(isinstance(block, Block) and block.bad for block in own):
             found = dict(zip(indices, own, strict=True))
             spans = _with_stand_ins(need, found)
             substituted[spans.sequences[(spans.rows != need.spans.rows) | (spans.blocks != need.spans.blocks)]] = True
             indices, own = map(list, zip(*sorted(found.items()), strict=True))
         numbers = len(loaded) + places_in(np.array(indices), spans.blocks)
-        loaded += map(LoadedBlock, repeat(member), repeat(chunk.plan.members.index(member)), indices, own)
-        parts.append(spans._replace(blocks=numbers))
+        spans = spans._replace(rows=_rows_here(spans, dict(zip(indices, own, strict=True))), blocks=numbers)
+        whole = [found if isinstance(found, Block) else found.block for found in own]
+        loaded += map(LoadedBlock, repeat(member), repeat(chunk.plan.members.index(member)), indices, whole)
+        parts.append(spans)
     return Sequences(count, loaded, parts[0] if len(parts) == 1 else Spans(*in_order(parts)), substituted)
 
 
-def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block]) -> Spans:
+def _rows_here(spans: Spans, blocks: Mapping[int, Block | PickedRows]) -> IntArray:
+    """The rows of spans by their numbers in what was loaded: of a block of which some rows were picked, among these."""
+    if all(isinstance(block, Block) for block in blocks.values()):
+        return spans.rows
+    rows = spans.rows.copy()
+    for index, mine in by_value(spans.blocks):
+        if isinstance(picked := blocks[index], PickedRows):
+            rows[mine] = np.searchsorted(picked.rows, rows[mine])
+    return rows
+
+
+def _with_stand_ins(need: MemberSpans, blocks: dict[int, Block | PickedRows]) -> Spans:
     """The spans with good rows in place of bad ones; the blocks that these are in are added."""
     # Again: to load these blocks may have shown more bad rows than max_bad_share allows.
     need.member.blocks.quarantine.check()
     rows, indices = need.spans.rows.copy(), need.spans.blocks.copy()
     for index, mine in by_value(need.spans.blocks):
-        if blocks[index].bad:
-            other, block, good = usable_rows(need.member, index, blocks[index], need.spans.rows[mine])
+        if isinstance(own := blocks[index], Block) and own.bad:
+            other, block, good = usable_rows(need.member, index, own, need.spans.rows[mine])
             blocks[other], indices[mine], rows[mine] = block, other, good
     return need.spans._replace(blocks=indices, rows=rows)

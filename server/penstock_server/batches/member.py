@@ -21,6 +21,9 @@ from penstock_server.geometry.permutation import key
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 
+# How far read-ahead looks for the blocks that are needed first: to look takes a few milliseconds.
+_POSITIONS_AHEAD, _STEPS_AHEAD, _MOST_POSITIONS_AHEAD = 1 << 13, 4, 1 << 16
+
 
 class OrderKey(NamedTuple):
     """What of a spec decides which sequence of a dataset stands where. `seq_len` is that of a row's tokens, turns and all."""
@@ -82,16 +85,18 @@ class Member:
         packing, order = self.epoch(0)
         return int(self.index.bytes_per_block()[_blocks_of(packing, order.pools_of_window(0))].sum())
 
-    def read_ahead(self, epoch: int, position: int) -> None:
-        """Has the blocks that come after a position loaded in the background, if the cache has room; see Blocks.read_ahead."""
+    def read_ahead(self, epoch: int, position: int, step: int) -> None:
+        """Has the blocks that come after a position made in the background; `step` are the positions of a global batch."""
         packing, order = self.epoch(epoch)
-        first, stop = order.ahead(position)
+        count = min(max(_POSITIONS_AHEAD, _STEPS_AHEAD * step), _MOST_POSITIONS_AHEAD)
 
-        def next_ones() -> tuple[list[int], list[int]]:
-            window, further = order.pools_of_window(order.window(position) + 1), order.pools_from(stop, self.blocks.num_ahead)
-            return _blocks_of(packing, window), _blocks_of(packing, further)
+        def next_ones() -> list[tuple[int, int]]:
+            pools, needed_at = order.ahead(position, count)
+            when = zip(pools.tolist(), needed_at.tolist(), strict=True)
+            return [(block, at) for pool, at in when for block in packing.blocks_of(pool)]
 
-        self.blocks.read_ahead((self.snapshot, self.order_key, epoch), first, next_ones)
+        by_rows = self.order_key.packing != "concat"
+        self.blocks.read_ahead((self.snapshot, self.order_key, epoch), position, count, next_ones, by_rows=by_rows)
 
 
 def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:

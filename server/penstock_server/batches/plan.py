@@ -92,6 +92,13 @@ class Plan:
         return self.largest_layout.nbytes + self.spec.batch_size * per_row
 
     @cached_property
+    def step_stored(self) -> int:
+        """About the bytes in the shards of the rows that a batch is made of."""
+        snapshots = [member.snapshot for member in self.members]
+        per_row = max(snapshot.nbytes / max(1, snapshot.num_rows) for snapshot in snapshots)
+        return max(1, int(per_row * self.step_spans))
+
+    @cached_property
     def step_spans(self) -> float:
         """About the spans of a batch: the rows, and parts of rows, that it is made of."""
         return self.spec.batch_size * max(member.spans_per_sequence for member in self.members)
@@ -171,7 +178,7 @@ class Plan:
         """Has the blocks that come after this step of all ranks loaded in the background, if the cache has room for them."""
         last_rank = self.schedule.positions([step], self.schedule.world_size - 1)[0]
         for number, own_epoch, _, positions in self._by_member(epoch, last_rank):
-            self.members[number].read_ahead(own_epoch, int(positions.max()))
+            self.members[number].read_ahead(own_epoch, int(positions.max()), self.schedule.world_size * self.spec.batch_size)
 
     def positions_of(self, member: int, epoch: int, own: IntArray, own_epoch: int, most: int) -> IntArray:
         """Where positions `own` of a member's own epoch stand in an epoch: of those that it shows the first ones, in order."""

@@ -22,13 +22,14 @@ from penstock_server.problems import BadParameter
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.storage.block import Block
 from penstock_server.storage.features import Turn
+from penstock_server.storage.on_demand import PickedRows
 
 _MOST_TOKENS = 1 << 21  # of a batch
 _MOST_SEQUENCES = 1 << 14  # of all batches that are made at a time
 _MOST_PARTS = 1 << 17  # of rows, of which provenance is told: as text 25 MB
 
 
-def as_json(chunk: Chunk, blocks: Sequence[Block], before_each: Callable[[], None] = lambda: None) -> list[str]:
+def as_json(chunk: Chunk, blocks: Sequence[Block | PickedRows], before_each: Callable[[], None] = lambda: None) -> list[str]:
     """Each batch of a chunk: the ids and the digest that GET serves, and the text that each sequence decodes to.
 
     `before_each` is called before each sequence; what it raises ends the rest.

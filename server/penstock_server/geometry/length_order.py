@@ -57,13 +57,9 @@ class LengthOrder:
         """The pools of a window; none past the last one."""
         return self._order.pools_of_window(window)
 
-    def ahead(self, position: int) -> tuple[int, int]:
-        """Where the pools of the next window stand; see EpochOrder.ahead."""
-        return self._order.ahead(position)
-
-    def pools_from(self, place: int, count: int) -> IntArray:
-        """The pools that have sequences, `count` at most, from a place on."""
-        return self._order.pools_from(place, count)
+    def ahead(self, position: int, count: int) -> tuple[IntArray, IntArray]:
+        """The pools that come next, as EpochOrder.ahead has them: within a window about, since that would have to be sorted."""
+        return self._order.ahead(position, count)
 
     def _moved(self, positions: IntArray, *, inverse: bool) -> IntArray:
         moved = np.empty_like(positions)

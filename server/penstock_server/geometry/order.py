@@ -88,25 +88,29 @@ class EpochOrder:
         first, last = np.searchsorted(self._pool_starts, self._window_starts[window : window + 2])
         return self._pools[first:last]
 
-    def ahead(self, position: int) -> tuple[int, int]:
-        """Where the pools [first, stop) of the window after a position's stand in the order of pools.
+    def ahead(self, position: int, count: int) -> tuple[IntArray, IntArray]:
+        """The pools that come next from a position on, and the position at which each is first needed, ascending.
 
-        Stored order has no windows: there both are the place after the position's pool.
+        Exactly so for the next `count` positions. The other pools of their last window follow, then those of the next window;
+        stored order has no windows, and there the next `count` pools follow.
         """
+        stop = min(position + count, self.num_sequences)
+        pools, first = np.unique(self.sequences(np.arange(position, stop))[0], return_index=True)
+        order = np.argsort(first)
+        near, needed_at = pools[order], position + first[order]
         if not self._shuffled:
-            first = find_one(self._pool_starts, position) + 1
-            return first, first
-        borders = self._window_starts[self.window(position) + 1 :][:2]  # after the last window there is but its end
-        first, stop = np.searchsorted(self._pool_starts, borders[[0, -1]]).tolist()
-        return first, stop
-
-    def pools_from(self, place: int, count: int) -> IntArray:
-        """The pools that have sequences, `count` at most, from a place on."""
-        places: list[int] = []
-        while len(places) < count and self._pool_starts[place] < self.num_sequences:
-            places.append(find_one(self._pool_starts, int(self._pool_starts[place])))  # past those that have none
-            place = places[-1] + 1
-        return self._pools[places]
+            place = find_one(self._pool_starts, stop - 1) + 1
+            return np.append(near, self._pools[place : place + count]), np.append(
+                needed_at, self._pool_starts[place:-1][:count]
+            )
+        window = self.window(stop - 1)
+        _, end = self.bounds_of_window(window)
+        rest = np.setdiff1d(self.pools_of_window(window), near) if stop < end else near[:0]
+        following = np.setdiff1d(self.pools_of_window(window + 1), near)
+        return (
+            np.concatenate([near, rest, following]),
+            np.concatenate([needed_at, np.full(len(rest), stop), np.full(len(following), end)]),
+        )
 
     def _in_windows(self, slots: IntArray, move: _Move) -> IntArray:
         window = find(self._window_starts, slots)

@@ -1,11 +1,12 @@
-"""Rows to tokens: a block's rows in, one record batch of token lists out. Bad rows are null, with the reason beside them.
+"""Rows to tokens: rows in, one record batch of token lists out. Bad rows are null, with the reason beside them.
 
-rows --filter--> --transform--> fields --tokenizer, chat template--> token lists, and the lengths of their turns
+rows --filter--> --transform--> Selected --> fields --tokenizer, chat template--> token lists, and the lengths of their turns
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +33,52 @@ COLUMN = "column:"  # before the name of a column that travels
 LONGEST_ROW = (1 << 31) - 1  # tokens: lengths are kept in 31 bits
 
 
-def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: int, place: Place) -> pa.RecordBatch:
-    """The tokens of the rows that the recipe keeps, in the rows' order. A row that cannot be used is null in every feature.
+class Selected(NamedTuple):
+    """Rows of a block that the recipe keeps, filtered and transformed: what tokens are made of.
 
-    Text is encoded without the tokenizer's special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in
-    [0, token_bound).
-
-    Raises ValueError: the tokenizer fails on any text, or the transform, or what it returns is not what the recipe reads.
+    rows     shape [num_rows]
+    numbers  the number of each row in the block as it is stored, shape [num_rows]
+    hashes   the split hash of each row, shape [num_rows]; see split_hashes
     """
-    rows, kept, hashes = select(rows, recipe, place)
-    if recipe.transform:
-        rows = recipe.transform(rows)
-        recipe.check_made(rows.schema)
-    found = Rows.of(rows, recipe)
+
+    rows: pa.RecordBatch
+    numbers: npt.NDArray[np.int64]
+    hashes: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, rows: pa.RecordBatch, recipe: Recipe, place: Place, first: int = 0) -> Selected:
+        """The rows that the recipe keeps of stored rows; `place` and `first`, their number in the block, are of the first row.
+
+        Raises ValueError: the filter or the transform fails, or the transform returns rows that the recipe cannot read.
+        """
+        rows, kept, hashes = select(rows, recipe, place)
+        if recipe.transform:
+            rows = recipe.transform(rows)
+            recipe.check_made(rows.schema)
+        return cls(rows, kept + first, hashes)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Selected:
+        """Some of the rows, by ascending indices."""
+        return Selected(take_rows(self.rows, rows), self.numbers[rows], self.hashes[rows])
+
+    @staticmethod
+    def joined(parts: Sequence[Selected]) -> Selected:
+        """The rows of several, one after the other. All have one schema."""
+        if len(parts) == 1:
+            return parts[0]
+        batches, numbers, hashes = zip(*parts, strict=True)
+        return Selected(pa.concat_batches(batches), np.concatenate(numbers), np.concatenate(hashes))
+
+
+def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: int) -> pa.RecordBatch:
+    """The tokens of rows, in the rows' order. A row that cannot be used is null in every feature.
+
+    Each row's tokens depend on that row alone, so rows may be encoded in any company. Text is encoded without the tokenizer's
+    special tokens; the recipe's BOS opens and its EOS closes it. Token ids must be in [0, token_bound).
+
+    Raises ValueError: the tokenizer fails on any text.
+    """
+    found = Rows.of(selected.rows, recipe)
     features = _features(found, token_bound)
     for lists in features.values():
         for row in np.flatnonzero(lists.lengths > LONGEST_ROW).tolist():
@@ -56,9 +90,9 @@ def encode(rows: pa.RecordBatch, recipe: Recipe, token_dtype: str, token_bound: 
         arrays[name] = _list_array(lists.values, lists.lengths, bad, token_dtype)
         if lists.turns:
             arrays[name + TURNS] = _list_array(*lists.turns, bad, "int32")
-    arrays |= columns | {REASON: pa.array(found.reasons, pa.string()), SPLIT: pa.array(hashes)}
+    arrays |= columns | {REASON: pa.array(found.reasons, pa.string()), SPLIT: pa.array(selected.hashes)}
     if recipe.filter:
-        arrays[ROW] = pa.array(kept.astype(np.int32))
+        arrays[ROW] = pa.array(selected.numbers.astype(np.int32))
     return pa.record_batch(arrays)
 
 

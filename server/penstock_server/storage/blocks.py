@@ -5,38 +5,35 @@ Snapshot --read a row group--> rows --encode--> tokens --store--> Block
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache, partial
 from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from penstock.printable import printable
-from penstock.wording import counted
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
 from penstock_server.recipes import encode
-from penstock_server.recipes.split_hashes import Place, is_validation
-from penstock_server.snapshots.snapshot import BlockAddress, Snapshot
+from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.decode import hashes_of_shard, reading, rows_of_group
+from penstock_server.storage.decode import hashes_of_shard
 from penstock_server.storage.names import BlockNames
+from penstock_server.storage.on_demand import RowsFuture
 from penstock_server.storage.quarantine import Quarantine
+from penstock_server.storage.reader import RowGroupReader
 from penstock_server.storage.store import Asked, BlockStore
 
-log = logging.getLogger("penstock.blocks")
-
-EncodedBlocks = Generator[tuple[int, pa.RecordBatch], None, None]
+_Found = TypeVar("_Found", Asked, "Asked | RowsFuture")
 
 _LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_NAMES = 1 << 15  # of blocks; to find one takes longer than a row of the block to copy
 _LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
+_MOST_AHEAD = 1 << 12  # blocks that read-ahead is told of at a time
 _HEAD_BYTES = 1000  # about what a stored block takes beside its rows
 
 
@@ -48,20 +45,32 @@ class Blocks:
         self._store = store
         self.quarantine = Quarantine(snapshot)
         self.names = BlockNames(snapshot)
+        self._reader = RowGroupReader(snapshot)
         self._known_name = lru_cache(_KNOWN_NAMES)(self.names.of)
         self._correction: float | None = None  # of what the footers tell; None: no block was looked at
 
     def request(self, indices: Sequence[int]) -> list[Asked]:
         """The blocks at these indices, each in [0, num_blocks), or futures of them, which raise what `get` raises."""
-        asked = list[Asked]()
-        for index, block in zip(indices, self._store.maps.known([self._known_name(index) for index in indices]), strict=True):
-            found = block or self._ask(index)
-            if isinstance(found, Block):
-                self.quarantine.look_in(index, found)
-            else:
-                found.add_done_callback(partial(self.quarantine.look_at, index))
-            asked.append(found)
-        return asked
+        known = self._store.maps.known([self._known_name(index) for index in indices])
+        return [self._noted(index, block or self._ask(index)) for index, block in zip(indices, known, strict=True)]
+
+    def request_rows(
+        self, indices: Sequence[int], rows: Callable[[], Mapping[int, IntArray]], split: str
+    ) -> list[Asked | RowsFuture]:
+        """As `request`, for some rows of each block: of a block that is not cached these alone are tokenized.
+
+        `rows()` are their numbers in each block, or in its split, ascending.
+        """
+        names = {index: self._known_name(index) for index in indices}
+        known = dict(zip(indices, self._store.maps.known([*names.values()]), strict=True))
+        cold = [index for index, block in known.items() if block is None and not self._store.cache.has(names[index])]
+        if self._snapshot.recipe.tokenizer is None:  # to encode all rows of ids takes little beside decoding them
+            cold = []
+        futures = dict[int, RowsFuture]()
+        if cold:
+            wanted = rows()
+            futures = self._store.rows.request(self._reader, names, {index: wanted[index] for index in cold}, split)
+        return [self._noted(index, futures.get(index) or block or self._ask(index)) for index, block in known.items()]
 
     def mapped(self, indices: Sequence[int]) -> list[Block] | None:
         """The blocks at these indices, if all of them are mapped, or can be without being read, as they mostly are."""
@@ -102,10 +111,13 @@ class Blocks:
         finally:
             self.forget(found for found in asked.values() if isinstance(found, Future))
 
-    def forget(self, futures: Iterable[Future[Block]]) -> None:
-        """Gives up blocks that were asked for, of whatever snapshot, since all have one store; see BlockStore.forget."""
+    def forget(self, futures: Iterable[Future[Any]]) -> None:
+        """Gives up what was requested, of whatever snapshot, since all have one store; see BlockStore.forget."""
         for future in futures:
-            self._store.forget(future)
+            if isinstance(future, RowsFuture):
+                future.cancel()
+            else:
+                self._store.forget(future)
 
     def of_split(self, block: Block, split: str) -> Block:
         """The rows of a block that are of one split."""
@@ -147,27 +159,38 @@ class Blocks:
         """Whether a block is in the cache."""
         return self._store.cache.has(self.names.of(index))
 
-    @property
-    def num_ahead(self) -> int:
-        """How many blocks are loaded ahead at a time."""
-        return self._store.ahead.num_blocks
+    def read_ahead(
+        self, job: Hashable, position: int, count: int, ahead: Callable[[], list[tuple[int, int]]], *, by_rows: bool
+    ) -> None:
+        """Has blocks made in the background that a job needs next; see ReadAhead.want.
 
-    def read_ahead(self, job: Hashable, place: int, indices: Callable[[], tuple[list[int], list[int]]]) -> None:
-        """Has blocks loaded in the background that a job needs next; see ReadAhead.want.
-
-        `indices()` are those of the window that is next, and others after it, for windows of fewer blocks than are loaded at a
-        time.
+        `ahead()` are the blocks that the job needs after its position, and the position at which it needs each; for
+        `count` positions it knows that exactly. Blocks that the cache has no room for are left out. `by_rows`: what the job
+        needs of a block meanwhile are single rows.
         """
 
-        def affordable() -> list[int]:
-            window, further = indices()
-            wanted = window + further[: max(0, self.num_ahead - len(window))]
-            # As large again as the window is what the job needs now: loading both into less room would evict the one for the
-            # other.
-            fits = 2 * np.cumsum(self._snapshot.bytes_per_block[wanted]) <= self._store.cache.budget_bytes
-            return wanted[: int(fits.sum())] if fits[: len(window)].all() else []
+        def affordable() -> list[tuple[int, int]]:
+            wanted = ahead()[:_MOST_AHEAD]
+            fits = np.cumsum(self.expected_bytes[[block for block, _ in wanted]]) <= self._store.cache.budget_bytes
+            return wanted[: int(fits.sum())]
 
-        self._store.ahead.want(job, place, affordable, lambda index: self.get([index]))
+        self._store.ahead.want(job, position, count, affordable, self._finish if by_rows else self._load)
+
+    def _finish(self, index: int) -> None:
+        """Has a block in the cache; its rows may be tokenized one by one meanwhile."""
+        name = self._known_name(index)
+        if (
+            self._snapshot.recipe.tokenizer is None
+            or self._store.cache.has(name)
+            or not (block := self._store.rows.finish(self._reader, self._snapshot.block(index), name))
+        ):
+            self._load(index)
+        else:
+            self.quarantine.look_in(index, block)
+
+    def _load(self, index: int) -> None:
+        with self._store.loading_ahead:
+            self.get([index])
 
     def rows_of_shards(self, get_further: Callable[[], None] = lambda: None) -> Iterator[IntArray]:
         """Rows of each block that are of the train and of the validation split, shape [2, blocks of the shard], by shard.
@@ -193,42 +216,12 @@ class Blocks:
 
     def _ask(self, index: int) -> Asked:
         at = self._snapshot.block(index)
-        return self._store.request(self.names.of_group(at), at.number, partial(self._read, at))
+        return self._store.request(self.names.of_group(at), at.number, partial(self._reader.blocks, at))
 
-    def _read(self, address: BlockAddress, needed: Callable[[int], bool]) -> EncodedBlocks:
-        """Decodes and encodes the blocks of a row group, one at a time, from its start."""
-        snapshot, portions = self._snapshot, list[pa.RecordBatch]()
-        # A transform may look at the rows of a whole block.
-        in_portions = not snapshot.recipe.transform
-        is_needed = False
-        with reading(snapshot, address):
-            for at, first, rows in rows_of_group(snapshot, address, snapshot.recipe.read_columns, in_portions=in_portions):
-                is_needed = is_needed if first else needed(at.number)
-                if not is_needed:
-                    continue
-                portions.append(self._encode(at, first, rows))
-                if first + rows.num_rows == at.num_rows:
-                    batch = pa.concat_batches(portions) if first else portions[0]
-                    portions.clear()
-                    self._tell_of_bad_rows(at, batch)
-                    yield at.number, batch
-
-    def _encode(self, address: BlockAddress, first: int, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """The tokens of rows of a block, from its row `first` on."""
-        snapshot = self._snapshot
-        place = Place(address.place.shard, address.place.first_row + first)
-        batch = encode.encode(rows, snapshot.recipe, snapshot.token_dtype, snapshot.bound_in(address.shard), place)
-        if first and encode.ROW in batch.schema.names:
-            number = batch.schema.get_field_index(encode.ROW)
-            numbers = pc.add(batch.column(number), pa.scalar(first, pa.int32()))
-            batch = batch.set_column(number, encode.ROW, numbers)
-        return batch
-
-    def _tell_of_bad_rows(self, address: BlockAddress, batch: pa.RecordBatch) -> None:
-        reasons = batch.column(encode.REASON).drop_null()
-        if len(reasons):
-            first = f"the first: {printable(reasons[0].as_py())}"
-            policy = self._snapshot.recipe.on_bad_row
-            then = "neighbours are served in their place" if policy == "substitute" else "batches that hold one fail"
-            rows_of = f"{address.shard.path}, row group {address.row_group}"
-            log.warning("%s: %s cannot be used (%s); %s", rows_of, counted(len(reasons), "row"), first, then)
+    def _noted(self, index: int, found: _Found) -> _Found:
+        """A block or a future of one, with what is bad in it noted in the quarantine, as soon as it is there."""
+        if isinstance(found, Block):
+            self.quarantine.look_in(index, found)
+        else:
+            found.add_done_callback(partial(self.quarantine.look_at, index))
+        return found

@@ -25,12 +25,12 @@ class BlockNames:
     def of(self, index: int) -> str:
         """The name of a block, in [0, num_blocks)."""
         address = self._snapshot.block(index)
-        return f"{self._of_group(address)}-{address.number}"
+        return name_in(self._of_group(address), address.number)
 
     def of_group(self, address: BlockAddress) -> list[str]:
         """The names of all blocks of the row group that a block is of."""
         group = self._of_group(address)
-        return [f"{group}-{number}" for number in range(len(self._snapshot.blocks_of_group(address.group)))]
+        return [name_in(group, number) for number in range(len(self._snapshot.blocks_of_group(address.group)))]
 
     @cached_property
     def of_all(self) -> str:
@@ -46,6 +46,16 @@ class BlockNames:
 
     def _of_group(self, address: BlockAddress) -> str:
         return _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._shared])
+
+
+def name_in(group: str, number: int) -> str:
+    """The name of a block in a row group of this name."""
+    return f"{group}-{number}"
+
+
+def group_of(name: str) -> str:
+    """The name of the row group that a block of this name is in."""
+    return name.rpartition("-")[0]
 
 
 def _digest(parts: list[Any]) -> str:

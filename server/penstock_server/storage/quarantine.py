@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from penstock.urls import dataset_path
 from penstock_server.problems import BadRow, DatasetRefused, ShardUnreadable
@@ -65,7 +66,7 @@ class Quarantine:
         self._num_listed = 0
         self._groups: dict[tuple[str, int], BadGroup] = {}
 
-    def look_at(self, index: int, loaded: Future[Block]) -> None:
+    def look_at(self, index: int, loaded: Future[Any]) -> None:
         """Notes what is bad in a block that was loaded, or that it could not be."""
         if loaded.cancelled():
             return
@@ -81,7 +82,8 @@ class Quarantine:
         elif error is None:
             if self._groups:
                 self._forget(index)
-            self.look_in(index, loaded.result())
+            if isinstance(block := loaded.result(), Block):  # not some rows of it, of which none is bad
+                self.look_in(index, block)
 
     def _forget(self, index: int) -> None:
         """A block could be read: what was wrong with its row group was of its time, as a disk that was away."""

@@ -1,4 +1,4 @@
-"""Read-ahead: the blocks that a job comes to next are loaded while it trains on those before, so that few begin cold."""
+"""Read-ahead: blocks are made in the background in the order in which jobs come to need them."""
 
 from __future__ import annotations
 
@@ -18,45 +18,68 @@ _FORGET_SECONDS = 30.0  # a job that has asked for nothing for so long has ended
 
 @dataclass(slots=True)
 class _Job:
-    """`pending` are the blocks that nobody has begun to load, `begun` those of the last that were wanted that somebody has."""
+    """One pass of ranks over an epoch.
 
-    place: int
-    pending: deque[int]
+    position    as far as the front rank had come when `pending` was made
+    pending     blocks that no thread has begun to make, each with the position at which it is needed, ascending
+    begun       the others of those that were wanted then
+    pace        positions a second, from `began` (time, position) on
+    """
+
+    position: int
+    pending: deque[tuple[int, int]]
     load: Callable[[int], object]
     asked_at: float
     begun: set[int]
+    began: tuple[float, int]
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the next pending block is needed, at the pace that the ranks have had so far."""
+        began_at, first = self.began
+        _, needed_at = self.pending[0]
+        return (needed_at - self.position) * (self.asked_at - began_at) / max(1, self.position - first)
 
 
 class ReadAhead:
-    """Loads `num_blocks` at a time, in threads of its own, turn by turn for all jobs; what is asked for now goes beside it.
+    """Makes blocks in `num_threads` threads of its own: of all jobs' blocks always the one that is needed soonest.
 
-    Nothing waits for it and nothing depends on it: a block that it did not load is loaded when it is needed.
+    Nothing waits for it and nothing depends on it: a block that it did not make is made when it is needed.
     """
 
-    def __init__(self, num_blocks: int = 1) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_threads: int = 1) -> None:
+        self._num_threads = num_threads
         self._jobs: dict[Hashable, _Job] = {}
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
-    def want(self, job: Hashable, place: int, blocks: Callable[[], Sequence[int]], load: Callable[[int], object]) -> None:
-        """A job comes next to `place` in the order of its blocks, where `blocks()` are; `load(block)` loads one of them.
+    def want(
+        self,
+        job: Hashable,
+        position: int,
+        count: int,
+        blocks: Callable[[], Sequence[tuple[int, int]]],
+        load: Callable[[int], object],
+    ) -> None:
+        """A job has come to a position; `blocks()` are those that it needs from there on, and at which positions, ascending.
 
-        Called with every request: what was wanted at another place, or by a job that no longer asks, is dropped. Ranks of a
-        job that are a little behind the others, by fewer than twice `num_blocks`, find what those have had loaded.
+        Called with every request. `blocks()` is called where the job is a quarter of `count` further than it was then, or
+        `count` behind: ranks that are a little behind the others find what those have had made. `load(block)` makes one.
         """
+        now = time.monotonic()
         with self._changed:
             known = self._jobs.get(job)
             if known and _is_old(known):
                 known = None
-            if known and 0 <= known.place - place < 2 * self.num_blocks:
-                known.asked_at = time.monotonic()
+            if known and known.position - count < position < known.position + max(1, count // 4):
+                known.asked_at = now
                 return
             wanted = blocks()
-            begun = known.begun.intersection(wanted) if known else set()
-            pending = deque(block for block in wanted if block not in begun)
-            self._jobs[job] = _Job(place, pending, load, time.monotonic(), begun)
-            while len(self._threads) < self.num_blocks:
+            begun = known.begun.intersection(block for block, _ in wanted) if known else set()
+            pending = deque(own for own in wanted if own[0] not in begun)
+            began = known.began if known and known.position < position else (now, position)
+            self._jobs[job] = _Job(position, pending, load, now, begun, began)
+            while len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._run, name="penstock-read-ahead", daemon=True)
                 try:
                     thread.start()
@@ -81,12 +104,11 @@ class ReadAhead:
         with self._changed:
             while True:
                 self._jobs = {name: job for name, job in self._jobs.items() if not _is_old(job)}
-                for name, job in self._jobs.items():
-                    if job.pending:
-                        self._jobs[name] = self._jobs.pop(name)  # to the end of the queue
-                        block = job.pending.popleft()
-                        job.begun.add(block)
-                        return job.load, block
+                if waiting := [job for job in self._jobs.values() if job.pending]:
+                    job = min(waiting, key=lambda job: job.seconds_left)
+                    block, _ = job.pending.popleft()
+                    job.begun.add(block)
+                    return job.load, block
                 self._changed.wait()
 
 

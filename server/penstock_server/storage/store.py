@@ -26,6 +26,7 @@ from penstock_server.side_by_side import side_by_side
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.maps import Maps
+from penstock_server.storage.on_demand import RowsOnDemand
 from penstock_server.storage.read_ahead import ReadAhead
 from penstock_server.storage.splits import Splits
 
@@ -34,6 +35,7 @@ log = logging.getLogger("penstock.store")
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
+DECODED_BYTES = 1 << 30  # of rows that are decoded and wait to be tokenized, where no setting says otherwise
 _AHEAD_SHARE = 2  # of the threads load ahead, one at least: the others are for what is asked for now
 _MAPPERS = 4  # threads for what is asked for now; to map a block is to read it, and a disk reads faster for several
 
@@ -69,12 +71,15 @@ class BlockStore:
     pyarrow and `tokenizers` release the GIL.
     """
 
-    def __init__(self, cache: CacheFolder, num_threads: int | None = None) -> None:
+    def __init__(self, cache: CacheFolder, num_threads: int | None = None, decoded_bytes: int = DECODED_BYTES) -> None:
         self.cache, self.maps = cache, Maps(cache)
         self.splits = Splits()
         self._num_threads = num_threads or num_cores()
-        self.ahead = ReadAhead(max(1, self._num_threads // _AHEAD_SHARE))
-        self._mappers = ThreadPoolExecutor(_MAPPERS + self.ahead.num_blocks, thread_name_prefix="penstock-map")
+        self.rows = RowsOnDemand(self.maps, decoded_bytes, self._num_threads)
+        self.ahead = ReadAhead(self._num_threads)
+        num_ahead = max(1, self._num_threads // _AHEAD_SHARE)
+        self.loading_ahead = threading.Semaphore(num_ahead)  # for whole blocks, which nobody waits for
+        self._mappers = ThreadPoolExecutor(_MAPPERS + num_ahead, thread_name_prefix="penstock-map")
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="penstock-blocks")
         self._lock = threading.Lock()
         self._wanted: dict[str, _Wanted] = {}  # by the key of the first block, of each row group of which something is wanted
@@ -124,6 +129,7 @@ class BlockStore:
         """Drops the loads that have not begun."""
         self._mappers.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.rows.close()
 
     def _find(self, group: Sequence[str], number: int, wanted: _Wanted, decode: Decoder) -> None:
         """Maps a block if it is stored, and has it made if not."""

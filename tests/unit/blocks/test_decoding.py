@@ -27,6 +27,7 @@ from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage import blocks as blocks_module
 from penstock_server.storage import decode as decode_module
 from penstock_server.storage import quarantine as quarantine_module
+from penstock_server.storage import reader as reader_module
 from penstock_server.storage.block import Block
 from penstock_server.storage.blocks import Blocks
 from penstock_server.storage.cache import CacheFolder
@@ -110,13 +111,13 @@ def test_large_row_groups_are_gone_through_side_by_side_also_where_a_shard_has_b
 ) -> None:
     shards, snapshot = open_large_groups(tmp_path, monkeypatch)
     assert min(snapshot.blocks_per_group) > 8
-    both, begun, encode_rows = threading.Barrier(2), set[str](), encode.encode
+    both, begun, encode_rows = threading.Barrier(2), set[int](), encode.encode
 
-    def meeting(rows: pa.RecordBatch, *args: Any) -> pa.RecordBatch:
-        if args[-1].shard not in begun:
-            begun.add(args[-1].shard)
+    def meeting(selected: encode.Selected, *args: Any) -> pa.RecordBatch:
+        if (shard := selected.rows.column(0)[0].as_py()[0]) not in begun:
+            begun.add(shard)
             both.wait(30)
-        return encode_rows(rows, *args)
+        return encode_rows(selected, *args)
 
     monkeypatch.setattr(encode, "encode", meeting)
     blocks = Blocks(snapshot, BlockStore(CacheFolder(cache_dir), 2))
@@ -129,17 +130,17 @@ def test_large_row_groups_that_the_cache_cannot_keep_are_gone_through_one_after_
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards, snapshot = open_large_groups(tmp_path, monkeypatch)
-    encoded, encode_rows = list[str](), encode.encode
+    encoded, encode_rows = list[int](), encode.encode
 
-    def recorded(*args: Any) -> pa.RecordBatch:
-        encoded.append(args[-1].shard)
-        return encode_rows(*args)
+    def recorded(selected: encode.Selected, *args: Any) -> pa.RecordBatch:
+        encoded.append(selected.rows.column(0)[0].as_py()[0])
+        return encode_rows(selected, *args)
 
     monkeypatch.setattr(encode, "encode", recorded)
     cache = CacheFolder(cache_dir, 4 * snapshot.largest_group_bytes - 1)  # as much again as two groups take is not there
     blocks = Blocks(snapshot, BlockStore(cache, 2))
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
-    num_before = encoded.index("part-001.parquet")
+    num_before = encoded.index(1)
     assert num_before >= snapshot.blocks_per_group[0] - blocks_module._LOADED_TOGETHER
 
 
@@ -155,7 +156,7 @@ def test_a_row_group_that_the_cache_cannot_keep_is_decoded_once_though_its_block
             time.sleep(0.01)  # as tokenizing takes: meanwhile the next are asked for
             yield found
 
-    monkeypatch.setattr(blocks_module, "rows_of_group", recorded)
+    monkeypatch.setattr(reader_module, "rows_of_group", recorded)
     blocks = Blocks(snapshot, BlockStore(CacheFolder(tmp_path / "cache", 1), 1))
     assert [row for block in blocks.each(range(snapshot.num_blocks)) for row in rows_of(block)] == shards[0] + shards[1]
     assert begun == ["part-000.parquet", "part-001.parquet"]
@@ -224,10 +225,10 @@ def test_a_neighbour_that_cannot_be_read_fails_only_who_asks_for_it(
     )
     encode_rows = encode.encode
 
-    def failing(rows: pa.Table, *args: Any) -> pa.RecordBatch:
-        if rows.column(0)[0].as_py() == [700]:
+    def failing(selected: encode.Selected, *args: Any) -> pa.RecordBatch:
+        if selected.rows.column(0)[0].as_py() == [700]:
             raise ValueError("a bad page")
-        return encode_rows(rows, *args)
+        return encode_rows(selected, *args)
 
     monkeypatch.setattr(encode, "encode", failing)
     blocks = Blocks(open_snapshot(folder), BlockStore(CacheFolder(cache_dir)))
