@@ -25,7 +25,8 @@ from penstock_server.importing.shards import Shape, old_shards, row_groups, shar
 from penstock_server.importing.source import ImportRefused
 from planned import open_snapshot
 
-SCHEMA = pa.schema([("text", pa.string())])
+TEXT = pa.string()
+SCHEMA = pa.schema([("text", TEXT)])
 
 
 def table_of(texts: list[str]) -> pa.Table:
@@ -50,6 +51,22 @@ def test_row_groups_hold_all_rows_in_order_within_both_bounds_and_none_could_tak
     for group, after in pairwise(groups):
         larger = pa.concat_tables([group, after.slice(0, 1)]).combine_chunks()
         assert larger.num_rows > group_rows or larger.nbytes > min(bounds)
+
+
+@pytest.mark.parametrize("outer", [pa.list_(TEXT), pa.map_(TEXT, TEXT), pa.struct([("text", TEXT)])], ids=str)
+def test_nested_texts_of_a_gibibyte_are_row_groups_of_their_own(outer: pa.DataType) -> None:
+    pages = pa.py_buffer(np.zeros(1 << 30, np.uint8))  # never written to, so they take no memory
+    large = pa.Array.from_buffers(TEXT, 1, [None, pa.py_buffer(np.array([0, 1 << 30], np.int32)), pages])
+    one = pa.array([0, 1], pa.int32())
+    if pa.types.is_map(outer):
+        row = pa.MapArray.from_arrays(one, pa.array(["key"]), large)
+    else:
+        row = pa.ListArray.from_arrays(one, large) if pa.types.is_list(outer) else pa.StructArray.from_arrays([large], ["text"])
+    small = pa.nulls(1, outer)
+    tables = [pa.table({"nested": values}) for values in (row, row, small, small, row)]
+    groups = list(row_groups(tables, Shape()))
+    assert [group.num_rows for group in groups] == [1, 1, 2, 1]
+    assert [group.nbytes > 1 << 30 for group in groups] == [True, True, False, True]
 
 
 @given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=60), shard_bytes=st.integers(1, 2_000))

@@ -24,6 +24,9 @@ from penstock_server.snapshots.folders import list_folder
 
 log = logging.getLogger("penstock.import")
 
+# Texts inside maps, lists and objects have 32-bit offsets: joining more than 2 GiB of them fails.
+_MAX_JOINED_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
@@ -66,6 +69,9 @@ def row_groups(tables: Iterable[pa.Table], shape: Shape) -> Iterator[pa.Table]:
     held: list[pa.Table] = []
     num_rows = nbytes = 0
     for table in tables:
+        if held and nbytes + table.nbytes > _MAX_JOINED_BYTES:
+            yield pa.concat_tables(held)
+            held, num_rows, nbytes = [], 0, 0
         held.append(table)
         num_rows, nbytes = num_rows + table.num_rows, nbytes + table.nbytes
         if num_rows > shape.group_rows or nbytes > min(shape.group_bytes, shape.shard_bytes):
