@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
@@ -179,6 +180,61 @@ def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path: Path, name: st
         with pytest.raises(ImportRefused, match=f"{path} cannot be (read|imported): "):
             imported(tmp_path / "out", path)
         assert list(tmp_path.iterdir()) == [path]
+
+
+COUNTED = 9_000  # rows of a row group; takes three bytes in a footer
+
+
+def three_bytes(number: int) -> bytes:
+    """Encode a number as Parquet footers do: zigzag, then seven bits a byte."""
+    return bytes([2 * number & 0x7F | 0x80, 2 * number >> 7 & 0x7F | 0x80, 2 * number >> 14])
+
+
+def write_counted(path: Path, numbers: dict[int, int]) -> Path:
+    """Write two row groups, then change numbers of rows in the footer; keys are OF_FILE and the like."""
+    # The footer counts the nulls of nullable columns as well, which would be more numbers to find.
+    schema = pa.schema([pa.field("text", TEXT, nullable=False), pa.field("n", pa.int64(), nullable=False)])
+    table = pa.table({"text": [f"row {number}" for number in range(2 * COUNTED)], "n": range(2 * COUNTED)}, schema=schema)
+    pq.write_table(table, path, row_group_size=COUNTED, write_statistics=False)
+    whole = path.read_bytes()
+    begin = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    before, *parts = re.split(b"(?=%b|%b)" % tuple(map(re.escape, map(three_bytes, (2 * COUNTED, COUNTED)))), whole[begin:])
+    assert len(parts) == 1 + 2 * 3
+    for place, number in numbers.items():
+        parts[place] = three_bytes(number) + parts[place][3:]
+    path.write_bytes(whole[:begin] + before + b"".join(parts))
+    return path
+
+
+# Positions among the footer's numbers of rows and values: of the file, and of the second row group.
+OF_FILE, OF_N, OF_GROUP = 0, 5, 6
+
+
+@pytest.mark.parametrize("stated", [0, COUNTED, 2 * COUNTED - 1])
+def test_rows_are_imported_from_a_parquet_file_whose_own_count_is_too_small(tmp_path: Path, stated: int) -> None:
+    read = imported(tmp_path / "out", write_counted(tmp_path / "x.parquet", {OF_FILE: stated}))
+    assert read["n"].to_pylist() == list(range(2 * COUNTED))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({OF_GROUP: COUNTED + 5}, "row group 1 is damaged: the footer states 9,005 rows, but only 9,000 can be read"),
+        (
+            {OF_GROUP: 4_500, OF_FILE: 0},
+            "row group 1 is damaged: the footer states 4,500 rows, but 9,000 values in column 'text'",
+        ),
+        ({OF_GROUP: 4_500}, "the footer is damaged: it states 18,000 rows, but 13,500 in the row groups"),
+        ({OF_N: 9_001}, "row group 1 is damaged: the footer states 9,000 rows, but 9,001 values in column 'n'"),
+    ],
+)
+def test_a_parquet_file_with_fewer_rows_than_its_footer_states_is_refused(
+    tmp_path: Path, numbers: dict[int, int], message: str
+) -> None:
+    path = write_counted(tmp_path / "x.parquet", numbers)
+    with pytest.raises(ImportRefused, match=f"{path} cannot be imported: {re.escape(message)}"):
+        imported(tmp_path / "out", path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_categories_as_polars_writes_them_become_text(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from penstock.wording import one_line
 from penstock_server.arrow import take_rows
@@ -72,15 +73,44 @@ class ParquetFile:
             _opened(self.path) as opened,
             open_parquet(opened, buffer_size=1 << 20, pre_buffer=False) as file,
         ):
-            metadata = file.metadata
-            nbytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-            rows = max(1, min(_MOST_ROWS, metadata.num_rows * TABLE_BYTES // max(nbytes, 1)))
+            groups = _row_groups(file.metadata)
+            num_rows = sum(group.num_rows for group in groups)
+            nbytes = sum(group.total_byte_size for group in groups)
+            most_rows = max(1, min(_MOST_ROWS, num_rows * TABLE_BYTES // max(nbytes, 1)))
             done = 0
-            for group in range(metadata.num_row_groups):  # a batch of two of them is more than pyarrow reads of some types
-                for batch in file.iter_batches(rows, [group], columns=list(names)):
+            for number, group in enumerate(groups):  # a batch of two of them is more than pyarrow reads of some types
+                before = done
+                for batch in file.iter_batches(most_rows, [number], columns=list(names)):
                     yield from portions(batch.select(names))
                     done += batch.num_rows
-                    advance(size * done // metadata.num_rows)
+                    advance(size * done // max(num_rows, done))
+                if done - before != group.num_rows:
+                    raise ValueError(
+                        f"row group {number} is damaged: the footer states {group.num_rows:,} rows, but only "
+                        f"{done - before:,} can be read"
+                    )
+
+
+def _row_groups(metadata: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
+    """Return the row groups of a footer, after checking that no row is missing.
+
+    Some writers leave the file's own number of rows too small; all rows are in the row groups then, and are read.
+    Raises ValueError: the row groups have fewer rows than the file, or than one of their columns.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    num_rows = sum(group.num_rows for group in groups)
+    if num_rows < metadata.num_rows:
+        raise ValueError(f"the footer is damaged: it states {metadata.num_rows:,} rows, but {num_rows:,} in the row groups")
+    # A column of lists has any number of values a row; every other column has exactly one, null counted too.
+    flat = [index for index in range(metadata.num_columns) if metadata.schema.column(index).max_repetition_level == 0]
+    for number, group in enumerate(groups):
+        for chunk in map(group.column, flat):
+            if chunk.num_values > group.num_rows:
+                raise ValueError(
+                    f"row group {number} is damaged: the footer states {group.num_rows:,} rows, but {chunk.num_values:,} "
+                    f"values in column {chunk.path_in_schema!r}"
+                )
+    return groups
 
 
 def _open(mapped: pa.MemoryMappedFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
