@@ -83,6 +83,23 @@ def test_files_of_token_ids_can_be_served(serve: Callable[..., Server], tmp_path
         assert batch["cu_seqlens"].tolist() == [0, 100, 200]
 
 
+def test_ids_without_document_marks_are_served_as_the_very_stream(serve: Callable[..., Server], tmp_path: Path) -> None:
+    parts = [np.random.default_rng(size).integers(0, 65, size) for size in (150_000, 70_000)]
+    files = [tmp_path / "train.bin", tmp_path / "val.bin"]
+    for path, part in zip(files, parts, strict=True):
+        part.astype("<u2").tofile(path)
+    done = run(*files, tmp_path / "data" / "chars", "--ids", "uint16")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0].startswith(f"{tmp_path / 'data' / 'chars'}: 5 rows in 1 shard")
+    assert done.stdout.splitlines()[2:] == [
+        f"  one stream of ids, in rows of 65,536: nothing marks documents in 2 files, such as {files[0]}. Read it with "
+        "packing=concat. If an id does mark documents, name it: --document-end ID."
+    ]
+    data = RemoteDataset(serve(tmp_path / "data").url, "chars", packing="concat", shuffle="none", seq_len=1_000, batch_size=22)
+    batches = [batch["input_ids"].numpy() for batch in data]
+    assert np.array_equal(np.concatenate(batches).ravel(), np.concatenate(parts))
+
+
 def test_a_server_that_watches_sees_the_old_shards_or_the_new_ones_never_a_part(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:

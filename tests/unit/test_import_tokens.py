@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from importing import ID_CODES, imported, shards_in, write_datatrove, write_indexed
 from penstock_server.importing import token_formats
+from penstock_server.importing.run import Import
 from penstock_server.importing.shards import Shape
 from penstock_server.importing.source import ImportRefused
 from penstock_server.importing.token_formats import Documents
@@ -173,6 +174,25 @@ def test_ids_that_are_cut_off_are_refused(tmp_path: Path) -> None:
         rows_of(tmp_path / "out", path)
 
 
+@pytest.mark.parametrize("num_ids", [1, 6, 8, 20])
+def test_a_file_without_document_marks_becomes_equal_rows(
+    tmp_path: Path, num_ids: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_formats, "STREAM_ROW_IDS", 6)
+    ids = list(range(num_ids))
+    np.array(ids, "<u2").tofile(tmp_path / "train.bin")
+    rows = rows_of(tmp_path / "out", tmp_path / "train.bin", documents=Documents(type="uint16"))
+    assert rows == [ids[begin : begin + 6] for begin in range(0, num_ids, 6)]
+
+
+def test_files_without_document_marks_are_told_from_those_with_an_index(tmp_path: Path) -> None:
+    np.array([1, 2], "<u2").tofile(tmp_path / "train.bin")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    files = [tmp_path / "train.bin", tmp_path / "empty.bin", write_indexed(tmp_path / "corpus.bin", [[[3]]])]
+    done = Import(files=files, out_dir=tmp_path / "out", documents=Documents(type="uint16")).run()
+    assert done.streams == [tmp_path / "train.bin"]
+
+
 def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.arange(50, dtype="<u2").tofile(tmp_path / "train.bin")
 
@@ -183,8 +203,10 @@ def test_what_nothing_tells_is_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
 
     unknown = "nothing tells the type of its ids: it has no header, and no train.idx is beside it. Name it, as in --ids uint16"
     assert unknown in refusal("train.bin", end=EOT)
-    assert "name the id: --document-end 50256, or --document-start 50256" in refusal("train.bin", type="uint16")
-    assert "of its 25 ids none is 49. Name the id that ends a document" in refusal("train.bin", type="uint32", end=49)
+    no_mark = (
+        "of its 25 ids none is 49. Name the id that ends a document, or begins one, and the type that ids have; without an id"
+    )
+    assert f"{no_mark} the file is imported as one stream" in refusal("train.bin", type="uint32", end=49)
     assert "of its 50 ids none is 70000." in refusal("train.bin", type="uint16", start=70_000)
     monkeypatch.setattr(token_formats, "_STEP", 8)
     monkeypatch.setattr(token_formats, "_LONGEST", 20)

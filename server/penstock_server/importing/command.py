@@ -51,7 +51,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--ids", choices=_ID_TYPES, help="type of the token ids of .bin and .npy, where they do not tell it")
     border = parser.add_mutually_exclusive_group()
-    border.add_argument("--document-end", metavar="ID", type=_id, help="token id that ends a document, where no .idx tells")
+    border.add_argument(
+        "--document-end",
+        metavar="ID",
+        type=_id,
+        help="token id that ends a document, where no .idx tells (default: none, a file is one stream)",
+    )
     border.add_argument("--document-start", metavar="ID", type=_id, help="token id that begins a document, likewise")
     parser.add_argument("--shard-bytes", metavar="N", default="256MB", help="size of a shard, uncompressed (default: 256MB)")
     parser.add_argument("--overwrite", action="store_true", help="replace the Parquet files in OUT_DIR once all is written")
@@ -113,6 +118,8 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _summary(done: Imported, out_dir: Path) -> str:
+    from penstock_server.importing.token_formats import STREAM_ROW_IDS
+
     written = done.written
     lines = [
         f"{out_dir}: {counted(written.num_rows, 'row')} in {counted(written.num_shards, 'shard')}, "
@@ -126,6 +133,12 @@ def _summary(done: Imported, out_dir: Path) -> str:
     if done.left_out:
         lines.append(
             f"  left out, since their objects never have a field, and Parquet cannot hold that: {', '.join(done.left_out)}"
+        )
+    if done.streams:
+        lines.append(
+            f"  one stream of ids, in rows of {STREAM_ROW_IDS:,}: nothing marks documents in "
+            f"{counted(len(done.streams), 'file')}, such as {done.streams[0]}. Read it with packing=concat. If an id does mark "
+            f"documents, name it: --document-end ID."
         )
     return "\n".join(lines)
 

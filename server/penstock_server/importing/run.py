@@ -84,7 +84,8 @@ class Import:
         lacking = {
             field.name: [path for path, survey in found if survey.names and field.name not in survey.names] for field in schema
         }
-        return Imported(schema=schema, lacking=lacking, left_out=left_out, rounded=rounded, written=written)
+        streams = [path for path, survey in found if survey.is_stream]
+        return Imported(schema=schema, lacking=lacking, left_out=left_out, rounded=rounded, streams=streams, written=written)
 
     def _sources(self) -> list[Source]:
         found = [self._source(path) for path in self.files]
@@ -155,12 +156,14 @@ class Imported:
     lacking   the files without a column, of every column; their rows have null there
     left_out  columns of objects without fields, which Parquet cannot hold
     rounded   columns of float64, each with its file and a whole number in it that float64 does not hold
+    streams   files of token ids in which nothing tells documents apart
     """
 
     schema: pa.Schema
     lacking: Mapping[str, Sequence[Path]]
     left_out: Sequence[str]
     rounded: Sequence[tuple[Path, str, Decimal]]
+    streams: Sequence[Path]
     written: Written
 
 

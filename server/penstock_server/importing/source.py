@@ -25,13 +25,14 @@ class Survey:
 
     `schema` is of the columns to import, in the types that `columns.normal` gives; `names` are all the file has.
     `wide` are the columns of token lists with an id that int32 does not hold. `rounded` gives of each column of float64, by
-    its path, a whole number that the file holds and float64 does not.
+    its path, a whole number that the file holds and float64 does not. `is_stream`: its rows are pieces of one stream of ids.
     """
 
     names: tuple[str, ...]
     schema: pa.Schema
     wide: frozenset[str] = frozenset()
     rounded: Mapping[str, Decimal] = field(default_factory=dict)
+    is_stream: bool = False
 
 
 class Source(Protocol):

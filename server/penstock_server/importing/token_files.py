@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +18,22 @@ _ADVICE = "Mend the file, or what is said of it"
 
 
 class TokenFile:
-    """A file of token ids, mapped into memory: a document is a row, and those without an id are left out."""
+    """A file of token ids, mapped into memory: a document is a row, and those without an id are left out.
+
+    Where nothing tells documents apart, rows are equal pieces of the file.
+    """
 
     def __init__(self, path: Path, columns: Sequence[str] | None, documents: Documents) -> None:
         self.path = path
         self._columns, self._documents = columns, documents
 
     def survey(self, advance: Advance) -> Survey:
-        """Lists of ids, and of what is learned. Raises ImportRefused: it is not what it says, or nothing ends its documents."""
+        """Lists of ids, and of what is learned. Raises ImportRefused: it is not what it says, or has no such documents."""
         with refusing(self.path, _ADVICE):
             found = find_documents(self.path, self._documents)
             schema = _batch(found, 0, 0, np.zeros(0, np.int64)).schema
-        return survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
+        survey = survey_typed(self.path, schema, self._columns, lambda names: self._tables(names, advance))
+        return replace(survey, is_stream=found.is_stream)
 
     def tables(self, survey: Survey, advance: Advance) -> Iterator[pa.Table]:
         """The documents in the file's order. Raises ImportRefused: as `survey`."""

@@ -31,7 +31,12 @@ _STEP = 1 << 20  # ids that are looked at at a time
 _MOST_DOCUMENTS = 1 << 16  # likewise
 _LONGEST = 1 << 26  # ids of a document; with more between two of them, the id that is looked for is another
 
-_NAME = "Name the id that ends a document, or begins one, and the type that ids have"
+STREAM_ROW_IDS = 1 << 16  # ids of a row, where nothing tells documents apart
+
+_NAME = (
+    "Name the id that ends a document, or begins one, and the type that ids have; without an id the file is imported as one "
+    "stream"
+)
 
 Array = npt.NDArray[np.integer[Any]]
 
@@ -40,7 +45,7 @@ Array = npt.NDArray[np.integer[Any]]
 class Documents:
     """What files without an index do not tell: the type of ids, where no header has it, and the id at each document's border.
 
-    That id belongs to the document that it begins, `start`, or ends, `end`.
+    That id belongs to the document that it begins, `start`, or ends, `end`. Without both, a file is one stream of ids.
     """
 
     type: str | None = None
@@ -51,12 +56,14 @@ class Documents:
 class Found(NamedTuple):
     """All ids of a file, how many each document has, some thousand documents at a time, and which ids are learned, if it tells.
 
-    What is wrong with the lengths is raised as they are taken, as ValueError.
+    If `is_stream`, nothing tells documents apart, and lengths are those of equal rows. What is wrong with the lengths is raised
+    as they are taken, as ValueError.
     """
 
     ids: Array
     lengths: Iterator[IntArray]
     learned: Array | None = None
+    is_stream: bool = False
 
 
 def find_documents(path: Path, documents: Documents) -> Found:
@@ -71,6 +78,8 @@ def find_documents(path: Path, documents: Documents) -> Found:
     if path.suffix == ".ds" and os.path.lexists(index := path.with_name(f"{path.name}.index")):
         return _of_datatrove(path, index)
     ids = _ids(path, documents.type)
+    if documents.start is None and documents.end is None:
+        return Found(ids, _equal_rows(len(ids)), is_stream=len(ids) > 0)
     return Found(ids, _separated(ids, documents))
 
 
@@ -112,9 +121,13 @@ def _loaded(path: Path) -> Array:
     return array
 
 
+def _equal_rows(num_ids: int) -> Iterator[IntArray]:
+    """Rows of STREAM_ROW_IDS ids, the last one shorter: a row as long as the file would not fit into memory."""
+    for begin in range(0, num_ids, STREAM_ROW_IDS):
+        yield np.array([min(STREAM_ROW_IDS, num_ids - begin)])
+
+
 def _separated(ids: Array, documents: Documents) -> Iterator[IntArray]:
-    if (documents.start is None) == (documents.end is None):
-        raise ValueError("nothing tells where its documents end; name the id: --document-end 50256, or --document-start 50256")
     border, behind = (documents.start, 0) if documents.end is None else (documents.end, 1)
     first, is_there = 0, False  # the first id of the document that has not ended yet; whether the border is anywhere
     for begin in range(0, len(ids), _STEP):
