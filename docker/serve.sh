@@ -1,6 +1,6 @@
 #!/bin/sh
-# Serves /data, or a generated sample if that is empty; with PENSTOCK_SAMPLE=no, which Compose sets where the folder was named,
-# an empty one is taken for a disk that is away.
+# Serves /data, or a generated sample if that is empty. PENSTOCK_DATA is the folder's name on the host, if the user gave one: an
+# empty folder is an error then, unless PENSTOCK_SAMPLE=yes. With PENSTOCK_SAMPLE=no it always is.
 set -eu
 if ! [ -e /data ]; then
     echo "there is no /data: mount a folder of datasets there, -v FOLDER:/data:ro, or an empty one for a sample" >&2
@@ -25,8 +25,9 @@ if [ -n "$other" ]; then
     echo "no *.parquet below /data, but $other: make shards of such files by penstock import, or empty the folder for a sample" >&2
     exit 2
 fi
-if [ "${PENSTOCK_SAMPLE:-}" = no ]; then
-    echo "/data is empty: is the disk with the data away, or is PENSTOCK_DATA misspelled? Without PENSTOCK_DATA a sample is served" >&2
+if [ "${PENSTOCK_SAMPLE:-${PENSTOCK_DATA:+no}}" = no ]; then
+    echo "the data folder ${PENSTOCK_DATA:-/data} is empty: check that its name is right and its disk is mounted." \
+        "Without PENSTOCK_DATA and PENSTOCK_SAMPLE a generated sample is served" >&2
     exit 2
 fi
 echo "/data is empty: serving a generated sample"

@@ -44,6 +44,7 @@ class Settings:
     decoded_bytes   budget of decoded text that waits in memory to be tokenized; None is an eighth of the memory
     processes       that serve; each has its share of the bytes in flight
     poll_seconds    how often to look for changes in the data folder; 0 is never
+    published       HOST:PORT to print instead of the listener's address, where a container's port is published elsewhere
     """
 
     data_dir: Path
@@ -56,6 +57,7 @@ class Settings:
     port: int = 8000
     processes: int = 1
     poll_seconds: float = 30.0
+    published: str = ""
 
     @classmethod
     def read(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.skipif(REASON is not None, reason=
 class Compose:
     """The project under a name and on a port of its own, over one data folder."""
 
-    def __init__(self, data: Path, tokenizer: str = "") -> None:
+    def __init__(self, data: Path, tokenizer: str = "", sample: str = "") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -30,21 +31,24 @@ class Compose:
         self._environment = {
             "COMPOSE_PROJECT_NAME": f"penstock-test-{port}", "PENSTOCK_PORT": str(port), "PENSTOCK_DATA": str(data),
             "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_CACHE_BYTES": "300MB",
-            "PENSTOCK_SAMPLE": "" if tokenizer else "yes",
+            "PENSTOCK_SAMPLE": sample,
         }  # fmt: skip
         if subprocess.run(["docker", "buildx", "version"], capture_output=True, check=False).returncode != 0:
             self._environment["DOCKER_BUILDKIT"] = "0"  # an older engine builds by itself
 
-    def __call__(self, *arguments: str) -> str:
-        done = subprocess.run(
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [*(compose_command() or []), *arguments], cwd=ROOT, env=os.environ | self._environment, capture_output=True,
             text=True, check=False, timeout=1500,
         )  # fmt: skip
+
+    def __call__(self, *arguments: str) -> str:
+        done = self.run(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def inspect(self, service: str, template: str) -> str:
-        container = self("ps", "-q", service).strip()
+        container = self("ps", "--all", "--quiet", service).strip()
         return subprocess.run(
             ["docker", "inspect", "-f", template, container], capture_output=True, text=True, check=True
         ).stdout.strip()  # fmt: skip
@@ -52,38 +56,57 @@ class Compose:
     def json(self, path: str) -> Any:
         return httpx.get(f"{self.url}{path}", timeout=60).json()  # what is cold takes seconds on a busy machine
 
-    def wait_until_healthy(self) -> None:
+    def wait_until(self, template: str, expected: str) -> None:
         deadline = time.monotonic() + 180
-        while self.inspect("server", "{{.State.Health.Status}}") != "healthy":
+        while self.inspect("server", template) != expected:
             assert time.monotonic() < deadline, self("logs", "server")
             time.sleep(0.5)
 
 
 @pytest.fixture
-def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Compose]:
+def data(tmp_path: Path) -> Path:
+    """An empty folder that the container's user may enter."""
     tmp_path.chmod(0o755)
-    data = tmp_path / "data"
-    data.mkdir()
-    tokenizer = ""
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def write_data(folder: Path) -> None:
+    write_text(folder / "mine", ["the quick brown fox jumps over the lazy dog"] * 64)
+    write_tokenizer(folder / "tokenizer.json")
+
+
+@contextmanager
+def composed(data: Path, tokenizer: str = "", sample: str = "") -> Iterator[Compose]:
+    compose = Compose(data, tokenizer, sample)
+    try:
+        yield compose
+    finally:
+        compose("--profile", "demo", "down", "--volumes")
+
+
+@pytest.fixture
+def project(data: Path, request: pytest.FixtureRequest) -> Iterator[Compose]:
     if getattr(request, "param", "") == "own data":
-        write_text(data / "mine", ["the quick brown fox jumps over the lazy dog"] * 64)
-        write_tokenizer(data / "tokenizer.json")
-        tokenizer = "/data/tokenizer.json"
-    compose = Compose(data, tokenizer)
-    yield compose
-    compose("--profile", "demo", "down", "--volumes")
+        write_data(data)
+        tokenizer, sample = "/data/tokenizer.json", ""
+    else:
+        tokenizer, sample = "", "yes"
+    with composed(data, tokenizer, sample) as compose:
+        yield compose
 
 
 @pytest.mark.parametrize(("project", "expected"), [("sample", ["questions", "stories"]), ("own data", ["mine"])],
                          indirect=["project"])  # fmt: skip
 def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected: list[str]) -> None:
     project("up", "--detach", "--build", "server")
-    project.wait_until_healthy()
+    project.wait_until("{{.State.Health.Status}}", "healthy")
     datasets = project.json("/v1/datasets")["datasets"]
     assert [dataset["name"] for dataset in datasets] == expected
     assert project.json(f"/v1/datasets/{expected[-1]}")["cache"]["budget_bytes"] == 300_000_000
     batch = project.json(f"/v1/datasets/{expected[-1]}/epochs/0/ranks/0/batches/0?format=json")
     assert batch["sequences"][0]["text"]
+    assert f" at {project.url.replace('127.0.0.1', 'localhost')}\n" in project("logs", "--no-color", "server")
     assert project("exec", "-T", "server", "id", "-u").strip() == "10001"
     writes = "touch /data/x /usr/x 2>/dev/null && echo wrote || echo refused"
     assert project("exec", "-T", "server", "sh", "-c", writes).strip() == "refused"
@@ -94,3 +117,23 @@ def test_up_serves_the_data_folder_or_else_the_sample(project: Compose, expected
 def test_the_demo_profile_trains_in_a_second_container_and_exits_0(project: Compose) -> None:
     project("--profile", "demo", "up", "--build", "--abort-on-container-exit", "--exit-code-from", "trainer")
     assert "60/60" in project("--profile", "demo", "logs", "trainer")
+
+
+def test_a_missing_data_folder_fails_and_is_named(data: Path) -> None:
+    data.rmdir()
+    with composed(data) as project:
+        done = project.run("up", "--detach", "--build", "server")
+        assert done.returncode != 0
+        assert str(data) in done.stderr
+        assert not data.exists()
+
+
+@pytest.mark.parametrize("fault", ["empty data folder", "missing tokenizer"])
+def test_a_wrong_setting_ends_the_server_with_the_reason(data: Path, fault: str) -> None:
+    if fault == "missing tokenizer":
+        write_data(data)
+    with composed(data, "/data/tokenzier.json") as project:
+        project("up", "--detach", "--build", "server")
+        project.wait_until("{{.State.Status}} {{.State.ExitCode}}", "exited 2")
+        reason = f"the data folder {data} is empty" if "empty" in fault else "the tokenizer /data/tokenzier.json cannot be read"
+        assert reason in project("logs", "--no-color", "server")

@@ -497,9 +497,11 @@ def test_the_image_serves_a_sample_where_the_data_folder_is_empty_and_there_alon
     (data / "back").symlink_to(data)
     (data / "itself").symlink_to(data / "itself")
     assert start().stdout.splitlines()[1:] == ["penstock sample /tmp/sample", "penstock serve /tmp/sample"]
-    away = start(PENSTOCK_SAMPLE="no")
-    assert (away.returncode, away.stdout) == (2, "")
-    assert f"{data} is empty: is the disk with the data away" in away.stderr
+    assert start(PENSTOCK_DATA="/mnt/corpus", PENSTOCK_SAMPLE="yes").returncode == 0
+    for variables, name in (({"PENSTOCK_SAMPLE": "no"}, data), ({"PENSTOCK_DATA": "/mnt/corpus"}, "/mnt/corpus")):
+        away = start(**variables)
+        assert (away.returncode, away.stdout) == (2, "")
+        assert f"the data folder {name} is empty: check that its name is right" in away.stderr
     (data / "closed").mkdir(mode=0)
     for folder, mode in ((data / "closed", 0), (data / "closed", 0o400), (data, 0o600)):
         folder.chmod(mode)

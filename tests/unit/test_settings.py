@@ -1,4 +1,5 @@
 import pwd
+import re
 from dataclasses import fields
 from pathlib import Path
 from unittest.mock import Mock
@@ -80,7 +81,18 @@ def test_a_wrong_variable_is_named() -> None:
         Settings.read({"data_dir": "d", "poll_seconds": None}, {"PENSTOCK_POLL_SECONDS": "often"})
 
 
+COMPOSE = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
+
+
 def test_docker_compose_hands_on_every_option() -> None:
-    compose = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
     names = {f.name for f in fields(Settings)} - {"data_dir", "cache_dir"}  # which are volumes
-    assert {name for name in names if f"${{PENSTOCK_{name.upper()}:-" not in compose} == set()
+    assert {name for name in names - {"published"} if f"${{PENSTOCK_{name.upper()}:-" not in COMPOSE} == set()
+    assert "PENSTOCK_PUBLISHED: ${PENSTOCK_HOST:-127.0.0.1}:${PENSTOCK_PORT:-8000}" in COMPOSE
+
+
+def test_docker_compose_uses_only_what_compose_1_interpolates() -> None:
+    """Names, with a default or an error message that is plain text: Compose 1 neither nests expressions nor has `:+`."""
+    settings = [line.partition(" #")[0] for line in COMPOSE.splitlines() if not line.startswith("#")]
+    rest = re.sub(r"\$\{[A-Z_]+(:?[-?][^${}]*)?\}", "", "\n".join(settings))
+    assert "PENSTOCK_TOKENIZER" in rest
+    assert "$" not in rest

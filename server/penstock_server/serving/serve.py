@@ -172,6 +172,9 @@ def _open_many_files() -> None:
 
 def _greeting(catalog: Catalog, settings: Settings, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
+    if settings.published:
+        host, _, port = settings.published.rpartition(":")
+        host = host.strip("[]")
     host = _HERE.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     lines = [f"penstock {__version__} serves {settings.data_dir} at {url}", ""]

@@ -249,6 +249,17 @@ def test_a_server_tells_an_address_that_leads_to_it(data: Path, open_all: Opener
     assert set(re.findall(r"http://[^/\s]+", greeting)) == {f"http://{told}:8000"}
 
 
+@pytest.mark.parametrize(
+    ("published", "told"),
+    [("127.0.0.1:9000", "localhost:9000"), ("192.0.2.7:8000", "192.0.2.7:8000"), ("[fd00::7]:80", "[fd00::7]:80")],
+)
+def test_the_greeting_names_the_published_address(data: Path, open_all: Opener, published: str, told: str) -> None:
+    write_numbered(data / "numbers", 3)
+    settings = Settings.read({"data_dir": str(data)}, {"PENSTOCK_PUBLISHED": published})
+    greeting = _greeting(open_all(), settings, Mock(**{"getsockname.return_value": ("0.0.0.0", 8000)}))
+    assert set(re.findall(r"http://[^/\s]+", greeting)) == {f"http://{told}"}
+
+
 def test_who_asks_for_an_unknown_dataset_is_told_which_are_not_served(data: Path, open_all: Opener) -> None:
     write_numbered(data / "good", 3)
     write_numbered(data / "bad", 3)
