@@ -14,18 +14,20 @@ from penstock_server.serving.accepting import Seat
 from penstock_server.serving.processes import _Child, _how_it_ended
 
 
-def child(seat: Any, *, is_alive: bool, lived_seconds: float, delay_seconds: float = 0.5) -> _Child:
-    process = Mock(pid=7, exitcode=-9, is_alive=lambda: is_alive)
-    return _Child(process, seat, time.monotonic() - lived_seconds, delay_seconds)
+def child(seat: Any, *, is_alive: bool, lived_seconds: float, served: bool = True, delay_seconds: float = 0.5) -> _Child:
+    process, now = Mock(pid=7, exitcode=-9, is_alive=lambda: is_alive), time.monotonic()
+    if not isinstance(seat, Seat):
+        seat = Mock(number=seat, told_at=now if served else 0.0)
+    return _Child(process, seat, now - lived_seconds, delay_seconds)
 
 
 def test_a_process_that_dies_again_and_again_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
-    def start(_settings: object, _listener: socket.socket, seat: str, *, joins: bool) -> _Child:
+    def start(_settings: object, _listener: socket.socket, seat: Any, *, joins: bool) -> _Child:
         assert joins  # the others serve already
-        started.append(seat)
-        return child(seat, is_alive=True, lived_seconds=0)
+        started.append(seat.number)
+        return child(seat.number, is_alive=True, lived_seconds=0)
 
     monkeypatch.setattr(_Child, "start", start)
     children = [
@@ -41,6 +43,22 @@ def test_a_process_that_dies_again_and_again_holds_up_no_other(monkeypatch: pyte
     children = [one.followed(Mock(), Mock()) for one in children]
     assert started == ["was steady", "dies soon"]
     assert [one.delay_seconds for one in children] == [16.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("lived_seconds", "served", "is_immediate"),
+    [(8.0, True, True), (2.0, True, False), (60.0, False, False)],
+    ids=["served for a while", "served for a moment", "never served"],
+)
+def test_worker_that_served_for_a_while_is_replaced_immediately(
+    lived_seconds: float, served: bool, is_immediate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kill of a worker that serves would else double the delay, until no worker is left for many seconds."""
+    start = Mock(return_value=child("replacement", is_alive=True, lived_seconds=0))
+    monkeypatch.setattr(_Child, "start", start)
+    dead = child("killed", is_alive=False, lived_seconds=lived_seconds, served=served, delay_seconds=8.0)
+    dead.followed(Mock(), Mock())
+    assert bool(start.call_count) is is_immediate
 
 
 def test_where_no_process_can_be_started_it_is_tried_again_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:

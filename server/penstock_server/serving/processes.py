@@ -31,7 +31,7 @@ log = logging.getLogger("penstock.processes")
 
 _GRACE_SECONDS = 6.0  # for what is being sent; a process itself gives up after three
 _PR_SET_PDEATHSIG = 1
-_STEADY_SECONDS = 30.0  # a process that lived for so long is replaced at once
+_STEADY_SECONDS = 5.0  # a process that still served so long after its start is replaced at once
 _SILENT_SECONDS = 10.0  # of one that tells the others nothing, until the log says so
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 16.0
 
@@ -73,9 +73,9 @@ def serve_with_several(settings: Settings, listener: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that serves. When it has died, another follows it: at once, or if it lived only shortly, after a delay.
+    """A process that serves. If it dies after it has served for a while, another replaces it at once.
 
-    delay_seconds  that delay
+    delay_seconds  how long the replacement waits if this process dies soon after its start
     follows_at     when the other is started, by the monotonic clock; None while this one lives, as far as is known
     is_silent      whether the log says that it hangs
     """
@@ -118,7 +118,8 @@ class _Child:
 
     def _died(self) -> _Child:
         now = time.monotonic()
-        delay = 0.0 if now - self.started_at > _STEADY_SECONDS else self.delay_seconds
+        has_served = self.seat.told_at - self.started_at > _STEADY_SECONDS
+        delay = 0.0 if has_served else self.delay_seconds
         log.warning(
             "server process %d %s; another takes its place%s",
             self.process.pid,
