@@ -3,12 +3,18 @@
 import errno
 import gc
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 import time
 from base64 import b64encode
+from collections.abc import Iterator
 from contextlib import closing, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from weakref import ref
 
 import httpx
@@ -16,10 +22,13 @@ import pytest
 
 import answering
 from answering import pages, response
-from penstock import SpecError
+from penstock import PenstockError, ServerUnavailable, SpecError
+from penstock.commands.remote import greet
 from penstock.network.answers import Fault, Stranger
 from penstock.network.aside import client_aside
 from penstock.network.connection import Connection
+from penstock.network.servers import Servers
+from penstock.network.transport import Transport
 
 BODY = bytes(range(256)) * 100
 
@@ -326,6 +335,61 @@ def test_certificates_that_are_not_there_are_named_at_once(monkeypatch: pytest.M
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     with closing(Connection()) as connection, pytest.raises(SpecError, match=r"Correct or unset these, or SSL_CERT_FILE\.$"):
         fetch(connection, "https://localhost:9")
+
+
+@pytest.fixture
+def untrusted(tmp_path: Path) -> Iterator[str]:
+    """A server with TLS whose certificate no authority issued."""
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl to make a certificate")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+         "subjectAltName=DNS:localhost", "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as listener:
+        listener.daemon_threads = True
+        listener.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients hang up
+        listener.socket = context.wrap_socket(listener.socket, server_side=True)
+        threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"https://localhost:{listener.server_port}"
+        listener.shutdown()
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_untrusted_certificate_is_refused_without_retries_when_a_run_begins(untrusted: str) -> None:
+    told = r"^the certificate of https://localhost:\d+ is not trusted: self.signed certificate\. .* set SSL_CERT_FILE to"
+    with closing(Transport(Servers([untrusted]), retry_seconds=600, first_contact=True)) as transport:
+        with pytest.raises(PenstockError, match=told) as refused:
+            transport.get("/", bytes)
+        assert transport.num_retries == 0
+    with pytest.raises(PenstockError, match=told) as diagnosed:
+        greet(untrusted)
+    for error in (refused, diagnosed):
+        assert not isinstance(error.value, ServerUnavailable)
+        assert "Start" not in str(error.value)
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize("status", [403, 502, 503, 504])
+def test_answer_of_a_proxy_names_the_proxy_and_how_to_bypass_it(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    told = r"\(through HTTP_PROXY; NO_PROXY=elsewhere\.invalid goes past it\)"
+    with pages(lambda _: (status, b"<html>no</html>")) as proxy, closing(Connection()) as connection:
+        monkeypatch.setenv("http_proxy", proxy)
+        with pytest.raises(Fault, match=rf"{status}.* {told}"):
+            fetch(connection, "http://elsewhere.invalid")
+        with pytest.raises(PenstockError, match=rf"{status} {told}"):
+            greet("http://elsewhere.invalid")
+
+
+@pytest.mark.usefixtures("no_proxies")
+def test_answer_of_a_server_behind_a_proxy_does_not_name_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering.server(answering.problem("busy", 503)) as proxy, closing(Connection()) as connection:
+        monkeypatch.setenv("http_proxy", proxy)
+        with pytest.raises(Fault, match="^this is busy$"):
+            fetch(connection, "http://elsewhere.invalid")
 
 
 @pytest.mark.usefixtures("no_proxies")

@@ -12,7 +12,7 @@ import httpx
 from penstock.commands.address import Address
 from penstock.errors import PenstockError, ServerUnavailable, SpecError
 from penstock.network.answers import doubt
-from penstock.network.aside import ask_aside, by_proxy, plain_address
+from penstock.network.aside import ask_aside, by_proxy, tls_refusal
 from penstock.network.servers import Servers
 from penstock.network.transport import Transport
 from penstock.source import decode_object
@@ -28,8 +28,8 @@ def greet(server: str) -> dict[str, Any]:
     try:
         response = ask_aside(f"{server}/healthz", _GREETING_SECONDS)
     except httpx.RequestError as error:
-        if plain := plain_address(server, str(error)):
-            raise PenstockError(plain) from error
+        if refusal := tls_refusal(server, str(error)):
+            raise PenstockError(refusal) from error
         raise ServerUnavailable(
             f"{server} does not answer: {error or type(error).__name__}{by_proxy(server)}. Start a server there (penstock "
             f"serve DATA_DIR), or correct the address."
@@ -41,7 +41,7 @@ def greet(server: str) -> dict[str, Any]:
     if response.status_code in (401, 407):
         raise PenstockError(f"{server} answers {response.status_code}. {doubt(server, response.status_code, '')}")
     if response.status_code != 200 or not isinstance(greeting, dict) or "wire" not in greeting:
-        what = "no wire version" if response.status_code == 200 else f"status {response.status_code}"
+        what = "no wire version" if response.status_code == 200 else f"status {response.status_code}{by_proxy(server)}"
         raise PenstockError(
             f"{server} answers, but not as a penstock server does: /healthz gave {what}. Correct the address; one looks like "
             f"http://localhost:8000/stories"

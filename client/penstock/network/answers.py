@@ -73,8 +73,11 @@ class Stranger(Fault):
     """Something answered that does not speak as a penstock server does: another program, or a load balancer in its place."""
 
 
-def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -> Fault | PenstockError:
-    """What an answer with a status other than 200 stands for."""
+def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes, by_proxy: str = "") -> Fault | PenstockError:
+    """What an answer with a status other than 200 stands for.
+
+    `by_proxy` follows a reason that is not a penstock server's: a proxy may have answered instead.
+    """
     after_seconds = _seconds(headers.get("retry-after", ""), headers.get("date", ""))
     problem = _problem(body)
     slug = problem.get("type", "").rpartition(":")[2]
@@ -87,9 +90,10 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes) -
         return Away(detail, after_seconds=after_seconds)
     if slug == "busy":
         return Busy(detail, after_seconds=after_seconds)
+    reason = detail if slug else detail.rstrip(".") + by_proxy
     if status in (408, 425, 429) or status >= 500:
-        return Fault(detail, after_seconds=after_seconds)
-    return Stranger(f"{url} answered {status}: {detail.rstrip('.')}. {doubt(url, status, headers.get('location', ''))}")
+        return Fault(reason, after_seconds=after_seconds)
+    return Stranger(f"{url} answered {status}: {reason.rstrip('.')}. {doubt(url, status, headers.get('location', ''))}")
 
 
 def doubt(url: str, status: int, location: str) -> str:

@@ -49,10 +49,17 @@ def client_aside(server: str) -> httpx.Client:
     return http_client({}, httpx.HTTPTransport(verify=False if httpx.URL(server).scheme == "http" else tls_context()))
 
 
-def plain_address(server: str, reason: str) -> str:
-    """What to say if a connection failed since the server speaks no TLS; "" if it failed otherwise."""
-    is_plain = "WRONG_VERSION_NUMBER" in reason
-    return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?" if is_plain else ""
+def tls_refusal(server: str, reason: str) -> str:
+    """Why no attempt can make a TLS connection, and what to do; "" if the connection failed for another reason."""
+    if "WRONG_VERSION_NUMBER" in reason:
+        return f"{server} does not speak TLS: is {server.replace('https:', 'http:', 1)} meant?"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        why = reason.partition("certificate verify failed: ")[2].partition(" (_ssl")[0].rstrip(".") or "it cannot be verified"
+        return (
+            f"the certificate of {server} is not trusted: {why}. If a private authority issued it, set SSL_CERT_FILE to a PEM "
+            f"file with the certificate of that authority."
+        )
+    return ""
 
 
 def proxy_of(server: str) -> str | None:

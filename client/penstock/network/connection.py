@@ -17,7 +17,7 @@ import httpx
 from penstock import __version__
 from penstock.errors import SpecError, WireError
 from penstock.network.answers import Fault, Stranger, doubt, failure_of
-from penstock.network.aside import by_proxy, http_client, plain_address, proxy_of, status_aside
+from penstock.network.aside import by_proxy, http_client, proxy_of, status_aside, tls_refusal
 from penstock.network.buffers import Buffers
 from penstock.network.channel import HttpError
 from penstock.network.receive import Body, Origin, Receiver, Request
@@ -78,8 +78,8 @@ class Connection:
             status, headers, body = self._exchange(server, target, then, silence_seconds, receiving)
         except (httpx.RequestError, OSError, HttpError) as error:
             reason = self._hung_up or str(error) or type(error).__name__
-            if plain := plain_address(server, reason):
-                raise Stranger(plain) from error
+            if refusal := tls_refusal(server, reason):
+                raise Stranger(refusal) from error
             if isinstance(error, httpx.ProxyError) and reason.startswith("407"):
                 raise Stranger(f"{reason.rstrip('.')}. {doubt(server, 407, '')}") from error
             received = receiving.received if receiving.status == 200 else memoryview(b"")
@@ -92,7 +92,7 @@ class Connection:
             raise WireError(f"the answer of {named} was damaged on the way: its digest is not the one that was sent with it")
         if status == 200:
             return body
-        raise failure_of(named, status, headers, bytes(body))
+        raise failure_of(named, status, headers, bytes(body), by_proxy(server))
 
     def is_alive(self, server: str, seconds: float) -> bool:
         """Whether a server answers a question that costs it nothing, at once and on a connection of its own."""
