@@ -34,6 +34,7 @@ from penstock.feeding.runs import PREFETCH_BYTES
 from penstock.feeding.tally import Tally
 from penstock.iteration import NOT_GIVEN, Iteration
 from penstock.ledger.book import Book, Ledger
+from penstock.logs import name_rank
 from penstock.mix import spell_mix
 from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
@@ -153,6 +154,7 @@ class RemoteDataset(IterableDataset[Batch]):
         self._device, self._replay = check_device(device), replay
         self._rank, self._world_size = find_rank(rank, world_size)
         self._rank_was_found = rank is None
+        name_rank(self._rank, self._world_size)
         self._source = Source(servers, dataset, rank=self._rank, retry_seconds=retry_seconds)
         self._prefetch_bytes = prefetch_bytes
         asked = Spec(
@@ -291,6 +293,7 @@ class RemoteDataset(IterableDataset[Batch]):
         return Iteration(self._batches(worker, self._progress.begin(worker) if worker else None))
 
     def _batches(self, worker: Worker | None, begun: Round | None) -> Generator[Batch, object, None]:
+        name_rank(self._rank, self._world_size)  # in a loader worker, too
         round_ = begun or self._progress.begin(worker)
         number = 0
         try:

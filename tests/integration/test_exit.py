@@ -168,7 +168,7 @@ def brought_to(state: str, server: Server) -> Iterator[None]:
 
 def unexpected(stderr: str) -> str:
     """What is neither a traceback nor a line on servers that do not answer."""
-    rest = re.sub(r"^penstock: http://\S+: .*; trying again for up to 600 seconds.*\n", "", stderr, flags=re.MULTILINE)
+    rest = re.sub(r"^penstock: on \S+: http://\S+: .*; trying again for up to 600 seconds.*\n", "", stderr, flags=re.MULTILINE)
     return re.sub(r"\ATraceback \(most recent call last\):\n( .*\n)+", "", rest)
 
 

@@ -187,6 +187,13 @@ def test_a_batch_is_shown_with_its_address_and_a_curl_line_that_gives_it(server:
         assert json.loads(fetched.stdout)["digest"] == page["digest"]
 
 
+def test_curl_line_of_an_address_with_a_password_does_not_show_it(server: Server) -> None:
+    done = penstock("peek", f"{server.url.replace('://', '://me:secret@')}/pairs?seq_len=64")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "secret" not in done.stdout
+    assert done.stdout.splitlines()[-1].startswith(f"curl -u NAME:PASSWORD '{server.url}/v1/datasets/pairs/")
+
+
 def test_what_is_cut_off_rows_is_told(server: Server) -> None:
     def said(*options: str) -> str:
         return " ".join(

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import logging
 import os
 import shutil
 import socket
@@ -24,6 +25,7 @@ import answering
 from answering import pages, response
 from penstock import PenstockError, ServerUnavailable, SpecError
 from penstock.commands.remote import greet
+from penstock.commands.server_checks import check_way
 from penstock.network.answers import Fault, Stranger
 from penstock.network.aside import client_aside
 from penstock.network.connection import Connection
@@ -244,6 +246,39 @@ def test_the_name_and_the_password_of_an_address_are_sent() -> None:
         thread.join(60)
     [line] = [line for line in asked[0].split(b"\r\n") if line.lower().startswith(b"authorization:")]
     assert line.split()[1:] == [b"Basic", b64encode(b"me:se cret")]
+
+
+@pytest.mark.usefixtures("no_proxies")
+@pytest.mark.parametrize("through_proxy", [False, True])
+def test_password_of_an_address_is_sent_and_never_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, through_proxy: bool
+) -> None:
+    """httpx logs the URL of each request."""
+    caplog.set_level(logging.DEBUG)
+    sent = list[str | None]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            sent.append(self.headers["Authorization"])
+            self.wfile.write(response(b'{"wire": 2}'))
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener, closing(Connection()) as connection:
+        threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
+        if through_proxy:
+            monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{listener.server_port}")
+        address = f"http://me:secret@127.0.0.1:{listener.server_port}"
+        fetch(connection, address)
+        assert connection.is_alive(address, 60.0)
+        greet(address)
+        list(check_way(address))
+        listener.shutdown()
+    assert len(sent) > 3
+    assert set(sent) == {f"Basic {b64encode(b'me:secret').decode()}"}
+    assert "/healthz" in caplog.text
+    assert "secret" not in caplog.text
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 import penstock.network.servers
 import penstock.network.transport
 from answering import pages, problem, response, server
+from logged import without_process
 from penstock import DataError, PenstockError, ServerUnavailable, SnapshotGone
 from penstock.network.connection import Connection
 from penstock.network.servers import Servers
@@ -307,7 +308,7 @@ def test_each_stage_of_an_outage_is_one_line(caplog: pytest.LogCaptureFixture) -
     ):
         assert transport.get("/", bytes) == b"here"
         assert transport.get("/", bytes) == b"more"
-    lines = [record.message for record in caplog.records if record.name == "penstock"]
+    lines = [without_process(record.message) for record in caplog.records if record.name == "penstock"]
     assert [line.replace(flaky, "FLAKY").replace(AWAY, "AWAY") for line in lines] == [
         "penstock: AWAY: [Errno 111] Connection refused; failing over to FLAKY",
         "penstock: no server has answered (AWAY: [Errno 111] Connection refused; FLAKY: the server closed the connection "

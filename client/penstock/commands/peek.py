@@ -16,7 +16,7 @@ from penstock.display.terminal import BOLD, DIM, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.spec import Spec
 from penstock.urls import batches_path, dataset_path
-from penstock.wording import counted
+from penstock.wording import counted, without_passwords
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,10 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
         *table(sequences, terminal, arguments.lines),
         "",
         *_foot(batch, query, sequences, terminal),
-        terminal.paint(f"curl '{url(address.server, path, {**query, 'format': 'json'})}'", DIM),
+        terminal.paint(_curl(address.server, path, {**query, "format": "json"}), DIM),
     ):
         print(line)
     return 0
+
+
+def _curl(server: str, path: str, query: dict[str, str]) -> str:
+    """The command that fetches the batch. A password in the address is left out: terminals and logs keep what is printed."""
+    shown = without_passwords(server)
+    login = "" if shown == server else "-u NAME:PASSWORD "
+    return f"curl {login}'{url(shown, path, query)}'"
 
 
 def _head(batch: Mapping[str, Any], query: Mapping[str, str], terminal: Terminal) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -16,13 +15,12 @@ from penstock.ledger import held
 from penstock.ledger.begin import STEP_COLUMNS, Begin, check_of
 from penstock.ledger.held import hold_ledger, is_at_a_ledger, release_ledger
 from penstock.ledger.names import ledger_path
+from penstock.logs import log
 from penstock.spec import Spec
 from penstock.threads import Flag, is_own_thread, own_thread, start
 
 if TYPE_CHECKING:
     from penstock.place.progress import Progress, Round  # which imports torch
-
-log = logging.getLogger("penstock")
 
 _SYNC_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0

@@ -7,7 +7,6 @@ one that comes behind lines of another, when they are written: what the file hol
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
@@ -16,8 +15,7 @@ from pathlib import Path
 from penstock.errors import LedgerError
 from penstock.ledger.lines import NOWHERE, Lines
 from penstock.ledger.opening import cannot_be_written, close_last_line, has_locked, is_deleted, open_ledger, telling
-
-log = logging.getLogger("penstock")
+from penstock.logs import log
 
 _MOST_WAITING_BYTES = 16 << 20
 _WRITE_BYTES = 1 << 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import struct
@@ -15,12 +14,11 @@ from pathlib import Path
 
 from penstock.errors import LedgerError
 from penstock.ledger.begin import MAGIC, VERSION
+from penstock.logs import log
 from penstock.syncing import sync_folder
 
 if sys.platform != "win32":
     import fcntl
-
-log = logging.getLogger("penstock")
 
 _POLL_SECONDS = 0.02
 _FLOCK = "hhqqi4x"  # Linux's struct flock of 64 bits: type, whence, start, length, process

@@ -96,7 +96,7 @@ def http_client(headers: dict[str, str], transport: httpx.BaseTransport | None =
     Raises SpecError: what the environment says of proxies and certificates is not understood.
     """
     try:
-        return httpx.Client(headers=headers, transport=transport)
+        return httpx.Client(headers=headers, transport=transport, event_hooks={"request": [_remove_login]})
     except (httpx.InvalidURL, ValueError, ImportError, OSError) as error:
         named = ", ".join(f"{name}_proxy".upper() for name in getproxies() if name != "no")
         reason = without_passwords(str(error)).rstrip(".")
@@ -105,3 +105,8 @@ def http_client(headers: dict[str, str], transport: httpx.BaseTransport | None =
             f"SSL_CERT_FILE.",
             ("servers",),
         ) from error
+
+
+def _remove_login(request: httpx.Request) -> None:
+    """Removes name and password from the URL, which httpx logs. Its client has already put them into a header."""
+    request.url = request.url.copy_with(username=None, password=None)

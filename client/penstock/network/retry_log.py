@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
 from collections.abc import Mapping
 
 from penstock.display.status_line import StatusLine
+from penstock.logs import log
 from penstock.network.answers import Busy, Fault, NotYet
 from penstock.printable import printable_lines
 from penstock.wording import counted, without_passwords
-
-log = logging.getLogger("penstock")
 
 _QUIET_SECONDS = 10.0  # between two lines of one kind: a line that flips bits would else write a line for each
 _BAR_WIDTH = 20

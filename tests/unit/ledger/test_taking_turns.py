@@ -114,7 +114,7 @@ def test_what_waits_is_lost_where_another_process_has_written_since(
     append(path, begin_of(start=1), [7])
     data.open(SPEC, 1000, round_at(epoch=2, is_first=False), behind(2)).close()
     assert [part.steps.tolist() for part in read_ledger(path).parts] == [[], [7], []]
-    assert f"penstock: 4 lines are not in the ledger {path}\n" in caplog.text
+    assert f"4 lines are not in the ledger {path}\n" in caplog.text
 
 
 @pytest.mark.parametrize("asks", ["the next iteration", "the interpreter's exit"])
