@@ -33,7 +33,7 @@ def round_at(
     """A round of a thousand steps that begins there."""
     return Round(
         worker=worker, stretch=Stretch(position=Position(epoch=epoch, step=step), num_steps=1000), steps=range(step, 1000),
-        number=1, num_sets=1, is_repetition=False, is_first=is_first, num_loads=num_loads,
+        number=1, num_sets=1, is_repetition=False, is_stuck=False, is_first=is_first, num_loads=num_loads,
         state_epoch=None, launch="5f0c77aa",
     )  # fmt: skip
 

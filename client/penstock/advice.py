@@ -156,6 +156,17 @@ def warn_of_repetition(spec: Spec, epoch: int) -> None:
         )
 
 
+def warn_of_same_batch(spec: Spec, epoch: int) -> None:
+    """A loop calls next(iter(data)) in each step, as with loaders that shuffle at each iter()."""
+    if is_trained_on(spec):
+        warnings.warn(
+            f"this is the third iteration in a row that begins at the first batch of epoch {epoch}, and the two before ended "
+            f"after that batch. Each iter() starts the epoch again, so next(iter(...)) in each step gives the same batch "
+            f"forever. Loop with `for batch in data`, or call iter() once before the steps.",
+            stacklevel=4,  # in the loop: before it are the iteration, its batches and this
+        )
+
+
 def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
     """set_epoch chooses once more the epoch in the midst of which the loop was left: interrupted, say, and started again."""
     if is_trained_on(spec):

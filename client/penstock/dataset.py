@@ -23,6 +23,7 @@ from penstock.advice import (
     warn_of_lag,
     warn_of_repetition,
     warn_of_replay,
+    warn_of_same_batch,
 )
 from penstock.agreement import Agreement
 from penstock.brief import told_briefly
@@ -306,6 +307,8 @@ class RemoteDataset(IterableDataset[Batch]):
             spec = replace(self.spec, offset=at.offset)
             if round_.is_repetition and self._replay is None:
                 warn_of_repetition(spec, at.epoch)
+            if round_.is_stuck and self._replay is None:
+                warn_of_same_batch(spec, at.epoch)
             with self._recording(spec, round_) as ledger, self._feeding(spec, at.epoch, round_.steps, destination) as feed:
                 asks = self.rank == 0 and (not worker or worker.first == 0) and not self._has_asked
                 self._has_asked = True

@@ -7,7 +7,7 @@ import itertools
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,30 @@ def test_who_forgets_set_epoch_is_told(server: Server) -> None:
     for spec in ({"shuffle": "none"}, {"replay": 2}):
         again = dataset(server, **spec)
         assert [is_told(again), is_told(again)] == [False, False]
+
+
+def test_loop_that_takes_the_first_batch_in_each_step_is_warned_at_the_third(server: Server) -> None:
+    def warned(batches: Iterable[Any], num_steps: int) -> list[bool]:
+        found = []
+        for _ in range(num_steps):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                next(iter(batches))
+            found.append(any("next(iter(...)) in each step gives the same batch" in str(one.message) for one in caught))
+        return found
+
+    data = dataset(server)
+    assert warned(data, 5) == [False, False, True, False, False]
+    data.set_epoch(1)
+    assert warned(DataLoader(data, batch_size=None), 4) == [False, False, True, False]
+    for epoch in range(2, 6):  # each another batch
+        data.set_epoch(epoch)
+        assert warned(data, 1) == [False]
+    for _ in range(4):
+        data.load_state_dict(data.state_dict())
+        assert warned(data, 1) == [False]
+    for spec in ({"shuffle": "none"}, {"replay": 2}):
+        assert not any(warned(dataset(server, **spec), 4))
 
 
 @pytest.mark.parametrize(

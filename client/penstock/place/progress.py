@@ -9,6 +9,8 @@ from penstock.place.start import SharedStart, Stretch
 from penstock.place.state import Position
 from penstock.rank import Worker
 
+_STUCK_LOOKS = 2  # before the third
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
@@ -16,6 +18,8 @@ class Round:
 
     is_repetition  the iteration before it gave more than one batch of the same epoch, and neither set_epoch nor load_state_dict
                    was called since: the loop repeats data, probably by mistake
+    is_stuck       the third iteration in a row that begins at the same batch, while those before ended after it: a loop
+                   that calls next(iter(data)) in each step
     is_first       no round before it gave a batch, in whatever process
     num_loads      how many states were loaded before it
     state_epoch    the epoch of which the last state that the loop loaded had consumed something; None if there is none
@@ -28,6 +32,7 @@ class Round:
     number: int
     num_sets: int
     is_repetition: bool
+    is_stuck: bool
     is_first: bool
     num_loads: int
     state_epoch: int | None
@@ -69,6 +74,7 @@ class Progress:
         self._loaded: Worker | None = None  # that this process is, once it has loaded a state
         self._num_rounds = 0
         self._is_meant = False  # that the epoch is given once more
+        self._num_looks = 0  # iterations in a row that ended after the same first batch
         self._counted = _Counted()
 
     @property
@@ -155,8 +161,12 @@ class Progress:
             self._start.move(self._whole(epoch), by_state=False)
         stretch = self._start.stretch if is_ours else self._whole(self.epoch)
         num_sets = self._start.num_sets
-        is_repetition = not (worker or is_ours or self._is_meant) and self._has_been_in(stretch, num_sets)
+        begins_again = not worker and not is_ours
+        has_been_in = self._has_been_in(stretch, num_sets)
+        is_repetition = begins_again and has_been_in and not self._is_meant
         self._is_meant = False
+        was_look = begins_again and not has_been_in and self._has_looked_at(stretch, num_sets)
+        self._num_looks = self._num_looks + 1 if was_look else 0
         if self._own and self._own[0] == num_sets:
             stretch = self._own[1]
         self._own = None
@@ -169,6 +179,7 @@ class Progress:
             number=self._num_rounds,
             num_sets=num_sets,
             is_repetition=is_repetition,
+            is_stuck=self._num_looks == _STUCK_LOOKS,
             is_first=self._launch.is_first(self._num_rounds, worker),
             num_loads=self._start.num_loads(self._loaded),
             state_epoch=self._start.state_epoch,
@@ -220,6 +231,11 @@ class Progress:
         at, num_steps = self._counted.position, self._counted.num_steps
         came_far = at.offset > 0 or at.step + num_steps > min(1, stretch.num_steps - 1)
         return self._counted.num_sets == num_sets and came_far
+
+    def _has_looked_at(self, stretch: Stretch, num_sets: int) -> bool:
+        """Whether the iteration before gave the first batch of this and ended."""
+        counted = self._counted
+        return (counted.num_sets, counted.position, counted.num_batches) == (num_sets, stretch.position, 1)
 
     def _set(self, stretch: Stretch, *, by_state: bool) -> None:
         self._num_rounds += 1  # what still iterates is no longer counted
