@@ -11,10 +11,11 @@ import pytest
 from corpora import write_numbered
 from penstock.mix import parse_mix
 from penstock_server.geometry.arrays import IntArray
-from penstock_server.geometry.best_fit import pack
+from penstock_server.geometry.best_fit import PackedPools, pack
 from penstock_server.geometry.length_order import LengthOrder
 from penstock_server.geometry.mixture import Mixture
 from penstock_server.geometry.order import EpochOrder
+from penstock_server.geometry.permutation import key
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split_hashes import Place, split_hashes
@@ -38,6 +39,15 @@ def test_bins() -> None:
     bins = pack(np.array(ENGINE["best_fit"]["lengths"]), 16)
     documents = [f"{row}[{first}:{last}]" for row, first, last in zip(bins.rows, bins.firsts, bins.lasts, strict=True)]
     assert [documents[start:stop] for start, stop in pairwise(bins.starts.tolist())] == ENGINE["best_fit"]["bins"]
+
+
+def test_documents_of_an_epoch_in_bins() -> None:
+    lengths = np.array([3, 5, 3, 8, 5, 3, 20, 4, 5, 8])
+    packed = PackedPools.of([pack(lengths, 8), pack(lengths[::-1], 8)])
+    pools = np.repeat([0, 1], packed.bins_per_pool)
+    numbers = np.concatenate([np.arange(count) for count in packed.bins_per_pool])
+    _, rows, firsts = packed.documents(pools, numbers, key(7, 1, "documents"))
+    assert dotted(rows, firsts) == ENGINE["best_fit"]["epoch"]
 
 
 def test_splits() -> None:

@@ -104,7 +104,9 @@ def test_an_epoch_holds_every_token_of_its_split_once(
     if shuffle == "window":
         other = epoch_of(server, 3, 1, **settings)[:num_sequences]
         assert other != orders[0]
-        assert sorted(other) == sorted(orders[0])
+        assert Counter(token for sequence in other for token in sequence) == every_token(rows)
+        if spec["packing"] != "best_fit":  # which puts other rows together
+            assert sorted(other) == sorted(orders[0])
 
 
 def test_the_splits_are_disjoint_complete_and_of_about_their_share(server: Server) -> None:
@@ -151,6 +153,19 @@ def test_best_fit_keeps_documents_whole_and_apart(server: Server) -> None:
                     assert label == (-100 if position == 0 else token)
                 else:
                     assert label == -100
+
+
+@pytest.mark.parametrize("shuffle", ["none", "window", "global"])
+def test_best_fit_keeps_the_same_rows_together_in_each_epoch_only_without_shuffle(server: Server, shuffle: str) -> None:
+    def together(epoch: int) -> Counter[tuple[Token, ...]]:
+        sequences = epoch_of(server, epoch, 1, packing="best_fit", shuffle=shuffle, batch_size=1)
+        return Counter(tuple(sequence) for sequence in sequences if sequence[0][0] != sequence[-1][0])
+
+    first, second = together(0), together(1)
+    assert first.total() == second.total() > 40
+    num_same = (first & second).total()
+    assert num_same == first.total() if shuffle == "none" else num_same < 0.5 * first.total()
+    assert together(0) == first
 
 
 def test_best_fit_says_how_much_is_padding(server: Server) -> None:

@@ -365,7 +365,7 @@ def test_damaged_counts_are_logged_and_made_again_and_what_is_served_is_the_same
     cache, ways = tmp_path / "cache", WAYS[::-1]
     for name, content in whole.items():
         (cache / name).write_bytes(content)
-    assert {name.partition("-")[2] for name in whole} == {"3.lengths", "bins-train-5-3.index", "rows-3.index"}
+    assert {name.partition("-")[2] for name in whole} == {"3.lengths", "bins-train-5-4.index", "rows-4.index"}
     running = open_all()
     for way in ways[: data.draw(st.integers(0, len(ways)), label="what the running server has read")]:
         served(running, way)

@@ -1,3 +1,4 @@
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -139,11 +140,40 @@ def test_best_fit_loses_no_document_and_repeats_none(
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths))))) if len(lengths) > 1 else []
     starts = np.array(sorted({0, *cuts, len(lengths)}))
     packed = PackedPools.of(pack(np.concatenate(lengths[a:b]), seq_len) for a, b in pairwise(starts))
-    packing = BestFit(starts, packed, np.array([len(rows) for rows in lengths]), seq_len)
+    draw_key = data.draw(st.none() | st.integers(0, 2**64 - 1))
+    packing = BestFit(starts, packed, np.array([len(rows) for rows in lengths]), seq_len, draw_key)
     check_every_token_once(packing, lengths, seq_len)
     for spans in all_spans(packing):
         # Whole documents, but for those that no bin can hold.
         assert all(start == 0 or lengths[b][row] > seq_len for b, row, start, _ in spans)
+
+
+def rows_together(lengths: npt.NDArray[np.int64], seq_len: int, draw_key: int | None) -> list[frozenset[int]]:
+    """The rows that each sequence of one pool holds, where it holds several."""
+    packed = PackedPools.of([pack(lengths, seq_len)])
+    packing = BestFit(np.array([0, 1]), packed, np.array([len(lengths)]), seq_len, draw_key)
+    return [frozenset(row for _, row, *_ in spans) for spans in all_spans(packing) if len(spans) > 1]
+
+
+def test_best_fit_puts_other_rows_together_in_each_epoch() -> None:
+    lengths = np.random.default_rng(0).lognormal(5.3, 1.0, 20_000).astype(np.int64).clip(1)
+    first, second = (rows_together(lengths, 2048, draw_key) for draw_key in (1, 2))
+    assert len(first) > 2_000
+    assert len(set(first) & set(second)) < 0.1 * len(first)  # those of long rows, whose lengths few others have
+    assert rows_together(lengths, 2048, 1) == first
+
+
+def test_best_fit_keeps_rows_together_whose_lengths_no_other_has() -> None:
+    lengths = np.array([9, 7, 6, 4])  # 16 tokens: 9 + 7, and 6 + 4
+    for draw_key in (None, 1, 2, 3):
+        assert rows_together(lengths, 16, draw_key) == [frozenset([0, 1]), frozenset([2, 3])]
+
+
+def test_best_fit_draws_each_of_the_rows_of_one_length_as_often() -> None:
+    lengths = np.array([9, 9, 9, 5, 5, 5])
+    partners = Counter(tuple(sorted(rows)) for key in range(3_000) for rows in rows_together(lengths, 14, key))
+    assert len(partners) == 9
+    assert all(850 < count < 1150 for count in partners.values())  # 1,000 each, and 5 standard deviations
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60).map(np.array), st.integers(1, 40))
@@ -213,13 +243,14 @@ def test_bins_that_were_stored_are_the_bins_that_were_packed(pools: list[npt.NDA
         for packed in kept:
             assert packed.bins_per_pool.tolist() == [bins.num_bins for bins in made]
             everywhere = [(pool, number) for pool, bins in enumerate(made) for number in range(bins.num_bins)]
-            together = packed.documents(*np.array(everywhere, np.int64).reshape(-1, 2).T)
+            pool_of, number_of = np.array(everywhere, np.int64).reshape(-1, 2).T
+            together = packed.documents(pool_of, number_of, None)
             assert together[0].tolist() == [size for bins in made for size in np.diff(bins.starts).tolist()]
             assert together[1].tolist() == [row for bins in made for row in bins.rows.tolist()]
             assert together[2].tolist() == [first for bins in made for first in bins.firsts.tolist()]
             for pool, bins in enumerate(made):
                 for number, (start, stop) in enumerate(pairwise(bins.starts.tolist())):
-                    _, documents, firsts = packed.documents(np.array([pool]), np.array([number]))
+                    _, documents, firsts = packed.documents(np.array([pool]), np.array([number]), None)
                     assert documents.tolist() == bins.rows[start:stop].tolist()
                     assert firsts.tolist() == bins.firsts[start:stop].tolist()
         for content in (path.read_bytes()[:-1], b"", bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]):

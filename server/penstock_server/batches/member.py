@@ -124,7 +124,9 @@ def _packing(member: Member, epoch: int) -> Packing:
         return Concat(index.tokens_per_block(of.split), of.seq_len, shift)
     if of.packing == "best_fit":
         bins, rows = index.bins(of.split, of.seq_len), index.rows_per_block(of.split)
-        return BestFit(member.snapshot.pools.starts, bins, rows, of.seq_len)
+        # Without a shuffle every epoch is the same: an evaluation must give the same number each time.
+        draw_key = None if of.shuffle == "none" else key(of.seed, epoch, "documents")
+        return BestFit(member.snapshot.pools.starts, bins, rows, of.seq_len, draw_key)
     if of.long_rows == "split":
         return SplitRows(index.parts_per_block(of.split, of.seq_len), index.row_lengths(of.split), of.seq_len)
     return Rows(index.rows_per_block(of.split), of.seq_len)

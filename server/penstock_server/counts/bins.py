@@ -41,5 +41,5 @@ def _parse(num_pools: int, body: memoryview) -> PackedPools | None:
     if end < 0:
         return None
     sizes = np.frombuffer(body[end:], "<i8").astype(np.int64).reshape(2, num_pools)
-    fits = end == 4 * int((sizes[0] + 1 + 2 * sizes[1]).sum())
+    fits = end == 4 * PackedPools.num_words(sizes)
     return PackedPools(sizes, np.frombuffer(body[:end], "<u4")) if fits else None

@@ -30,7 +30,7 @@ from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
 
-_FORMAT = 3
+_FORMAT = 4
 _SUFFIX = ".index"
 _MARK_SECONDS = 86_400.0
 _FORGET_SECONDS = 30 * _MARK_SECONDS
