@@ -40,6 +40,7 @@ from penstock_server.counts.lengths import QUANTILES, RowLengths, _ShardLengths
 from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
+from penstock_server.recipes import encode
 from penstock_server.storage import maps as maps_module
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -222,6 +223,27 @@ def test_the_rows_that_a_filter_keeps_are_known_once_rows_or_tokens_are_counted(
         assert (started.num_rows, started.num_counted) == (2, 3 if name == "lengths" else 0)
         assert other.bytes_per_block().tolist() == index.bytes_per_block().tolist()
         assert (other.bytes_per_block().tolist() != guessed) == (name == "lengths")
+
+
+@pytest.mark.parametrize("way", [*WAYS, {"packing": "best_fit"}], ids=str)
+@pytest.mark.parametrize("filter_", ["", "input_ids is not null"], ids=["unfiltered", "filtered"])
+def test_a_row_group_is_tokenized_once_for_counts_and_batches_where_the_cache_has_room(
+    open_all: Callable[[], Catalog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, str], filter_: str
+) -> None:
+    if filter_:
+        (tmp_path / "data" / "d" / "penstock.toml").write_text(f'validation = 0.3\nfilter = "{filter_}"')
+    tokenized, tokenize = list[str](), encode.encode
+
+    def counted(*args: Any) -> pa.RecordBatch:
+        tokenized.append(threading.current_thread().name)  # a Mock may lose calls of several threads
+        return tokenize(*args)
+
+    monkeypatch.setattr(encode, "encode", counted)
+    plan = plan_of(open_all(), "d", batch_size=1, seq_len=5, **way)
+    for epoch in range(2):
+        for chunk in chunks(plan, epoch, 0, range(plan.schedule.num_steps)):
+            frames(chunk, load(chunk))
+    assert len(tokenized) == 15  # row groups
 
 
 def test_what_stops_the_reading_of_counts_is_told_to_who_needs_them_and_to_nobody_else(tmp_path: Path) -> None:
