@@ -78,7 +78,9 @@ def _add_documentation(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
-        more = {"done": error.num_done, "total": error.total} if isinstance(error, IndexNotReady) else {}
+        more: dict[str, int | None] = {}
+        if isinstance(error, IndexNotReady):
+            more = {"done": error.num_done, "total": error.total, "seconds_left": error.seconds_left}
         answer = _problem_json(request, error.type, error.title, error.status, str(error), **more)
         if isinstance(error, OutOfMemory) and _telling_of_memory.is_due():
             log.warning("%s", error, exc_info=error.__cause__)
@@ -127,6 +129,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _problem_json(request, "urn:penstock:problem:internal-error", "Internal error", 500, detail)
 
 
-def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **more: int) -> JSONResponse:
+def _problem_json(request: Request, type_: str, title: str, status: int, detail: str, **more: int | None) -> JSONResponse:
     content = {"type": type_, "title": title, "status": status, "detail": detail, "instance": request.url.path}
     return JSONResponse(content | more, status, media_type="application/problem+json")

@@ -132,13 +132,16 @@ class Busy(Problem):
 
 
 class IndexNotReady(Problem):
-    """Token counts that the packing needs are still being made; `num_done` of `total` steps are."""
+    """Token counts that the packing needs are still being made; `num_done` of `total` steps are.
+
+    `seconds_left` is an estimate by the rate so far; None before the first step is done.
+    """
 
     status, slug, title = 503, "index-not-ready", "Tokens are being counted"
 
-    def __init__(self, message: str, num_done: int, total: int) -> None:
+    def __init__(self, message: str, num_done: int, total: int, seconds_left: int | None) -> None:
         super().__init__(message)
-        self.num_done, self.total = num_done, total
+        self.num_done, self.total, self.seconds_left = num_done, total, seconds_left
 
 
 class IndexFailed(Problem):

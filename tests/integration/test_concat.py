@@ -190,7 +190,10 @@ def test_the_count_is_made_once_told_while_it_runs_and_kept(serve: Callable[...,
     response = first.get("/v1/datasets/long/spec", packing="concat")
     assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
     assert response.json()["type"] == "urn:penstock:problem:index-not-ready"
-    assert "of 80 blocks are done" in response.json()["detail"]
+    problem = response.json()
+    assert "of 80 blocks are done" in problem["detail"]
+    assert problem["total"] == 80
+    assert problem["seconds_left"] >= 1 if problem["done"] else problem["seconds_left"] is None
     # retry_seconds does not run while the server says how far it is.
     data = RemoteDataset(first.url, "long", packing="concat", seq_len=512, retry_seconds=0.5)
     assert first.json("/v1/datasets/long")["index"] == {"blocks_done": 80, "blocks": 80}

@@ -326,12 +326,38 @@ def test_it_is_counted_once_however_many_ask_and_they_are_told_how_far_it_is(mon
         counting.get()
     assert began.wait(30)
     for _ in range(2):
-        with pytest.raises(IndexNotReady, match=r"the rows are being counted: 1 of 4 blocks are done \(25%\)"):
+        with pytest.raises(IndexNotReady, match=r"the rows .*counted: 1 of 4 blocks are done \(25%\)"):
             counting.get()
     go_on.set()
     while not counting.is_ready:
         time.sleep(0.001)
     assert (counting.get(), num_made) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "num_done", "seconds_left", "told"),
+    [
+        (9.0, 0, None, "the rows are being counted: 0 of 40 blocks"),
+        (9.5, 10, 29, "about 29 s left until the rows are counted: 10 of 40 blocks"),
+        (100.0, 4, 900, "about 15 min left until"),
+        (4_000.0, 1, 156_000, "about 43 h left until"),
+    ],
+)
+def test_index_not_ready_tells_the_time_left_at_the_rate_so_far(
+    monkeypatch: pytest.MonkeyPatch, elapsed: float, num_done: int, seconds_left: int | None, told: str
+) -> None:
+    clock, go_on = Mock(), threading.Event()
+    clock.monotonic.return_value = 7.0
+    monkeypatch.setattr(counting_module, "time", clock)
+    monkeypatch.setattr(counting_module, "_PATIENCE_SECONDS", 0.0)
+    counting = Counting("the rows", 40, lambda _: go_on.wait(30), list)
+    with pytest.raises(IndexNotReady):
+        counting.get()
+    clock.monotonic.return_value, counting.num_done = 7.0 + elapsed, num_done
+    with pytest.raises(IndexNotReady, match=f"^{told}") as caught:
+        counting.get()
+    go_on.set()
+    assert caught.value.seconds_left == seconds_left
 
 
 def test_who_asks_when_it_will_end_soon_waits_for_that_and_does_not_come_back_a_second_later(

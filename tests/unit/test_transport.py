@@ -337,6 +337,18 @@ def test_the_bar_of_work_that_was_waited_for_goes_with_the_answer(
     assert capsys.readouterr().err == "\r\x1b[K"
 
 
+def test_the_bar_shows_the_time_left_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    detail = "about 40 s left until the tokens of stories are counted: 10 of 20 blocks are done (50%). This happens once."
+    body = json.dumps({"type": "urn:penstock:problem:index-not-ready", "detail": detail, "done": 10, "total": 20}).encode()
+    failure = failure_of("http://host", 503, {}, body)
+    assert isinstance(failure, NotYet)
+    RetryLog(600.0).progress(failure)
+    assert "50% about 40 s left" in capsys.readouterr().err[:80]
+
+
 def test_where_nobody_has_ever_answered_the_first_line_doubts_the_address(caplog: pytest.LogCaptureFixture) -> None:
     doubt = "Is it started (penstock serve DATA_DIR), and is this its address?"
     for first_contact, failure in ((True, Fault("refused", is_silence=True)), (True, Fault("busy")), (False, Fault("refused"))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -20,6 +21,12 @@ log = logging.getLogger("penstock.counting")
 
 _PATIENCE_SECONDS = 1.0  # all who ask wait as long from its begin on, and once more when it will end soon
 _FAILURE_SECONDS = 30.0  # a failure is told to all who ask for so long; then it begins again
+
+
+def _duration(seconds: int) -> str:
+    if seconds < 120:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7200 else f"{seconds // 3600} h"
 
 
 class Counting(Generic[T]):
@@ -55,12 +62,14 @@ class Counting(Generic[T]):
             return self._made[0]
         if failure := self._failure:
             raise failure[0].with_traceback(None)  # else the frames of all who ask would pile up in it
-        raise IndexNotReady(
-            f"{self._what} are being counted: {self.num_done:,} of {self.total:,} blocks are done "
-            f"({self.num_done / max(self.total, 1):.0%}). This happens once.",
-            self.num_done,
-            self.total,
-        )
+        done, seconds_left = self.num_done, self._seconds_left(time.monotonic())
+        # The time comes first: a terminal cuts what is too long for its line.
+        if seconds_left is None:
+            told = f"{self._what} are being counted"
+        else:
+            told = f"about {_duration(seconds_left)} left until {self._what} are counted"
+        share = f"{done:,} of {self.total:,} blocks are done ({done / max(self.total, 1):.0%})"
+        raise IndexNotReady(f"{told}: {share}. This happens once.", done, self.total, seconds_left)
 
     def _start(self) -> threading.Thread | None:
         """Begins, unless it has begun, or failed a moment ago; the thread that makes it."""
@@ -85,8 +94,13 @@ class Counting(Generic[T]):
 
     def _will_end_soon(self, now: float) -> bool:
         """Whether it will have been made within the time that one waits, should it go on as fast as it did so far."""
+        seconds_left = self._seconds_left(now)
+        return seconds_left is not None and seconds_left <= _PATIENCE_SECONDS
+
+    def _seconds_left(self, now: float) -> int | None:
+        """Seconds until it is made at the rate so far, rounded up; None before the first step is done."""
         elapsed, done = now - self._began_at, self.num_done
-        return done > 0 and elapsed * (self.total - done) <= _PATIENCE_SECONDS * done
+        return max(1, math.ceil(elapsed * (self.total - done) / done)) if done else None
 
     @property
     def is_ready(self) -> bool:
