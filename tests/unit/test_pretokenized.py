@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -14,13 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corpora import write_tokenizer
+from penstock_server.batches.gather import chunks, load
+from penstock_server.batches.readable import as_json, provenance
+from penstock_server.datasets.advice import advice_on_run
+from penstock_server.datasets.catalog import open_catalog
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.encode import Selected, encode
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.mask_columns import way_without
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.split_hashes import Place
-from planned import open_snapshot
+from penstock_server.storage.cache import CacheFolder
+from penstock_server.storage.store import BlockStore
+from planned import open_snapshot, plan_of
 
 Row = list[tuple[int, bool, bool]]  # of each id: itself, whether it is learned, and whether it is no padding
 
@@ -119,6 +126,100 @@ def test_a_row_that_its_mask_does_not_fit_is_bad_alone(column: str, values: list
     assert found["tokens"].to_pylist() == [[1, 2, 3], None, [1, 2, 3]]
 
 
+Packed = list[list[tuple[int, bool, bool]]]  # the documents of a row, each as a Row; only the first may have no id
+DOCUMENT = st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), min_size=1, max_size=4)
+
+
+@given(
+    st.lists(st.lists(DOCUMENT, min_size=1, max_size=4), min_size=1, max_size=4), st.booleans(), st.booleans(), st.booleans()
+)
+def test_documents_that_were_packed_into_a_row_stay_apart(
+    rows: list[Packed], by_position: bool, loss: bool, padding: bool
+) -> None:
+    def column(number: int) -> list[list[int]]:
+        return [[int(token[number]) for document in row for token in document] for row in rows]
+
+    role = "position_ids" if by_position else "seq_lengths"
+    left = [[[token for token in document if token[2] or not padding] for document in row] for row in rows]
+    left = [[document for document in row if document] for row in left]
+    if by_position:  # positions count what is left; padding may have any
+        numbers = [[iter(range(len([token for token in d if token[2] or not padding]))) for d in row] for row in rows]
+        told_by = [
+            [next(n) if token[2] or not padding else 1 for d, n in zip(row, own, strict=True) for token in d]
+            for row, own in zip(rows, numbers, strict=True)
+        ]
+    else:
+        told_by = [[len(document) for document in row] for row in rows]
+    columns = {"ids": column(0), role: told_by, "loss_mask": column(1), "attention_mask": column(2)}
+    masks = [role, *(["loss_mask"] if loss else []), *(["attention_mask"] if padding else [])]
+    found = encoded(columns, *masks)
+    for row, documents in enumerate(left):
+        if not any(token[1] or not loss for document in documents for token in document):
+            assert found["bad"][row].as_py()
+            continue
+        assert found["tokens"][row].as_py() == [token for document in documents for token, _, _ in document]
+        assert found["tokens_documents"][row].as_py() == [len(document) for document in documents]
+        assert told(found["tokens_turns"][row].as_py()) == [
+            (is_learned or not loss) and (place > 0 or number == 0)
+            for number, document in enumerate(documents)
+            for place, (_, is_learned, _) in enumerate(document)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "reason"),
+    [
+        ("seq_lengths", [1, 1], "seq_lengths adds up to 2 for 3 ids"),
+        ("seq_lengths", [], "seq_lengths adds up to 0 for 3 ids"),
+        ("seq_lengths", None, "seq_lengths is null"),
+        ("seq_lengths", [4, -1], "seq_lengths has -1"),
+        ("seq_lengths", [4, None], "seq_lengths has a null"),
+        ("position_ids", [0, 1], "position_ids has 2 values for 3 ids"),
+        ("position_ids", [0, 1, 3], "position_ids has 3 after 1; positions in a document are 0, 1, 2 and so on"),
+        ("position_ids", [5, 6, 7], "position_ids has 5 at the first id; positions in a document are 0, 1, 2 and so on"),
+    ],
+)
+def test_a_row_whose_documents_are_not_those_that_are_told_is_bad(
+    column: str, values: list[int | None] | None, reason: str
+) -> None:
+    fine = [2, 0, 1] if column == "seq_lengths" else [0, 1, 0]
+    found = encoded({"ids": [[1, 2, 3]] * 3, column: [fine, values, fine]}, column)
+    assert found["bad"].to_pylist() == [None, reason, None]
+    assert found["tokens_documents"].to_pylist() == [[2, 1], None, [2, 1]]
+
+
+def test_a_bos_and_an_eos_belong_to_the_first_and_the_last_document() -> None:
+    found = encoded({"ids": [[1, 2, 3]], "seq_lengths": [[1, 2]]}, "seq_lengths", bos=0, eos=9)
+    assert found["tokens"].to_pylist() == [[0, 1, 2, 3, 9]]
+    assert found["tokens_documents"].to_pylist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("columns", [{"seq_lengths": [[2, 3, 1]] * 3}, {"position_ids": [[0, 1, 0, 1, 2, 0]] * 3}])
+@pytest.mark.parametrize(
+    ("spec", "positions", "labels"),
+    [
+        ({"packing": "rows"}, None, [1, 2, -100, 4, 5, -100]),
+        ({"packing": "best_fit"}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
+        ({"packing": "best_fit", "loss": "all"}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
+        ({"packing": "concat", "boundaries": "documents"}, [0, 1, 0, 1, 2, 0], [-100, 2, -100, 4, 5, -100]),
+        # Cut within the second document: what is left of it is a document, as where rows are cut.
+        ({"packing": "concat", "boundaries": "documents", "seq_len": 3}, [0, 1, 0], [-100, 2, -100]),
+    ],
+)
+def test_a_batch_keeps_packed_documents_apart(
+    tmp_path: Path, columns: dict[str, Any], spec: dict[str, Any], positions: list[int] | None, labels: list[int]
+) -> None:
+    write(tmp_path / "data" / "packed", pa.table({"input_ids": [[1, 2, 3, 4, 5, 6]] * 3, **columns}))
+    catalog = open_catalog(tmp_path / "data", None, BlockStore(CacheFolder(tmp_path / "cache")))
+    plan = plan_of(catalog, "packed", **{"seq_len": 6, "batch_size": 1, "shuffle": "none"} | spec)
+    [chunk] = chunks(plan, 0, 0, range(1))
+    [line] = json.loads(as_json(chunk, load(chunk))[0])["sequences"]
+    assert (line.get("position_ids"), line["labels"]) == (positions, labels)
+    assert [source["stop"] for source in provenance(plan, 0, 0, 0)["sequences"][0]["sources"]] == [plan.spec.seq_len]
+    advice = [sentence for sentence in advice_on_run(plan) if "packed: its rows hold several documents" in sentence]
+    assert bool(advice) == (spec["packing"] == "rows")
+
+
 def test_of_ids_that_are_none_the_ids_are_the_reason() -> None:
     columns = {"ids": [None, [], [500], [1]], "labels": [[1], [1], [500], [1]]}
     found = encoded(columns, "labels")
@@ -208,6 +309,10 @@ SIDES = {"prompt": ONES, "response": ONES}
         ({"labels": [1]}, "", [], ("labels",)),
         ({"labels": [1], "loss_mask": ONES}, "", [("loss_mask", "loss_mask")], ("labels",)),
         ({"attention_mask": [[1.0, 1.0, 1.0]]}, "", [], ("attention_mask",)),
+        ({"seq_lengths": [[3]], "position_ids": [[0, 1, 2]]}, "", [("seq_lengths", "seq_lengths")], ()),
+        ({"position_ids": [[0, 1, 2]]}, "", [("position_ids", "position_ids")], ()),
+        ({"position_ids": [[0, 1, 2]]}, "position_ids = false", [], ()),
+        ({"seq_lengths": [3]}, "", [], ("seq_lengths",)),
         # Beside prompts and answers none is used, whatever it begins with.
         (SIDES, "", [], ()),
         (
@@ -236,6 +341,7 @@ def test_columns_are_masks_by_what_is_said_of_them_or_else_by_their_names(
         ({}, 'text = "input_ids"', "column 'input_ids' is list<element: int64>, but text must be text"),
         ({}, 'messages = "input_ids"', "column 'input_ids' is list<element: int64>, but messages must be lists of messages"),
         ({"a": ONES, "b": ONES}, 'labels = "a"\nloss_mask = "b"', "labels and loss_mask both tell which ids are learned"),
+        ({"a": ONES, "b": ONES}, 'seq_lengths = "a"\nposition_ids = "b"', "seq_lengths and position_ids both tell where"),
         (
             {"text": ["fox"]},
             'text = "text"\nlabels = "a"',
@@ -249,7 +355,7 @@ def test_masks_that_cannot_be_are_refused(written: Written, columns: dict[str, A
 
 
 def write(folder: Path, *shards: pa.Table, recipe: str = "") -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "penstock.toml").write_text(recipe)
     for number, shard in enumerate(shards):
         pq.write_table(shard, folder / f"part-{number}.parquet")

@@ -47,6 +47,7 @@ def catalog(tmp_path: Path) -> Catalog:
         "text": {"text": [words(n) for n in range(40)]},
         "pairs": {"prompt": [words(n) for n in range(40)], "response": [words(3 * n) for n in range(40)]},
         "chats": {"messages": [turns(n) for n in range(40)]},
+        "packed": {"input_ids": [[*range(1 + n % 9)] for n in range(40)], "seq_lengths": [[1, n % 9] for n in range(40)]},
         "preferences": {name: [words(n + len(name)) for n in range(40)] for name in ("prompt", "chosen", "rejected")},
     }
     for name, columns in tables.items():
@@ -62,8 +63,8 @@ def catalog(tmp_path: Path) -> Catalog:
     ("dataset", "way"),
     [
         *((name, {"packing": "rows"}) for name in ("text", "pairs", "chats", "preferences")),
-        *((name, {"packing": "best_fit"}) for name in ("text", "pairs", "chats")),
-        *((name, {"packing": "concat", "boundaries": "documents"}) for name in ("text", "pairs")),
+        *((name, {"packing": "best_fit"}) for name in ("text", "pairs", "chats", "packed")),
+        *((name, {"packing": "concat", "boundaries": "documents"}) for name in ("text", "pairs", "packed")),
         ("pairs", {"packing": "concat"}),
         ("pairs", {"long_rows": "split", "seq_len": 8}),
         ("pairs", {"task": "seq2seq", "loss": "response"}),

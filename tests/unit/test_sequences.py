@@ -31,13 +31,19 @@ PAD = 999
 rows_of_a_block = st.lists(st.lists(st.lists(st.integers(0, 900), max_size=4), min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-def block_of(rows: list[Row], *, has_turns: bool) -> Block:
+def block_of(rows: list[Row], *, has_turns: bool, has_documents: bool = False) -> Block:
     def column(lists: list[list[int]], type_: Any) -> ListColumn:
         return ListColumn.of(pa.array(lists, pa.large_list(type_)))
 
     tokens = column([[token for turn in row for token in turn] for row in rows], pa.uint16())
     turns = column([[len(turn) for turn in row] for row in rows], pa.int32()) if has_turns else None
-    return Block({"tokens": Feature(tokens, turns)}, {}, {}, np.arange(len(rows)), np.zeros(len(rows), np.uint32), 0)
+    documents = column([document_lengths(row, is_packed=True) for row in rows], pa.int32()) if has_documents else None
+    return Block({"tokens": Feature(tokens, turns, documents)}, {}, {}, np.arange(len(rows)), np.zeros(len(rows), np.uint32), 0)
+
+
+def document_lengths(row: Row, *, is_packed: bool) -> list[int]:
+    """The lengths of a row's documents. In a packed row each turn is one."""
+    return [len(turn) for turn in row if turn] if is_packed else [sum(map(len, row))]
 
 
 def marked(row: Row, *, has_turns: bool) -> list[tuple[int, bool]]:
@@ -103,7 +109,7 @@ def _runs(tokens: list[tuple[int, bool]], row: Row, has_turns: bool) -> list[lis
 
 
 @given(
-    st.lists(st.tuples(rows_of_a_block, st.booleans(), st.booleans()), min_size=1, max_size=3),
+    st.lists(st.tuples(rows_of_a_block, st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=3),
     st.booleans(),
     st.integers(1, 3),
     st.integers(1, 3),
@@ -111,20 +117,21 @@ def _runs(tokens: list[tuple[int, bool]], row: Row, has_turns: bool) -> list[lis
     st.randoms(use_true_random=False),
 )
 def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
-    of_blocks: list[tuple[list[Row], bool, bool]],
+    of_blocks: list[tuple[list[Row], bool, bool, bool]],
     of_stream: bool,
     num_batches: int,
     batch_size: int,
     longest: int,
     random: Random,
 ) -> None:
-    contents = [rows for rows, _, _ in of_blocks]
-    blocks = [block_of(rows, has_turns=has_turns) for rows, has_turns, _ in of_blocks]
+    contents = [rows for rows, *_ in of_blocks]
+    blocks = [block_of(rows, has_turns=has_turns, has_documents=is_packed) for rows, has_turns, _, is_packed in of_blocks]
     blocks = [
         block.take(np.arange(len(rows))) if is_split else block
-        for block, (rows, _, is_split) in zip(blocks, of_blocks, strict=True)
+        for block, (rows, _, is_split, _) in zip(blocks, of_blocks, strict=True)
     ]
-    marked_rows = [[marked(row, has_turns=has_turns) for row in rows] for rows, has_turns, _ in of_blocks]
+    marked_rows = [[marked(row, has_turns=has_turns) for row in rows] for rows, has_turns, *_ in of_blocks]
+    documents = [[document_lengths(row, is_packed=of[3]) for row in of[0]] for of in of_blocks]
     streams = [[token for row in rows for token in row] for rows in marked_rows]
     parts: list[tuple[int, int, int, int, int]] = []
     expected: list[list[tuple[int, bool]]] = []
@@ -141,12 +148,10 @@ def test_lines_hold_their_parts_one_behind_the_other_and_then_padding(
             if of_stream and start == stop:  # no packing has such a span
                 break
             parts.append((sequence, number, row, start, stop))
-            if of_stream:
-                borders = np.cumsum([0, *(sum(map(len, r)) for r in contents[number])]).tolist()
-                met = [max(a, start) for a, b in pairwise(borders) if max(a, start) < min(b, stop)]
-                begins += [len(line) + at - start for at in met]
-            elif stop > start:
-                begins.append(len(line))
+            sizes = [size for own in documents[number] for size in own] if of_stream else documents[number][row]
+            borders = np.cumsum([0, *sizes]).tolist()
+            met = [max(a, start) for a, b in pairwise(borders) if max(a, start) < min(b, stop)]
+            begins += [len(line) + at - start for at in met]
             line += whole[start:stop]
             if random.random() < 0.4:
                 break

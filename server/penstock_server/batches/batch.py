@@ -131,7 +131,7 @@ def _counts(tensor: Tensor, sequences: Sequences) -> Array:
 
 def _starts(tensor: Tensor, sequences: Sequences) -> Array:
     begins = np.zeros((sequences.count, tensor.longest), np.bool_)
-    begins[sequences.documents.sequences, sequences.documents.offsets()] = True
+    begins[sequences.begins] = True
     lengths = sequences.lengths(tensor)
     short = np.flatnonzero(lengths < tensor.longest)
     begins[short, lengths[short]] = True

@@ -167,7 +167,7 @@ def _by_document(labels: list[int], starts: list[int]) -> dict[str, list[int]]:
 
 def _starts(sequences: Sequences, number: int, length: int, width: int) -> list[int]:
     """Where a document begins in a sequence, and the padding."""
-    starts: list[int] = sequences.documents_of(number).offsets().tolist()
+    starts = sequences.begins_of(number)
     return [*starts, length] if length < width else starts
 
 

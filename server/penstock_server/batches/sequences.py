@@ -135,10 +135,19 @@ class Sequences:
             return Documents(sequences[at], blocks[at], rows, firsts, lasts)
         return Documents(sequences, blocks, rows, firsts, np.minimum(stops, self._row_lengths(blocks, rows)))
 
-    def documents_of(self, sequence: int) -> Documents:
-        """The documents of one sequence."""
-        own = self._where(self.documents.sequences, sequence)
-        return Documents(*(column[own] for column in self.documents))
+    @cached_property
+    def begins(self) -> tuple[IntArray, IntArray]:
+        """The sequence of each document, and its first token there. A row that others packed holds several documents."""
+        rows = self.documents
+        feature = self._feature(next(iter(self.loaded[0].block.features)))
+        part, firsts = feature.documents(rows.blocks, RowSpans(np.arange(len(rows.rows)), *rows[2:]))
+        return rows.sequences[part], (rows.offsets() - rows.firsts)[part] + firsts
+
+    def begins_of(self, sequence: int) -> list[int]:
+        """Where the documents of one sequence begin."""
+        sequences, tokens = self.begins
+        own: list[int] = tokens[self._where(sequences, sequence)].tolist()
+        return own
 
     def sources(self, sequence: int) -> list[Origin]:
         """The rows of one sequence, as they lie in the shards."""
@@ -147,10 +156,10 @@ class Sequences:
         return [self._source(*line) for line in zip(*(column[own].tolist() for column in columns), strict=True)]
 
     def line(self, tensor: Tensor, sequence: int) -> list[Turn]:
-        """The tokens of one line of a tensor, in runs; none is of two rows."""
+        """The tokens of one line of a tensor, in runs; none is of two documents."""
         runs, tokens = self.runs(tensor), self.tokens(tensor.feature)
         own = self._where(runs.lines, sequence)
-        begins = [] if tensor.turn else self.documents_of(sequence).offsets().tolist()
+        begins = [] if tensor.turn else self.begins_of(sequence)
         found: list[Turn] = []
         for number, start, length, learned, offset in zip(*(column[own].tolist() for column in runs[1:]), strict=True):
             inside = (begin - offset for begin in begins if offset < begin < offset + length)

@@ -48,10 +48,17 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
     """What to know of a run.
 
     A cache too small for its windows, rows sorted by their length for nothing, steps that no epoch has left out, prompts left
-    open, columns without use.
+    open, packed documents that are not marked, columns without use.
     """
     unused = map(_of_unused_columns, plan.members)
-    told = (advice_on_room(plan), _of_needless_sorting(plan.spec), _of_needless_skip(plan), _of_open_prompts(plan), *unused)
+    told = (
+        advice_on_room(plan),
+        _of_needless_sorting(plan.spec),
+        _of_needless_skip(plan),
+        _of_open_prompts(plan),
+        _of_packed_rows(plan),
+        *unused,
+    )
     yield from filter(None, told)
 
 
@@ -191,6 +198,18 @@ def _of_open_prompts(plan: Plan) -> str | None:
                 f"of more than seq_len={plan.spec.seq_len:,} tokens lose it."
             )
     return None
+
+
+def _of_packed_rows(plan: Plan) -> str | None:
+    """The advice on rows of several documents in batches that do not mark documents; None if there are none."""
+    packed = [member.name for member in plan.members if member.snapshot.recipe.has_documents]
+    if not packed or any(tensor.kind == "starts" for tensor in plan.tensors):
+        return None
+    return (
+        f"{', '.join(packed)}: its rows hold several documents each, and batches of packing={plan.spec.packing} do not mark "
+        f"where these begin: tokens attend to the documents before theirs, and positions run on. Use packing=best_fit, or "
+        f"packing=concat with boundaries=documents."
+    )
 
 
 def _of_needless_sorting(spec: Spec) -> str | None:

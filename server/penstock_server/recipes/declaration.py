@@ -17,7 +17,9 @@ bos = "<s>"                        # a token or an id; default: none. Opens a te
 pad = "<pad>"                      # a token or an id; padding is masked, so it matters to people only
 labels = "labels"                  # of token ids: -100 where they are not learned; not shifted. Default: such a column
 loss_mask = "completion_mask"      # or 0 where they are not learned
-attention_mask = "attention_mask"  # 0 at padding, which is left out. Any of the three may be false for none
+attention_mask = "attention_mask"  # 0 at padding, which is left out
+seq_lengths = "seq_lengths"        # the lengths of the documents that are packed into a row; default: such a column
+position_ids = "position_ids"      # or the position of each id in its document. Any of the five may be false for none
 vocab_size = 50257                 # of pre-tokenized data: ids must be below it
 columns = ["score", "meta.url"]    # travel with the tokens of their row
 filter = "lang = 'en' and score > 0.5"

@@ -28,6 +28,7 @@ REASON = "bad"  # why a row cannot be used, null where it can
 ROW = "row"  # which row of the block it is; the filter leaves some out
 SPLIT = "split"  # its hash, by which it is of one split or the other; see split_hashes
 TURNS = "_turns"  # after a feature's name: the lengths of a row's prompt, response, prompt, ...
+DOCUMENTS = "_documents"  # likewise: the lengths of the documents that are packed into a row
 COLUMN = "column:"  # before the name of a column that travels
 
 LONGEST_ROW = (1 << 31) - 1  # tokens: lengths are kept in 31 bits
@@ -90,6 +91,8 @@ def encode(selected: Selected, recipe: Recipe, token_dtype: str, token_bound: in
         arrays[name] = _list_array(lists.values, lists.lengths, bad, token_dtype)
         if lists.turns:
             arrays[name + TURNS] = _list_array(*lists.turns, bad, "int32")
+        if lists.documents:
+            arrays[name + DOCUMENTS] = _list_array(*lists.documents, bad, "int32")
     arrays |= columns | {REASON: pa.array(found.reasons, pa.string()), SPLIT: pa.array(selected.hashes)}
     if recipe.filter:
         arrays[ROW] = pa.array(selected.numbers.astype(np.int32))
@@ -110,9 +113,10 @@ def select(
 def bytes_beside(recipe: Recipe) -> int:
     """About the bytes that a row of `encode` takes beside its tokens and what travels with them.
 
-    They are where each of its lists ends and its turns, taken to be two; where its reason ends; its split hash and number.
+    They are where each of its lists ends and its turns and documents, taken to be two; where its reason ends; its split hash
+    and number.
     """
-    a_feature = 8 + recipe.has_turns * (8 + 2 * 4)
+    a_feature = 8 + (recipe.has_turns + recipe.has_documents) * (8 + 2 * 4)
     return len(recipe.features) * a_feature + 4 + 4 + 4 * (recipe.filter is not None)
 
 

@@ -82,13 +82,14 @@ def _bounded(lists: Lists, token: int | None, *, at_end: bool) -> Lists:
     bare = (lengths > 0) & (values[items.clip(0, len(values) - 1)] != token)
     # Ids that fit into bytes may be closed by one that does not.
     longer = np.insert(values.astype(np.int64, copy=False), borders[bare], token)
-    return Lists(longer, lengths + bare, lists.turns and _with_longer(*lists.turns, bare, at_end=at_end))
+    turns, documents = (parts and _with_longer(*parts, bare, at_end=at_end) for parts in (lists.turns, lists.documents))
+    return Lists(longer, lengths + bare, turns, documents)
 
 
 def _with_longer(
     turns: IntArray, num_turns: IntArray, longer: npt.NDArray[np.bool_], *, at_end: bool
 ) -> tuple[IntArray, IntArray]:
-    """The turns of lists of which some are a token longer, in the first turn that has any, or `at_end` in the last one."""
+    """The turns, or documents, of lists that are a token longer: in the first that has any, or `at_end` in the last one."""
     starts, turns = starts_of(num_turns), turns.copy()
     if at_end:
         own = starts[1:][longer] - 1

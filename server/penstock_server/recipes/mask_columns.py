@@ -3,6 +3,8 @@
 labels          the id where it is learned, -100 where not; not shifted, as Hugging Face's models take them
 loss_mask       1 where an id is learned, 0 where not
 attention_mask  0 at padding, which is left out of the row
+seq_lengths     of rows that hold several documents: the ids of each document, as TRL packs them
+position_ids    or the position of each id in its document, from 0 on
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "labels": ("labels",),
     "loss_mask": ("loss_mask", "completion_mask", "assistant_masks"),
     "attention_mask": ("attention_mask",),
+    "seq_lengths": ("seq_lengths",),
+    "position_ids": ("position_ids",),
 }
-OF_LOSS = ("labels", "loss_mask")  # of which a row has one
+OF_LOSS = ("labels", "loss_mask")  # a row has one of them
+OF_DOCUMENTS = ("seq_lengths", "position_ids")  # likewise
+_BOOLEAN = ("loss_mask", "attention_mask")  # roles whose columns may be lists of booleans
+_EITHER = {OF_LOSS: "which ids are learned", OF_DOCUMENTS: "where documents begin"}
 
 Masks = tuple[tuple[str, Field], ...]  # by what they are, as `NAMES` has it
 
@@ -30,8 +37,9 @@ def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Masks:
 
     Raises FieldError: a column is not there, there twice, or of a type that will not do.
     """
-    if all(given.get(role) for role in OF_LOSS):
-        raise FieldError(f"{' and '.join(OF_LOSS)} both tell which ids are learned, and only one of them may")
+    for roles, what in _EITHER.items():
+        if all(given.get(role) for role in roles):
+            raise FieldError(f"{' and '.join(roles)} both tell {what}, and only one of them may")
     found = {role: Field.parse(given[role], schema) for role in NAMES if given.get(role)}
     for role, source in found.items():
         check_mask(role, source, schema)
@@ -46,8 +54,9 @@ def find_masks(given: Mapping[str, Any], schema: pa.Schema) -> Masks:
 def unused_masks(given: Mapping[str, Any], schema: pa.Schema, used: Masks) -> tuple[str, ...]:
     """The columns that are masks by their names, and of which nothing is said or made."""
     settled = {role for role in NAMES if role in given}
-    if "labels" in dict(used) or any(given.get(role) for role in OF_LOSS):
-        settled |= {*OF_LOSS}
+    for roles in _EITHER:
+        if roles[0] in dict(used) or any(given.get(role) for role in roles):
+            settled |= {*roles}
     looked_at = [source.text for _, source in used]
     names = [name for role in NAMES if role not in settled for name in NAMES[role]]
     return tuple(name for name in names if name in schema.names and name not in looked_at)
@@ -88,15 +97,15 @@ def way_without(reason: str, masks: Masks, ids: str) -> str:
 
 
 def _is_wanted(role: str, found: Mapping[str, Field]) -> bool:
-    return role not in found and not (role in OF_LOSS and any(other in found for other in OF_LOSS))
+    return role not in found and not any(role in roles and any(other in found for other in roles) for roles in _EITHER)
 
 
 def check_mask(role: str, source: Field, schema: pa.Schema) -> None:
     """Whether a field can be a mask. Raises FieldError: it is not there, or of a type that will not do."""
     if not _fits(role, type_ := source.type(schema)):
-        wanted = "lists of integers" if role == "labels" else "lists of integers or booleans"
+        wanted = "lists of integers or booleans" if role in _BOOLEAN else "lists of integers"
         raise FieldError(f"column {source.text!r} is {type_}, but {role} must be {wanted}")
 
 
 def _fits(role: str, type_: pa.DataType) -> bool:
-    return is_tokens(type_) or (role != "labels" and is_booleans(type_))
+    return is_tokens(type_) or (role in _BOOLEAN and is_booleans(type_))

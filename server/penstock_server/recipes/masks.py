@@ -1,7 +1,11 @@
-"""Masks of pre-tokenized rows, applied: padding is left out, and what is learned becomes turns. `mask_columns` finds them."""
+"""Masks of pre-tokenized rows, applied. `mask_columns` finds them.
+
+Padding is left out, what is learned becomes turns, and documents that were packed into a row are told apart.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +16,7 @@ import pyarrow.compute as pc
 
 from penstock.batch import IGNORED
 from penstock_server.arrow import list_lengths
-from penstock_server.geometry.arrays import IntArray, starts_of
+from penstock_server.geometry.arrays import IntArray, begins_run, starts_of
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.tokenizer import Note
 from penstock_server.recipes.turns import Lists, first_marked, learned_where
@@ -21,12 +25,18 @@ _Marks = npt.NDArray[np.bool_]
 
 
 def masked(ids: Lists, rows: Rows) -> Lists:
-    """Rows of ids without their padding, with turns where a mask tells which ids are learned.
+    """Rows of ids without their padding, with turns where a mask tells which ids are learned, and with their documents.
 
+    The first id of a document does not follow from the document before it, so it is not learned. The first of a row is, as in
+    rows of one document.
     A row is bad if a mask does not fit it, or if nothing of it is left or learned.
     """
     notes = {role: partial(rows.note, of=source.text) for role, source in rows.recipe.masks}
-    values = {role: _of_ids(rows.values(source), ids.lengths, notes[role]) for role, source in rows.recipe.masks}
+    columns = {role: rows.values(source) for role, source in rows.recipe.masks}
+    numbers = None
+    if note := notes.get("seq_lengths"):
+        numbers = _by_lengths(columns.pop("seq_lengths"), ids.lengths, note)
+    values = {role: _of_ids(column, ids.lengths, notes[role]) for role, column in columns.items()}
     attended, learned = np.ones(len(ids.values), np.bool_), None
     if note := notes.get("attention_mask"):
         attended = _ones(values["attention_mask"], ids.lengths, note)
@@ -40,7 +50,47 @@ def masked(ids: Lists, rows: Rows) -> Lists:
     if not attended.all():
         ids = Lists(ids.values[attended], _counts(attended, ids.lengths))
         learned = None if learned is None else learned[attended]
+    if note := notes.get("position_ids"):
+        numbers = _by_positions(values["position_ids"][attended], ids.lengths, note)
+    elif numbers is not None:
+        numbers = numbers[attended]
+    if numbers is not None:
+        begins = begins_run(numbers)
+        ids = replace(ids, documents=(np.diff(np.flatnonzero(begins), append=len(begins)), _counts(begins, ids.lengths)))
+        begins[starts_of(ids.lengths)[:-1][ids.lengths > 0]] = False
+        learned = ~begins if learned is None else learned & ~begins
     return ids if learned is None else learned_where(ids, learned)
+
+
+def _by_lengths(array: pa.Array, lengths: IntArray, note: Note) -> IntArray:
+    """The number of the document that each id is of, counted through all rows; a bad row is one document."""
+    counts = list_lengths(array)
+    items = array.flatten()
+    sizes = pc.fill_null(items, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    totals = np.add.reduceat(np.append(sizes, 0), starts_of(counts)[:-1]) if len(counts) else counts
+    totals = np.where(counts > 0, totals, 0)
+    is_bad = totals != lengths
+    for row in np.flatnonzero(is_bad).tolist():
+        note(row, f"adds up to {totals[row]:,} for {lengths[row]:,} ids" if array[row].is_valid else "is null")
+    for row, at in first_marked(sizes < 0, counts):
+        note(row, f"has {sizes[at]}" if items[at].is_valid else "has a null")
+        is_bad[row] = True
+    rows = np.repeat(np.arange(len(counts)), counts)
+    kept = ~is_bad[rows]
+    of_rows, sizes = np.append(rows[kept], np.flatnonzero(is_bad)), np.append(sizes[kept], lengths[is_bad])
+    order = np.argsort(of_rows, kind="stable")
+    return np.repeat(np.arange(len(order)), sizes[order])
+
+
+def _by_positions(positions: npt.NDArray[Any], lengths: IntArray, note: Note) -> IntArray:
+    """The same by the position of each id in its document: a document begins where the position is 0."""
+    is_first = np.zeros(len(positions), np.bool_)
+    is_first[starts_of(lengths)[:-1][lengths > 0]] = True
+    begins = positions == 0
+    for row, at in first_marked(~begins & (is_first | (positions != np.roll(positions, 1) + 1)), lengths):
+        before = "at the first id" if is_first[at] else f"after {positions[at - 1]}"
+        note(row, f"has {positions[at]} {before}; positions in a document are 0, 1, 2 and so on")
+    return np.cumsum(begins | is_first)
 
 
 def _of_ids(array: pa.Array, lengths: IntArray, note: Note) -> npt.NDArray[Any]:

@@ -16,7 +16,7 @@ from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import SHOWN
 from penstock_server.recipes.filters import Filter, not_empty, not_null
 from penstock_server.recipes.fitting import Column, Fields, Kind, check_field, check_no_tools, check_tools
-from penstock_server.recipes.mask_columns import OF_LOSS, Masks, check_absent, check_mask
+from penstock_server.recipes.mask_columns import OF_DOCUMENTS, OF_LOSS, Masks, check_absent, check_mask
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
@@ -34,7 +34,8 @@ class Recipe:
 
     kind, fields  what a row is, and which fields hold it, by their role: tokens, text, prompt, response, messages, chosen
                   and rejected. Rows of ids are of kind "tokens" whatever the roles: a prompt and a response of ids, too
-    masks         of pre-tokenized rows: which fields tell what of their ids is learned or padding, see `mask_columns`
+    masks         of pre-tokenized rows: which fields tell what of their ids is learned or padding, and where documents begin,
+                  see `mask_columns`
     vocab_size    bounds the ids of pre-tokenized rows; None if nothing is known of them
     bos_id        opens a text or a prompt, None for nothing; pre-tokenized rows that begin with it are left as they are
     eos_id        closes a text or a response, likewise
@@ -100,8 +101,13 @@ class Recipe:
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether a column of pre-tokenized rows tells which ids are learned."""
-        return any(role in OF_LOSS for role, _ in self.masks)
+        """Whether a column of pre-tokenized rows tells which ids are learned. The first of a packed document never is."""
+        return any(role in OF_LOSS for role, _ in self.masks) or self.has_documents
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether a column of pre-tokenized rows tells which documents are packed into each row."""
+        return any(role in OF_DOCUMENTS for role, _ in self.masks)
 
     @property
     def adds_eos_to_chats(self) -> bool:

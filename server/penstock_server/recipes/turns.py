@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ class Lists:
     """A list a row, end to end: all values, and how many are each row's; the same of the lengths of its turns, if it has any.
 
     Turns are runs of tokens, the first not learned, the second learned, and so on: prompt, response, prompt, ...
+    `documents` are the lengths of the documents in each row, in the form of `turns`; None where each row is one document.
     """
 
     values: npt.NDArray[np.integer[Any]]
     lengths: npt.NDArray[np.int64]
     turns: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+    documents: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
 
 def every(ids: list[int], num_rows: int) -> Lists:
@@ -62,7 +64,7 @@ def learned_where(lists: Lists, learned: npt.NDArray[np.bool_]) -> Lists:
     opens[some] = learned[borders[:-1][some]]
     # The first turn is never learned: before one that is stands one of no ids.
     turns: IntArray = np.insert(np.diff(starts, append=len(learned)), first[:-1][opens], 0)
-    return Lists(lists.values, lists.lengths, (turns, np.diff(first) + opens))
+    return replace(lists, turns=(turns, np.diff(first) + opens))
 
 
 def first_marked(marks: npt.NDArray[np.bool_], lengths: IntArray) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
-from penstock_server.recipes.encode import COLUMN, REASON, ROW, SPLIT, TURNS
+from penstock_server.recipes.encode import COLUMN, DOCUMENTS, REASON, ROW, SPLIT, TURNS
 from penstock_server.recipes.recipe import FEATURES
 from penstock_server.recipes.split_hashes import is_validation
 from penstock_server.sealed import SEAL_BYTES
@@ -49,8 +49,8 @@ class Block:
         features = {}
         for name in FEATURES:
             if name in names:
-                turns = ListColumn.of(batch.column(name + TURNS)) if name + TURNS in names else None
-                features[name] = Feature(ListColumn.of(batch.column(name)), turns)
+                lists = (ListColumn.of(batch.column(n)) if n in names else None for n in (name + TURNS, name + DOCUMENTS))
+                features[name] = Feature(ListColumn.of(batch.column(name)), *lists)
         return cls(
             features=features,
             columns={name.removeprefix(COLUMN): batch.column(name) for name in names if name.startswith(COLUMN)},

@@ -37,14 +37,19 @@ class TokenRuns(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """A token list a row, and the lengths of the turns in it: prompt, response, prompt, ...; without them all is response."""
+    """A token list a row, and the lengths of the turns in it: prompt, response, prompt, ...; without them all is response.
+
+    `documents` are the lengths of the documents in each row; without them a row is one document.
+    """
 
     tokens: ListColumn
     turns: ListColumn | None
+    documents: ListColumn | None = None
 
     def take(self, rows: IntArray) -> Feature:
         """The feature of some of the rows."""
-        return Feature(self.tokens.take(rows), self.turns and self.turns.take(rows))
+        turns, documents = (lists and lists.take(rows) for lists in (self.turns, self.documents))
+        return Feature(self.tokens.take(rows), turns, documents)
 
     def prompt_lengths(self, rows: IntArray) -> IntArray:
         """How many tokens each of these rows has before its first response, shape of `rows`."""
@@ -78,47 +83,65 @@ class Features:
 
     def __init__(self, features: Sequence[Feature]) -> None:
         self.tokens = ListColumns([own.tokens for own in features])
-        self._turns = [own.turns for own in features]
-        self._has_turns = self._turns.count(None) < len(features)
+        self._turns = _Partition([own.turns for own in features])
+        self._documents = _Partition([own.documents for own in features])
 
     @cached_property
     def are_streams(self) -> bool:
         """Whether of each block all tokens, end to end, are its stream, and none is of a prompt."""
-        return self.tokens.are_whole and not self._has_turns
+        return self.tokens.are_whole and not self._turns.blocks
 
     def cut(self, blocks: IntArray, parts: RowSpans) -> TokenRuns:
         """The tokens of parts of rows, part i of block blocks[i], each cut at the row's end and between turns."""
         spans, rows, firsts, lasts = parts
         begins, ends = self.tokens.bounds(blocks, rows)
-        lasts, learned = np.minimum(lasts, ends - begins), np.ones(len(rows), np.bool_)
-        if self._has_turns:
-            has_turns = np.array([turns is not None for turns in self._turns])[blocks]
-            plain, others = np.flatnonzero(~has_turns), np.flatnonzero(has_turns)
-            own, *cut = self._cut_turns(*(column[others] for column in (blocks, rows, firsts, lasts)))
-            whole = (plain, firsts[plain], lasts[plain], learned[plain])
-            part, firsts, lasts, learned = in_order([whole, (others[own], *cut)])
-            spans, begins = spans[part], begins[part]
+        part, firsts, lasts, numbers = self._turns.cut(blocks, rows, firsts, np.minimum(lasts, ends - begins))
         lengths = lasts - firsts
-        starts, some = begins + firsts, lengths > 0
-        return TokenRuns(spans[some], starts[some], lengths[some], learned[some])
+        starts, some = begins[part] + firsts, lengths > 0
+        return TokenRuns(spans[part][some], starts[some], lengths[some], numbers[some] % 2 == 1)
 
-    def _cut_turns(
+    def documents(self, blocks: IntArray, parts: RowSpans) -> tuple[IntArray, IntArray]:
+        """The documents in parts of rows, as `cut` takes them: which part each is of, and its first token in the row."""
+        part, firsts, _, _ = self._documents.cut(blocks, *parts[1:])
+        return part, firsts
+
+
+class _Partition:
+    """How the rows of blocks are divided: of each block the lengths of each row's pieces, or None for whole rows."""
+
+    def __init__(self, lists: Sequence[ListColumn | None]) -> None:
+        self._has_lists = np.array([own is not None for own in lists])
+        self._lists = ListColumns([own for own in lists if own is not None])
+        self.blocks = int(self._has_lists.sum())
+
+    def cut(self, blocks: IntArray, rows: IntArray, firsts: IntArray, lasts: IntArray) -> tuple[IntArray, ...]:
+        """Tokens [firsts[i], lasts[i]) of rows, cut between pieces: of each the part i, its tokens, and its number in the row.
+
+        A whole row counts as number 1: without turns all is response.
+        """
+        whole = (np.arange(len(rows)), firsts, lasts, np.ones(len(rows), np.int64))
+        if not self.blocks:
+            return whole
+        has_lists = self._has_lists[blocks]
+        plain, others = np.flatnonzero(~has_lists), np.flatnonzero(has_lists)
+        own, *cut = self._cut(*(column[others] for column in (blocks, rows, firsts, lasts)))
+        return tuple(in_order([tuple(column[plain] for column in whole), (others[own], *cut)]))
+
+    def _cut(
         self, blocks: IntArray, rows: IntArray, firsts: IntArray, lasts: IntArray
-    ) -> tuple[IntArray, IntArray, IntArray, npt.NDArray[np.bool_]]:
-        """Tokens [firsts[i], lasts[i]) of rows, cut between turns: of each piece i, its tokens, and whether it is learned."""
-        # Each row's turns are gone through once: one row may be cut into thousands of parts.
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        # Each row's pieces are gone through once: one row may be cut into thousands of parts.
         keys = blocks << 32 | rows
         own = distinct(keys)
         own_blocks, own_rows = np.divmod(own, 1 << 32)
-        all_turns = ListColumns([turns for turns in self._turns if turns is not None])
-        own_blocks = np.cumsum([turns is not None for turns in self._turns])[own_blocks] - 1  # their numbers among these
-        starts, stops = all_turns.bounds(own_blocks, own_rows)
-        borders = starts_of(all_turns.values(own_blocks, starts, stops - starts))  # all their turns, end to end
-        first_turns = starts_of(stops - starts)[np.searchsorted(own, keys)]
-        begins = borders[first_turns]
-        turns = find(borders, begins + firsts)
-        part, further = numbered(np.maximum(np.searchsorted(borders, begins + lasts) - turns, 0))
-        turns, begins = turns[part] + further, begins[part]
-        firsts = np.maximum(borders[turns] - begins, firsts[part])
-        lasts = np.minimum(borders[turns + 1] - begins, lasts[part])
-        return part, firsts, lasts, (turns - first_turns[part]) % 2 == 1
+        own_blocks = np.cumsum(self._has_lists)[own_blocks] - 1  # their numbers among these
+        starts, stops = self._lists.bounds(own_blocks, own_rows)
+        borders = starts_of(self._lists.values(own_blocks, starts, stops - starts))  # all their pieces, end to end
+        first_pieces = starts_of(stops - starts)[np.searchsorted(own, keys)]
+        begins = borders[first_pieces]
+        pieces = find(borders, begins + firsts)
+        part, further = numbered(np.maximum(np.searchsorted(borders, begins + lasts) - pieces, 0))
+        pieces, begins = pieces[part] + further, begins[part]
+        firsts = np.maximum(borders[pieces] - begins, firsts[part])
+        lasts = np.minimum(borders[pieces + 1] - begins, lasts[part])
+        return part, firsts, lasts, pieces - first_pieces[part]
