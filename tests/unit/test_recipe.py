@@ -14,6 +14,7 @@ from penstock_server.recipes import recipe as recipe_module
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.fitting import Column
 from penstock_server.recipes.recipe import Recipe
+from penstock_server.recipes.roles import FirstShard
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.snapshots.snapshot import recipe_key
 
@@ -37,8 +38,7 @@ CHANGES: dict[str, Any] = {
 }
 ALIKE: dict[str, Any] = {
     "split_type": pa.int64(),
-    "absent_masks": ("labels",),
-    "absent_tools": True,
+    "first": FirstShard(Path("folder"), {}, pa.schema({"ids": pa.list_(pa.int32())})),
     "unused": ("labels",),
     "unsaid_bos": "<s>",
     "guessed_eos": ("<s>", "</s>"),

@@ -65,6 +65,12 @@ def is_chats(type_: pa.DataType) -> bool:
     return is_messages(type_) or is_text(type_)
 
 
+def is_of_nothing(type_: pa.DataType) -> bool:
+    """Whether a column of this type is null, or lists of nothing, throughout a shard."""
+    item = type_.value_type if pa.types.is_list(type_) or pa.types.is_large_list(type_) else type_
+    return bool(pa.types.is_null(item))
+
+
 def is_list_of(type_: pa.DataType, names: set[str]) -> bool:
     """Whether a column of this type holds lists of structs that have fields of these names."""
     if not (_is_list(type_) and pa.types.is_struct(type_.value_type)):

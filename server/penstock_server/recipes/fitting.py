@@ -9,7 +9,7 @@ from typing import Literal
 import pyarrow as pa
 
 from penstock.batch import TENSOR_NAMES
-from penstock_server.recipes.column_types import is_chats, is_raw, is_text, is_tokens, is_tools
+from penstock_server.recipes.column_types import is_chats, is_of_nothing, is_raw, is_text, is_tokens, is_tools
 from penstock_server.recipes.fields import Field, FieldError
 
 Kind = Literal["tokens", "text", "prompt_response", "messages", "preference"]
@@ -58,15 +58,6 @@ def check_tools(source: Field, schema: pa.Schema) -> None:
         )
 
 
-def check_no_tools(schema: pa.Schema) -> None:
-    """Raises FieldError: a shard has tools, and the first one has not, so that its chats would be rendered without them."""
-    if holds_tools(schema):
-        raise FieldError(
-            "column 'tools' holds definitions of tools, but the first shard has none. Write it in all shards, null where a row "
-            "has none, as penstock import does of such rows; or, if chats are to be rendered without, set tools = false"
-        )
-
-
 def holds_tools(schema: pa.Schema) -> bool:
     """Whether there is a column with definitions of tools by its name and type."""
     return any(field.name == "tools" and is_tools(field.type) for field in schema)
@@ -78,9 +69,8 @@ def may_hold_tools(schema: pa.Schema) -> bool:
 
 
 def _may_be_tools(type_: pa.DataType) -> bool:
-    """Whether a column holds definitions of tools, or is null, or lists of nothing, throughout a shard."""
-    item = type_.value_type if pa.types.is_list(type_) or pa.types.is_large_list(type_) else type_
-    return is_tools(type_) or bool(pa.types.is_null(item))
+    """Whether a column holds definitions of tools, or nothing throughout a shard."""
+    return is_tools(type_) or is_of_nothing(type_)
 
 
 def travelling_column(name: str, schema: pa.Schema) -> Column:

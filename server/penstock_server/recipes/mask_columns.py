@@ -62,27 +62,17 @@ def unused_masks(given: Mapping[str, Any], schema: pa.Schema, used: Masks) -> tu
     return tuple(name for name in names if name in schema.names and name not in looked_at)
 
 
+def mask_of(name: str) -> str | None:
+    """The mask that a column is by its name; None for another column."""
+    return next((role for role in NAMES if name in NAMES[role] or name.endswith(f"_{role}")), None)
+
+
 def masks_of_turns(given: Mapping[str, Any], schema: pa.Schema, used: Sequence[str]) -> tuple[str, ...]:
     """The columns beside prompts and answers, in `used`, that would be masks of them, and of which nothing is said."""
     unsaid = [role for role in NAMES if role not in given]
     names = {name for role in unsaid for name in NAMES[role]}
     endings = tuple(f"_{role}" for role in unsaid)
     return tuple(name for name in schema.names if (name in names or name.endswith(endings)) and name not in used)
-
-
-def absent_masks(given: Mapping[str, Any], used: Masks) -> tuple[str, ...]:
-    """The masks of which nothing is said, and that the first shard has not."""
-    return tuple(role for role in NAMES if role not in given and _is_wanted(role, dict(used)))
-
-
-def check_absent(roles: Sequence[str], schema: pa.Schema) -> None:
-    """Raises FieldError: a shard has a mask that the first one has not, and its rows would be learned as if it had none."""
-    for role in roles:
-        for name in NAMES[role]:
-            if name in schema.names and _fits(role, Field.parse(name, schema).type(schema)):
-                raise FieldError(
-                    f"column {name!r} is a mask by its name, but the first shard has none. If it is none, set {role} = false"
-                )
 
 
 def way_without(reason: str, masks: Masks, ids: str) -> str:

@@ -15,8 +15,9 @@ from penstock_server.recipes.column_types import are_told_alike, name_of_travell
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import SHOWN
 from penstock_server.recipes.filters import Filter, not_empty, not_null
-from penstock_server.recipes.fitting import Column, Fields, Kind, check_field, check_no_tools, check_tools
-from penstock_server.recipes.mask_columns import OF_DOCUMENTS, OF_LOSS, Masks, check_absent, check_mask
+from penstock_server.recipes.fitting import Column, Fields, Kind, check_field, check_tools
+from penstock_server.recipes.mask_columns import OF_DOCUMENTS, OF_LOSS, Masks, check_mask
+from penstock_server.recipes.roles import FirstShard
 from penstock_server.recipes.tokenizer import TokenizerFile
 from penstock_server.recipes.transform import Transform
 
@@ -42,8 +43,7 @@ class Recipe:
     chat          renders messages
     tools         the definitions of tools that it is given, if rows have any
     columns       what travels beside the tokens
-    absent_masks  masks that penstock.toml does not name and the first shard lacks: no other shard may have them
-    absent_tools  whether that is so of the tools of chats
+    first         the columns of the first shard: no other shard may have more that tell what is learned
     unused        columns that tell what is learned, by their names, and are not used. Of ids they are masks; of texts, of which
                   every token is learned, chats or answers; of preference pairs, a prompt of another type than the answers;
                   of chats, tools that their template does not look at
@@ -66,8 +66,7 @@ class Recipe:
     chat: ChatTemplate | None = None
     tools: Field | None = None
     columns: tuple[Column, ...] = ()
-    absent_masks: tuple[str, ...] = ()
-    absent_tools: bool = False
+    first: FirstShard | None = None
     unused: tuple[str, ...] = ()
     unsaid_bos: str | None = None
     guessed_eos: tuple[str, ...] = ()
@@ -217,11 +216,10 @@ class Recipe:
             check_field(self.kind, role, source, schema)
         for role, source in self.masks:
             check_mask(role, source, schema)
-        check_absent(self.absent_masks, schema)
         if self.tools:
             check_tools(self.tools, schema)
-        if self.absent_tools:
-            check_no_tools(schema)
+        if self.first:
+            self.first.check(schema)
         for column in self.columns:
             if name_of_travelling(own := column.field.type(schema)) != name_of_travelling(column.type):
                 raise FieldError(f"column {column.name!r} is {own}, but {column.type} in the first shard")

@@ -10,16 +10,15 @@ import pyarrow as pa
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
-from penstock_server.recipes.column_types import is_chats, is_messages, is_text
-from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES, read_declaration
+from penstock_server.recipes.declaration import FILE_NAME, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
 from penstock_server.recipes.filters import parse_filter
 from penstock_server.recipes.fitting import Fields, Kind, check_tools, holds_tools, may_hold_tools, travelling_column
-from penstock_server.recipes.mask_columns import NAMES, Masks, absent_masks, find_masks, masks_of_turns, unused_masks
+from penstock_server.recipes.mask_columns import NAMES, Masks, find_masks
 from penstock_server.recipes.messages import TemplateError
 from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, DEFAULT_VALIDATION, Recipe
-from penstock_server.recipes.roles import read_fields
+from penstock_server.recipes.roles import FirstShard, are_chats, read_fields, unused_columns
 from penstock_server.recipes.special_tokens import SpecialTokens
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
 from penstock_server.recipes.transform import OF_NO_ROWS, Transform, TransformError, load_transform
@@ -85,12 +84,11 @@ class _Reader:
             pad_id=special.pad_id(eos_id),
             chat=chat,
             tools=self._tools(chat),
-            absent_tools=bool(chat and chat.takes_tools and "tools" not in given and not may_hold_tools(self._schema)),
             columns=tuple(travelling_column(name, self._schema) for name in given.get("columns", [])),
             unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
-            absent_masks=absent_masks(given, masks) if "tokens" in dict(fields) else (),
-            unused=self._unused(kind, fields, masks) or self._unused_tools(chat),
+            first=FirstShard(self._folder, given, self._schema, takes_tools=self._takes_tools(chat)),
+            unused=unused_columns(kind, fields, masks, given, self._schema) or self._unused_tools(chat),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
             validation=float(given.get("validation", DEFAULT_VALIDATION)),
@@ -110,23 +108,6 @@ class _Reader:
                 f"Remove it."
             )
         return ()
-
-    def _unused(self, kind: Kind, fields: Fields, used: Masks) -> tuple[str, ...]:
-        """The columns that would tell something of these rows, and are not looked at."""
-        if "tokens" in dict(fields):
-            return unused_masks(self._given, self._schema, used)
-        if kind == "tokens":
-            return masks_of_turns(self._given, self._schema, [source.text for _, source in fields])
-        is_guessed = not self._given.keys() & set(ROLES)
-        types = {field.name: field.type for field in self._schema}
-        if kind == "text" and is_guessed:
-            chats = ("messages",) if "messages" in types and is_chats(types["messages"]) else ()
-            texts = [name for name in ("prompt", *ANSWERS) if name in types and is_text(types[name])]
-            pair = [name for name in ("chosen", "rejected") if name in types and is_chats(types[name])]
-            return (*chats, *(texts[:2] if "prompt" in texts[:-1] else ()), *(pair if len(pair) == 2 else ()))
-        # Had the pairs been of its type, it would be their prompt.
-        has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
-        return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
 
     def _unused_tools(self, chat: ChatTemplate | None) -> tuple[str, ...]:
         return ("tools",) if holds_tools(self._schema) and chat and not chat.takes_tools and "tools" not in self._given else ()
@@ -151,7 +132,7 @@ class _Reader:
         reason = ""
         if kind == "tokens":
             reason, way_out = "is for texts, but rows are token ids", "Remove it."
-        elif self._is_chat(kind, fields):
+        elif are_chats(kind, fields, self._given, self._schema):
             reason = "would split the special tokens that the chat template writes, too"
         else:
             assert tokenizer
@@ -169,7 +150,7 @@ class _Reader:
         return None if kind == "tokens" else self._default_tokenizer
 
     def _chat(self, kind: Kind, fields: Fields, special: SpecialTokens) -> ChatTemplate | None:
-        if not self._is_chat(kind, fields):
+        if not are_chats(kind, fields, self._given, self._schema):
             if "chat_template" in self._given:
                 names = " and ".join(source.text for _, source in fields)
                 raise DatasetRefused(
@@ -177,20 +158,15 @@ class _Reader:
                     f'or name the column of messages: messages = "COLUMN".'
                 )
             return None
-        path, named = self._tokenizer_path(kind), self._given.get("chat_template")
-        assert path  # only token ids go without
-
-        def load(name: str) -> str | None:
-            return read_chat_template(self._folder / named, name) if named else load_chat_template(path, name)
-
-        text = load("default")
+        path = self._tokenizer_path(kind)
+        text = self._template("default")
         if text is None:
             raise DatasetRefused(
                 f"{self._folder}: its rows are chats, but beside {path} there is no chat template "
                 f'(chat_template.jinja, or "chat_template" in tokenizer_config.json). Put one there, or name a file in '
                 f'{self._folder / FILE_NAME}: chat_template = "FILE".'
             )
-        of_tools = load("tool_use") if self._given.get("tools", may_hold_tools(self._schema)) else None
+        of_tools = self._template("tool_use") if self._given.get("tools", may_hold_tools(self._schema)) else None
         with_tools = ChatTemplate(text=of_tools, special_tokens=special.of_template(of_tools)) if of_tools else None
         chat = ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
         for each in (chat, with_tools):
@@ -198,12 +174,17 @@ class _Reader:
                 special.check_written(each.trial.written)
         return chat
 
-    def _is_chat(self, kind: Kind, fields: Fields) -> bool:
-        # A text of a preference pair may be anything: it is taken for a chat as JSON where a template of chats is declared.
-        is_said = "chat_template" in self._given
-        return kind == "messages" or (
-            kind == "preference" and (is_said or is_messages(dict(fields)["chosen"].type(self._schema)))
-        )
+    def _template(self, name: str) -> str | None:
+        """The chat template of a name, of the file that is declared or beside the tokenizer; None: there is none."""
+        if named := self._given.get("chat_template"):
+            return read_chat_template(self._folder / named, name)
+        path = self._tokenizer_path("messages")
+        assert path  # only token ids go without
+        return load_chat_template(path, name)
+
+    def _takes_tools(self, chat: ChatTemplate | None) -> bool:
+        """Whether tools of a chat would be rendered, if any shard had them."""
+        return chat is not None and (chat.takes_tools or self._template("tool_use") is not None)
 
     def _tools(self, chat: ChatTemplate | None) -> Field | None:
         """The column of tools that is declared, or is there and is one; None where the template looks at none."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pyarrow as pa
 
 from penstock.wording import listed
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.column_types import is_bytes, is_list_of, is_messages, is_text, is_tokens
+from penstock_server.recipes.column_types import is_bytes, is_chats, is_list_of, is_messages, is_of_nothing, is_text, is_tokens
 from penstock_server.recipes.declaration import ANSWERS, FILE_NAME, ROLES
 from penstock_server.recipes.fields import Field, FieldError
-from penstock_server.recipes.fitting import Fields, Kind, check_field
+from penstock_server.recipes.fitting import Fields, Kind, check_field, may_hold_tools
+from penstock_server.recipes.mask_columns import Masks, find_masks, mask_of, masks_of_turns, unused_masks
 from penstock_server.recipes.transform import OF_NO_ROWS
 
 _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
@@ -51,6 +54,86 @@ def read_fields(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tu
         f"{folder / FILE_NAME} names {', '.join(named)}; name either tokens, or text, or prompt and response, or "
         f"messages, or chosen and rejected with or without prompt."
     )
+
+
+def are_chats(kind: Kind, fields: Fields, given: Mapping[str, Any], schema: pa.Schema) -> bool:
+    """Whether rows are rendered by a chat template."""
+    # A text of a preference pair may be anything: it is taken for a chat as JSON where a template of chats is declared.
+    is_said = "chat_template" in given
+    return kind == "messages" or (kind == "preference" and (is_said or is_messages(dict(fields)["chosen"].type(schema))))
+
+
+def unused_columns(kind: Kind, fields: Fields, masks: Masks, given: Mapping[str, Any], schema: pa.Schema) -> tuple[str, ...]:
+    """The columns that would tell something of these rows, and are not looked at; but for tools."""
+    if "tokens" in dict(fields):
+        return unused_masks(given, schema, masks)
+    if kind == "tokens":
+        return masks_of_turns(given, schema, [source.text for _, source in fields])
+    is_guessed = not given.keys() & set(ROLES)
+    types = {field.name: field.type for field in schema}
+    if kind == "text" and is_guessed:
+        chats = ("messages",) if "messages" in types and is_chats(types["messages"]) else ()
+        texts = [name for name in ("prompt", *ANSWERS) if name in types and is_text(types[name])]
+        pair = [name for name in ("chosen", "rejected") if name in types and is_chats(types[name])]
+        return (*chats, *(texts[:2] if "prompt" in texts[:-1] else ()), *(pair if len(pair) == 2 else ()))
+    # Had the pairs been of its type, it would be their prompt.
+    has_prompt = kind == "preference" and is_guessed and "prompt" in types and is_chats(types["prompt"])
+    return ("prompt",) if has_prompt and is_text(types["prompt"]) != is_text(types["chosen"]) else ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstShard:
+    """The columns of the first shard and what penstock.toml says, which decide what the rows of all shards are.
+
+    `takes_tools` tells whether a chat template of the dataset looks at tools.
+    """
+
+    folder: Path
+    given: Mapping[str, Any]
+    schema: pa.Schema
+    takes_tools: bool = False
+
+    @property
+    def key(self) -> str:
+        """What decides which columns other shards may have beside those of the first one."""
+        known = [(field.name, str(field.type)) for field in self.schema if _is_known(field.name)]
+        return json.dumps([self.given, known, self.takes_tools], default=str)
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raises FieldError: a shard has a column that rows would be made of, had the first shard had it."""
+        read = self._read(self.schema)
+        more = {field.name: field for field in schema if _is_known(field.name) and not is_of_nothing(field.type)}
+        names = more.keys() - read
+        if not names:
+            return
+        # A column of the first shard that cannot be used counts as missing.
+        others = [field for field in self.schema if field.name not in names]
+        both = pa.schema([*others, *(field for field in schema if field.name in names)])
+        for name in sorted(self._read(both) - read):
+            raise FieldError(
+                f"column {name!r} is not in the first shard, or cannot be used there, so the rows of this shard would be "
+                f"learned without it. Write it in the first shard, too; or, to do without it, say in {FILE_NAME}: "
+                f"{self._way_without(name)}"
+            )
+
+    def _read(self, schema: pa.Schema) -> set[str]:
+        """The columns that rows of this schema are made of, with those that tell what of them is learned."""
+        kind, fields = read_fields(self.folder, self.given, schema)
+        masks = find_masks(self.given, schema) if [role for role, _ in fields] == ["tokens"] else ()
+        read = {name for _, source in (*fields, *masks) for name in source.columns}
+        has_tools = self.takes_tools and "tools" not in self.given and may_hold_tools(schema)
+        return read | {"tools"} if has_tools and are_chats(kind, fields, self.given, schema) else read
+
+    def _way_without(self, name: str) -> str:
+        if role := "tools" if name == "tools" else mask_of(name):
+            return f"{role} = false"
+        _, fields = read_fields(self.folder, self.given, self.schema)
+        return " and ".join(f'{role} = "{source.text}"' for role, source in fields)
+
+
+def _is_known(name: str) -> bool:
+    """Whether a column may play a role by its name."""
+    return name in ("input_ids", "tools", *ROLES, *ANSWERS) or mask_of(name) is not None
 
 
 def _guess(folder: Path, given: Mapping[str, Any], schema: pa.Schema) -> tuple[Kind, Fields]:

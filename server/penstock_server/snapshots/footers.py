@@ -135,9 +135,9 @@ def _unpacked(field: Field[Any], value: Any) -> Any:
 
 def _key(recipe: Recipe) -> str:
     identity = recipe.identity
-    if recipe.absent_masks or recipe.absent_tools:  # a shard that has one is refused
-        identity["absent"] = [*recipe.absent_masks, *(["tools"] if recipe.absent_tools else [])]
-    if recipe.split_type:  # a shard is refused or not by what the first one has
+    if recipe.first:  # a shard is refused or not by what the first one has
+        identity["first"] = recipe.first.key
+    if recipe.split_type:  # likewise
         identity["split_type"] = str(recipe.split_type)
     return blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 

@@ -57,6 +57,6 @@ class Splits:
 
 def _nbytes(split: Block) -> int:
     """About the memory that a split of a block takes: all but its tokens, which it shares."""
-    lists = sum(1 + (feature.turns is not None) for feature in split.features.values())
+    lists = sum(len(feature) - feature.count(None) for feature in split.features.values())
     columns = sum(int(column.nbytes) for column in split.columns.values())
     return _LEAST_BYTES + 8 * split.num_rows * (2 * lists + 4) + columns

@@ -149,7 +149,8 @@ def test_tools_that_only_later_shards_have_are_refused(data: Path, first: dict[s
     write(data, "", {"messages": [ASKED]} | first)
     pq.write_table(pa.table({"messages": [ASKED], "tools": ["[]"]}), data / "part-1.parquet")
     with pytest.raises(
-        DatasetRefused, match=r"part-1.parquet.* column 'tools' holds definitions of tools, but the first shard"
+        DatasetRefused,
+        match=r"part-1.parquet.* column 'tools' is not in the first shard, .* say in penstock.toml: tools = false",
     ):
         open_snapshot(data, data / "../tokenizer.json")
     for template, recipe in ((CHATML, ""), (TOOLED, "tools = false")):

@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
 import socket
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -246,3 +248,59 @@ def test_files_that_crash_parquet_readers_are_refused_one_by_one(data: Path, tok
         shutil.copy(path, data)
         with pytest.raises(DatasetRefused):
             open_snapshot(data, tokenizer)
+
+
+CHAT = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}]
+PAIR = {"chosen": ["dog"], "rejected": ["fox"]}
+IDS = [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "column", "way_out"),
+    [
+        (PAIR, {"prompt": ["the"]}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
+        (PAIR | {"prompt": [None]}, {"prompt": ["the"]}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
+        (PAIR, {"text": ["fox"]}, "text", 'chosen = "chosen" and rejected = "rejected"'),
+        ({"chosen": IDS, "rejected": IDS}, {"prompt": IDS}, "prompt", 'chosen = "chosen" and rejected = "rejected"'),
+        ({"prompt": ["the"], "completion": ["fox"]}, {"messages": [CHAT]}, "messages", 'prompt = "prompt" and response = "c'),
+        ({"prompt": ["the"], "completion": ["fox"]}, {"response": ["dog"]}, "response", 'prompt = "prompt" and response = "c'),
+        ({"text": ["fox"]}, {"input_ids": IDS}, "input_ids", 'text = "text"'),
+        ({"tokens": IDS}, {"input_ids": IDS}, "input_ids", 'tokens = "tokens"'),
+        ({"input_ids": IDS}, {"attention_mask": [[1, 1, 0]]}, "attention_mask", "attention_mask = false"),
+        ({"input_ids": IDS}, {"completion_mask": [[0, 1, 1]]}, "completion_mask", "loss_mask = false"),
+        ({"input_ids": IDS}, {"labels": [[-100, 2, 3]]}, "labels", "labels = false"),
+        ({"input_ids": IDS, "loss_mask": [[0, 1, 1]]}, {"labels": [[-100, -100, 3]]}, "labels", "labels = false"),
+        ({"input_ids": IDS}, {"seq_lengths": [[1, 2]]}, "seq_lengths", "seq_lengths = false"),
+        ({"input_ids": IDS}, {"position_ids": [[0, 0, 1]]}, "position_ids", "position_ids = false"),
+    ],
+)
+def test_a_column_that_only_a_later_shard_has_is_not_passed_over(
+    data: Path, tokenizer: Path, first: dict[str, Any], later: dict[str, Any], column: str, way_out: str
+) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(first), data / "part-0.parquet")
+    pq.write_table(pa.table(first | later), data / "part-1.parquet")
+    with pytest.raises(DatasetRefused, match=rf"part-1.parquet: column '{column}' is not in the first shard") as refused:
+        open_snapshot(data, tokenizer)
+    assert f"say in penstock.toml: {way_out}" in str(refused.value)
+    [declared] = re.findall(r"penstock.toml: (.*?)\. Give all", str(refused.value))
+    (data / "penstock.toml").write_text(declared.replace(" and ", "\n"))
+    assert open_snapshot(data, tokenizer).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ({"text": ["fox"]}, {"prompt": ["the"], "label": [True], "labels": [[1]]}),
+        (PAIR, {"prompt": [None], "score": [1.0]}),
+        ({"input_ids": IDS}, {"prompt": ["the"], "attention_mask": [1], "labels": pa.array([[]], pa.list_(pa.null()))}),
+        ({"prompt": ["the"], "response": ["fox"]}, {"completion": ["dog"], "tools": ["[]"]}),
+    ],
+)
+def test_a_later_shard_may_have_more_columns_that_no_row_is_made_of(
+    data: Path, tokenizer: Path, first: dict[str, Any], later: dict[str, Any]
+) -> None:
+    data.mkdir()
+    pq.write_table(pa.table(first), data / "part-0.parquet")
+    pq.write_table(pa.table(first | later), data / "part-1.parquet")
+    assert open_snapshot(data, tokenizer).num_rows == 2
