@@ -395,8 +395,7 @@ def test_a_template_that_wants_a_system_message_or_one_question_is_tried_with_th
     for text, chat in ((demanding, turns("Q", "A", system="S")), (once, turns("Q", "A"))):
         assert not template(text).closes
         assert said(text, chat) == ["A\n"]
-        assert "Who is there?" in template(text).trial.written
-    assert template("{{ raise_exception('never') }}").trial.written == ""
+    assert template("{{ raise_exception('never') }}").closes
 
 
 def test_a_chat_without_the_assistant_carries_no_loss() -> None:

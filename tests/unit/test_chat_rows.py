@@ -193,46 +193,28 @@ def test_texts_end_with_the_eos_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("columns", "name", "recipe"),
-    [({"text": ["fox"]}, "eos_token", "eos = '</s>'"), ({"messages": [CHAT]}, "bos_token", "chat_template = 'own.jinja'")],
-    ids=["closes a text", "opens a chat"],
-)
-def test_a_token_that_the_tokenizer_does_not_have_is_refused(
-    folder: Folder, columns: dict[str, Any], name: str, recipe: str
-) -> None:
-    (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", ""))
-    config = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA_2}
-    folder.write(columns, "", config | {name: "<gone>"}, *USUAL)
-    why = "it is the eos_token" if name == "eos_token" else "the chat template writes it"
-    with pytest.raises(DatasetRefused, match=rf"name the token '<gone>' \({why}\), and it is not in its vocabulary"):
-        folder.rows()
-    folder.write(columns, recipe, config | {name: "<gone>"})
-    assert folder.rows()[0].endswith("</s>")
-
-
-@pytest.mark.parametrize(
     "files",
     [
-        {"tokenizer_config.json": {"added_tokens_decoder": {"400": {"content": "<|turn|>"}}}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"SIZE": {"content": "<|turn|>"}}}},
+        {"tokenizer_config.json": {"bos_token": "<|turn|>"}},
         {"tokenizer_config.json": {"additional_special_tokens": ["<|turn|>"]}},
         {"special_tokens_map.json": {"extra_special_tokens": {"turn": "<|turn|>"}}},
-        {"added_tokens.json": {"<|turn|>": 400}},
+        {"added_tokens.json": {"<|turn|>": "SIZE"}},
     ],
     ids=str,
 )
-def test_a_token_that_is_added_beside_the_tokenizer_and_that_a_template_writes_must_be_in_it(
+def test_a_token_that_a_file_beside_the_tokenizer_adds_is_one_token_where_a_template_writes_it(
     folder: Folder, files: dict[str, Any]
 ) -> None:
     folder.write({"messages": [CHAT]}, "chat_template = 'own.jinja'")
     (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", "<|turn|>").replace("{{ eos_token }}", ""))
-    assert len(folder.rows()) == 1
+    size = Tokenizer.from_file(str(folder._tokenizer)).get_vocab_size()
     for name, content in files.items():
-        folder._tokenizer.with_name(name).write_text(json.dumps(content))
-    with pytest.raises(DatasetRefused, match=r"name the token '<\|turn\|>' \(the chat template writes it\), and it is not in"):
-        folder.rows()
-    shown = "{# <|turn|> #}{% if messages[0].image %}<|turn|>{% endif %}"  # to nobody
-    (folder.path / "own.jinja").write_text(LLAMA_2.replace("{{ bos_token }}", shown).replace("{{ eos_token }}", ""))
-    assert len(folder.rows()) == 1
+        folder._tokenizer.with_name(name).write_text(json.dumps(content).replace("SIZE", str(size)))
+    assert folder.rows() == ["[<|turn|>[INST] fox [/INST]] dog"]
+    [block] = folder.served.blocks.get([0])
+    assert block.features["tokens"].tokens.values[0] == size
+    assert folder.served.snapshot.vocab_size == size + 1
 
 
 @pytest.mark.parametrize(("config", "recipe"), [({"bos_token": None}, ""), ({"bos_token": ""}, ""), ({}, "bos = false")])

@@ -1,3 +1,4 @@
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers, proce
 
 from corpora import EOS, write_tokenizer
 from odd_rows import none_is_bad
+from penstock_server.problems import DatasetRefused
 from penstock_server.recipes import encode as encode_module
 from penstock_server.recipes import tokenizer as tokenizer_module
 from penstock_server.recipes.encode import Selected
@@ -303,6 +305,57 @@ def test_a_tokenizer_that_is_replaced_by_one_with_its_date_is_read_again(tmp_pat
         path = (tmp_path / "new.json").rename(tmp_path / "tokenizer.json")
         digests.add(load_tokenizer(path).digest)
     assert len(digests) == 2
+
+
+SEP = {"content": "<|sep|>", "special": True}
+
+
+def test_a_token_that_a_file_beside_the_tokenizer_adds_is_part_of_its_digest(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    write_tokenizer(store / "blob")
+    path = tmp_path / "tokenizer.json"
+    path.symlink_to(store / "blob")  # as in the hub's cache, where nothing is beside the file itself
+    config, plain = tmp_path / "tokenizer_config.json", load_tokenizer(path)
+    size = plain.vocab_size
+    eos = {"content": EOS, "special": True, "normalized": False}
+    config.write_text(json.dumps({"eos_token": EOS, "added_tokens_decoder": {"0": eos}}))
+    assert load_tokenizer(path).digest == plain.digest
+
+    digests = {plain.digest}
+    tokens: list[dict[str, Any]] = [SEP, SEP | {"lstrip": True}, {"content": "<|other|>"}]
+    for token in tokens:
+        config.write_text(json.dumps({"added_tokens_decoder": {"0": eos, str(size): token}}))
+        loaded = load_tokenizer(path)
+        digests.add(loaded.digest)
+        assert loaded.tokenizer.token_to_id(token["content"]) == size
+        assert loaded.vocab_size == size + 1
+    assert len(digests) == 4
+
+    config.unlink()
+    assert load_tokenizer(path).digest == plain.digest
+    assert load_tokenizer(path).vocab_size == size
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"500": SEP}}}, r"'<\|sep\|>' the id 500, but .* has the id"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"3": SEP}}}, r"'<\|sep\|>' the id 3, but .* has the id"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"5": {"content": EOS}}}}, "the id 5, but .* has the id 0"),
+        ({"added_tokens.json": {"<|sep|>": 500}}, r"'<\|sep\|>' the id 500, but .* has the id"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": [1]}}, "add tokens in a form that transformers does not write"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"0": 7}}}, "add tokens in a form that transformers does not"),
+    ],
+)
+def test_tokens_that_cannot_have_the_ids_that_a_file_gives_them_are_refused(
+    tmp_path: Path, files: dict[str, Any], reason: str
+) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(DatasetRefused, match=reason):
+        load_tokenizer(path)
 
 
 def test_the_files_own_truncation_and_padding_are_off(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""What lies beside a tokenizer for chats: its chat template, and the special tokens that the template may write."""
+"""What lies beside a tokenizer: its chat template, its special tokens, and the tokens that are added to it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken
 
 from penstock_server.files import may_be_there, read_text
 from penstock_server.recipes.messages import TemplateError
@@ -12,6 +14,7 @@ from penstock_server.recipes.messages import TemplateError
 _JSON_TEMPLATE = "chat_template.json"  # as processors of several modalities write it
 _OTHERS = "additional_chat_templates"  # a folder, as transformers writes them since its version 5
 _ADDING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")  # in this order
 FILES_BESIDE_TOKENIZER = ("chat_template.jinja", f"{_OTHERS}/tool_use.jinja", _JSON_TEMPLATE, *_ADDING)
 
 
@@ -86,20 +89,85 @@ def load_special_tokens(tokenizer_path: Path) -> dict[str, str]:
     return tokens
 
 
-def load_added_tokens(tokenizer_path: Path) -> list[str]:
-    """The tokens that the files beside a tokenizer.json add to it, in transformers; they may be in it as well.
+class NamedToken(NamedTuple):
+    """A token that a file beside a tokenizer.json adds to it, as `tokenizers.AddedToken` describes it.
+
+    `id` is None where the file gives no id.
+    """
+
+    id: int | None
+    content: str
+    special: bool
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+
+    @classmethod
+    def of(cls, id_: int | None, token: AddedToken) -> NamedToken:
+        """An id and a token of `tokenizers`."""
+        flags = (token.special, token.single_word, token.lstrip, token.rstrip, token.normalized)
+        return cls(id_, token.content, *flags)
+
+    @property
+    def token(self) -> AddedToken:
+        """The token as `tokenizers` takes it."""
+        return AddedToken(**{name: value for name, value in self._asdict().items() if name != "id"})
+
+
+class NamedTokens(NamedTuple):
+    """The tokens that the files beside a tokenizer.json add to it, in the order in which transformers adds them.
+
+    `restated` replace tokens of the same content; `others` are added only where the tokenizer has no such added token.
+    """
+
+    restated: tuple[NamedToken, ...]
+    others: tuple[NamedToken, ...]
+
+
+def load_added_tokens(tokenizer_path: Path) -> NamedTokens:
+    """The tokens that transformers' AutoTokenizer adds to a tokenizer.json because the files beside it name them.
+
+    Those are in added_tokens_decoder of tokenizer_config.json. Older files have none: there special_tokens_map.json and
+    added_tokens.json count as well. Special tokens, such as eos_token, are added too.
 
     Raises TemplateError: a file cannot be read.
     """
     config, named, added = (_read_json(tokenizer_path.with_name(name)) for name in _ADDING)
-    listed: list[Any] = []
-    for file in (config, named):
-        listed += [value for name, value in file.items() if name.endswith("_token")]
-        for name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
-            some = file.get(name)
-            listed += some.values() if isinstance(some, dict) else some if isinstance(some, list) else []
-    texts = [each.get("content") if isinstance(each, dict) else each for each in listed]
-    return list(dict.fromkeys(text for text in [*texts, *added] if isinstance(text, str) and text))
+    try:
+        if (decoder := config.get("added_tokens_decoder")) is not None:
+            restated = sorted(NamedToken.of(int(id_), AddedToken(**token)) for id_, token in decoder.items())
+            return NamedTokens(tuple(restated), _special_tokens(config))
+        special = _special_tokens(config | named)
+        names = {token.content for token in special}
+        by_id = sorted((int(id_), content) for content, id_ in added.items())
+        stated = [
+            NamedToken.of(id_, AddedToken(content, special=content in names, normalized=content not in names))
+            for id_, content in by_id
+        ]
+        return NamedTokens((), (*stated, *special))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TemplateError(
+            f"the files beside {tokenizer_path} add tokens in a form that transformers does not write: {error}. Save them "
+            f"again with save_pretrained, or remove what cannot be read."
+        ) from error
+
+
+def _special_tokens(config: dict[str, Any]) -> tuple[NamedToken, ...]:
+    """The special tokens that a configuration names: those with a usual name first, then others."""
+    values = [config.get(name) for name in _SPECIAL]
+    values += [value for name, value in config.items() if name.endswith("_token") and name not in _SPECIAL]
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        extra = config.get(name) or ()
+        values += extra.values() if isinstance(extra, dict) else extra
+    found: dict[str, NamedToken] = {}
+    for value in values:
+        given = {"content": value} if isinstance(value, str) else value
+        if isinstance(given, dict) and given.get("content"):
+            flags = {name: flag for name, flag in given.items() if name in NamedToken._fields}
+            token = NamedToken.of(None, AddedToken(**{**flags, "special": True}))
+            found.setdefault(token.content, token)
+    return tuple(found.values())
 
 
 def _read(path: Path) -> str:

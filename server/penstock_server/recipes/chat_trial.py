@@ -34,7 +34,7 @@ class Trial:
     tail    behind a chat that ends, as Phi-3 does an EOS
     behind  between an answer and that
     closes  whether that is more than blanks; True if the template refuses all chats of ours, and nothing is known
-    opening, written  what it was given before the question, and all that it wrote
+    opening what it was given before the question
     """
 
     prompt: str = ""
@@ -42,7 +42,6 @@ class Trial:
     behind: str = ""
     closes: bool = True
     opening: tuple[Message, ...] = ()
-    written: str = ""
 
 
 def try_out(write: Write) -> Trial:
@@ -71,7 +70,7 @@ def _tried(write: Write, opening: tuple[Message, ...]) -> Trial:
     asked = asked.removesuffix(tail)
     behind = once.removesuffix(tail).rpartition(ANSWER)[2]
     prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
-    return Trial(prompt, tail, behind, bool(behind.strip()), opening, prompted + again)
+    return Trial(prompt, tail, behind, bool(behind.strip()), opening)
 
 
 def num_alike(a: str, b: str) -> int:

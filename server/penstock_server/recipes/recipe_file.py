@@ -168,11 +168,7 @@ class _Reader:
             )
         of_tools = self._template("tool_use") if self._given.get("tools", may_hold_tools(self._schema)) else None
         with_tools = ChatTemplate(text=of_tools, special_tokens=special.of_template(of_tools)) if of_tools else None
-        chat = ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
-        for each in (chat, with_tools):
-            if each:
-                special.check_written(each.trial.written)
-        return chat
+        return ChatTemplate(text=text, special_tokens=special.of_template(text), with_tools=with_tools)
 
     def _template(self, name: str) -> str | None:
         """The chat template of a name, of the file that is declared or beside the tokenizer; None: there is none."""

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from penstock.whole import is_whole
 from penstock_server.problems import DatasetRefused
-from penstock_server.recipes.chat_files import load_added_tokens, load_special_tokens
+from penstock_server.recipes.chat_files import load_special_tokens
 from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.recipes.tokenizer import TokenizerFile
 
@@ -45,12 +45,11 @@ class SpecialTokens:
         if is_closed:
             return None
         named = load_special_tokens(self._path).get("eos_token") if self._path else None
-        if named:
-            self._check_known(named, "it is the eos_token", 'name another: eos = "<the token>"')
         found = self._id_of(named or self._usual_eos())
         if found is None:
+            sought = named or f"usual end-of-text token ({', '.join(_EOS_NAMES)})"
             raise DatasetRefused(
-                f"{self._folder}: the tokenizer has none of the usual end-of-text tokens ({', '.join(_EOS_NAMES)}). Name its "
+                f"{self._folder}: the tokenizer has no {sought}. Name its "
                 f'own in {self._folder / FILE_NAME}: eos = "<the token>" or its id, or eos = false for none.'
             )
         return found
@@ -70,22 +69,6 @@ class SpecialTokens:
             if name in template and name not in tokens:
                 tokens[name] = self._written(name, key)
         return tokens
-
-    def check_written(self, text: str) -> None:
-        """Raises DatasetRefused: of what a chat template writes, as this text, the tokenizer takes an added token apart."""
-        assert self._path
-        for token in load_added_tokens(self._path):
-            if token in text:
-                self._check_known(token, "the chat template writes it", 'name a template that does not: chat_template = "FILE"')
-
-    def _check_known(self, token: str, why: str, way_out: str) -> None:
-        if self._id_of(token) is None:
-            raise DatasetRefused(
-                f"{self._folder}: the files beside {self._path} name the token {token!r} ({why}), and it is not in its "
-                f"vocabulary: it would be taken apart, as any text. transformers adds such tokens when it loads the files: "
-                f"save them with its save_pretrained, and take the tokenizer.json that this writes, or, in "
-                f"{self._folder / FILE_NAME}, {way_out}."
-            )
 
     def _written(self, name: str, key: str) -> str:
         """The text of a special token that a template writes and no file beside the tokenizer names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from penstock_server.files import read_file, spelled
 from penstock_server.library_errors import LibraryError, library_errors
 from penstock_server.machine import num_cores
 from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.chat_files import NamedToken, NamedTokens, load_added_tokens
+from penstock_server.recipes.messages import TemplateError
 from penstock_server.side_by_side import side_by_side
 
 _PORTION_CHARACTERS = 1 << 17  # tokenized at a time by a thread: an encoding takes some hundred bytes a token
@@ -32,8 +35,8 @@ _Made = TypeVar("_Made")
 class TokenizerFile:
     """A `tokenizers` file and what it holds.
 
-    `digest` is the hash of its bytes, and of how it is used; `vocab_size` is one more than the largest id, added tokens
-    included.
+    `digest` is the hash of its bytes, of the tokens that the files beside it add, and of how it is used. `vocab_size` is one
+    more than the largest id, added tokens included.
     """
 
     path: Path
@@ -145,14 +148,19 @@ class TokenizerFile:
 def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> TokenizerFile:
     """Reads a tokenizer.json. Its own truncation and padding are switched off: the spec decides both.
 
-    So is its dropout, with which a text has other tokens each time.
+    So is its dropout, with which a text has other tokens each time. Tokens that the files beside it add are added.
     With `split_special_tokens` a text that spells a special token becomes plain tokens, not that one.
 
-    Raises DatasetRefused: there is no such file, or it is no tokenizer.
+    Raises DatasetRefused: there is no such file, or it is no tokenizer, or tokens cannot be added to it.
     """
     try:
+        # Where `path` is a symlink, as in the hub's cache, these files are beside the link.
+        named = load_added_tokens(path)
         found = path.resolve(strict=True)
-        return _load(found, found.stat().st_ctime_ns, split_special_tokens)  # nobody can set it, as an archive sets the mtime
+        # Nobody can set the ctime, as an archive sets the mtime.
+        loaded = _load(found, found.stat().st_ctime_ns, split_special_tokens, named)
+    except TemplateError as error:
+        raise DatasetRefused(str(error)) from error
     except OSError as error:
         way_out = (
             "Name a file as the tokenizers library writes it, such as the tokenizer.json in the repository of a model; of "
@@ -161,10 +169,23 @@ def load_tokenizer(path: Path, *, split_special_tokens: bool = False) -> Tokeniz
         if isinstance(error, PermissionError):
             way_out = "Let the server's user read it."
         raise DatasetRefused(f"the tokenizer {path} cannot be read: {error.strerror}. {way_out}") from error
+    for token in (*named.restated, *named.others):
+        if token.id not in (None, own := loaded.tokenizer.token_to_id(token.content)):
+            raise DatasetRefused(
+                f"the files beside {path} give the token {token.content!r} the id {token.id:,}, but added to this tokenizer it "
+                f"has the id {own:,}: ids are given without gaps, and a token of the tokenizer keeps its own. Save all of "
+                f"these files together with transformers' save_pretrained, or correct the ids."
+            )
+    return loaded
 
 
 @lru_cache(maxsize=64)
-def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFile:  # noqa: ARG001 - a file that changed is another
+def _load(
+    path: Path,
+    ctime_ns: int,  # noqa: ARG001 - a file that changed is another
+    split_special_tokens: bool,
+    named: NamedTokens,
+) -> TokenizerFile:
     content = read_file(path)
     try:
         with library_errors():
@@ -181,10 +202,30 @@ def _load(path: Path, ctime_ns: int, split_special_tokens: bool) -> TokenizerFil
     tokenizer.encode_special_tokens = split_special_tokens
     if getattr(tokenizer.model, "dropout", None):  # one text would be other tokens each time
         tokenizer.model.dropout = None
+    added = _add(tokenizer, named)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     person = b"special split" if split_special_tokens else b""
     digest = blake2b(content, digest_size=16, person=person)
+    if added:  # else its name is what it would be without these files
+        digest.update(json.dumps(added).encode())
     return TokenizerFile(path, digest.hexdigest(), tokenizer, vocab_size)
+
+
+def _add(tokenizer: Tokenizer, named: NamedTokens) -> list[NamedToken]:
+    """Adds tokens as transformers' AutoTokenizer does; returns those that are new or changed, with their ids."""
+    before = _added_tokens(tokenizer)
+    known, contents = {token[1:] for token in before}, {token.content for token in before}
+    wanted = [token for token in named.restated if token[1:] not in known]
+    contents |= {token.content for token in wanted}
+    special = {token.content for token in named.others if token.special}
+    wanted = [token._replace(special=token.special or token.content in special) for token in wanted]
+    wanted += [token for token in named.others if token.content not in contents]
+    tokenizer.add_tokens([token.token for token in wanted])
+    return sorted(_added_tokens(tokenizer) - before)
+
+
+def _added_tokens(tokenizer: Tokenizer) -> set[NamedToken]:
+    return {NamedToken.of(id_, token) for id_, token in tokenizer.get_added_tokens_decoder().items()}
 
 
 @lru_cache(maxsize=1)
