@@ -25,7 +25,7 @@ Geometry = Sequence[Sequence[int]]  # rows of each row group of each shard
 
 def synthetic_plan(cache_dir: Path, datasets: Mapping[str, Geometry], member: type[Member] = Member, **spec: Any) -> Plan:
     """The plan of a spec over such datasets; several are mixed, and the spec says how. `member` makes their orders."""
-    asked = Spec(**spec)
+    asked = Spec(**{"split": "all", **spec})
     cache = CacheFolder(cache_dir, 0)
     members = []
     for name in sorted(datasets):

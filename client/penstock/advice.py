@@ -180,7 +180,7 @@ def warn_of_beginning_anew(spec: Spec, left: Position) -> None:
 
 def is_trained_on(spec: Spec) -> bool:
     """Whether to see the same batches again is no evaluation, which means to."""
-    return spec.shuffle != "none" and spec.split != "validation"
+    return spec.shuffle != "none" and spec.split not in ("validation", "test")
 
 
 def warn_of_discard(old: int, num_left: int, new: int) -> None:

@@ -81,7 +81,8 @@ class RemoteDataset(IterableDataset[Batch]):
     seed             chooses the order of every epoch
     shuffle          none: as stored; window: uniform within windows; global: uniform overall
     window           smallest number of sequences that are shuffled together (shuffle=window)
-    split            the rows of one split, chosen by a stable hash; or all
+    split            the rows of one split, by the shards' names or a stable hash; or all; default: train if names give
+                     splits, else all
     packing          rows: one row, one sequence; concat: all rows are one stream, cut every seq_len tokens; best_fit: whole
                      rows in bins
     long_rows        rows longer than seq_len (packing=rows): truncated, or split into several sequences
@@ -123,7 +124,7 @@ class RemoteDataset(IterableDataset[Batch]):
         seed: int = 0,
         shuffle: Shuffle = "window",
         window: int = 262_144,
-        split: Split = "all",
+        split: Split | None = None,
         packing: Packing = "rows",
         long_rows: LongRows = "truncate",
         pad: str | int = "seq_len",

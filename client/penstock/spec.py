@@ -19,7 +19,7 @@ from penstock.whole import is_whole, plain
 from penstock.wording import cut, did_you_mean
 
 Shuffle = Literal["none", "window", "global"]
-Split = Literal["all", "train", "validation"]
+Split = Literal["all", "train", "validation", "test"]
 Packing = Literal["rows", "concat", "best_fit"]
 LongRows = Literal["truncate", "split"]
 Boundaries = Literal["none", "documents"]
@@ -56,7 +56,11 @@ class Spec:
     seed: int = _count(0, 0, LARGEST_SEED, "chooses the order of every epoch")
     shuffle: Shuffle = _choice("window", Shuffle, "none: as stored; window: uniform within windows; global: uniform overall")
     window: int = _count(262_144, 1, LARGEST_COUNT, "smallest number of sequences that are shuffled together (shuffle=window)")
-    split: Split = _choice("all", Split, "the rows of one split, chosen by a stable hash; or all")
+    split: Split | None = _choice(
+        None,
+        Split,
+        "the rows of one split, by the shards' names or a stable hash; or all; default: train if names give splits, else all",
+    )
     packing: Packing = _choice(
         "rows",
         Packing,

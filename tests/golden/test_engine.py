@@ -60,8 +60,8 @@ def test_splits() -> None:
 
 
 def test_what_a_recipe_says_that_nobody_wrote(tmp_path: Path) -> None:
-    recipe = open_snapshot(write_numbered(tmp_path / "d", 1)).recipe
-    assert (recipe.validation, recipe.on_bad_row, recipe.max_bad_share) == (0.005, "fail", 0.01)
+    snapshot = open_snapshot(write_numbered(tmp_path / "d", 1))
+    assert (snapshot.validation, snapshot.recipe.on_bad_row, snapshot.recipe.max_bad_share) == (0.005, "fail", 0.01)
 
 
 def test_names_of_snapshots(tmp_path: Path) -> None:

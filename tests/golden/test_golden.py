@@ -45,7 +45,7 @@ def test_epochs(name: str, sequences: str) -> None:
 
 
 def test_state() -> None:
-    spec = Spec(packing="concat", seq_len=64, seed=7, snapshot="0123456789abcdef")
+    spec = Spec(packing="concat", seq_len=64, seed=7, split="all", snapshot="0123456789abcdef")
     assert read_state(STATE, "wiki", spec, num_sequences=100) == Position(epoch=2, offset=64, step=9)
 
 

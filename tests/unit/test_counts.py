@@ -41,6 +41,7 @@ from penstock_server.datasets.catalog import Catalog, open_catalog
 from penstock_server.inflight import InFlight
 from penstock_server.problems import BadRow, IndexFailed, IndexNotReady, OutOfMemory
 from penstock_server.recipes import encode
+from penstock_server.recipes.split_hashes import select_rows
 from penstock_server.storage import maps as maps_module
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.store import BlockStore
@@ -442,7 +443,7 @@ def test_what_is_summed_of_each_block_is_the_same_in_whatever_portions() -> None
         for step in (1, 3, 49, 50, 51, 100, 1000):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(lengths_module, "_STEP", step)
-                counts = RowLengths(np.arange(10), [shard]).per_block(split)
+                counts = RowLengths(np.arange(10), [shard], lambda split: [select_rows(split, "train", 0.3)]).per_block(split)
             of_blocks = [lengths[start:stop][inside[start:stop]] for start, stop in pairwise(starts.tolist())]
             assert counts.rows.tolist() == [len(own) for own in of_blocks]
             assert counts.tokens.tolist() == [own.sum() for own in of_blocks]
@@ -461,7 +462,7 @@ def test_quantiles_are_those_of_the_rows_that_can_be_used(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengths_module, "_SHORT", short)
         patch.setattr(lengths_module, "_STEP", 3)
-        found = RowLengths(np.arange(len(shards) + 1), made).quantiles
+        found = RowLengths(np.arange(len(shards) + 1), made, lambda _: ["all"] * len(made)).quantiles
     rows = [row for shard in shards for row in shard if row[0]]
     sides = {"row": [row for row, _ in rows]}
     if has_prompts and any(shards):

@@ -129,7 +129,7 @@ def check_contents(order: list[Sequence], plan: Plan, shards: Shards, *, num_sub
     """Whether the sequences of an epoch of one dataset are all that its rows make, each once."""
     lengths = [row for groups in shards for group in groups for row in group]
     [member] = plan.members
-    whole = member.blocks.get(range(member.snapshot.num_blocks), plan.spec.split)
+    whole = member.blocks.get(range(member.snapshot.num_blocks), member.order_key.split)
     served = {member.snapshot.first_row_of(i) + row for i, block in enumerate(whole) for row in block.stored_rows.tolist()}
     assert not is_filtered or all(lengths[row][1] for row in served)
     tokens = {row: [TOKENS_A_ROW * row + t for t in range(lengths[row][0])] for row in served}

@@ -43,7 +43,12 @@ ALIKE: dict[str, Any] = {
     "unsaid_bos": "<s>",
     "guessed_eos": ("<s>", "</s>"),
 }
-BESIDE: dict[str, Any] = {"validation": 0.1, "on_bad_row": "substitute", "max_bad_share": 0.5}  # changes no token
+BESIDE: dict[str, Any] = {
+    "splits": "hash",
+    "validation": 0.1,
+    "on_bad_row": "substitute",
+    "max_bad_share": 0.5,
+}  # changes no token
 ELSEWHERE = {"kind", "chat", "filter", "transform"}  # the fields' roles tell the kind; the others are texts, and tested as such
 
 
@@ -90,9 +95,9 @@ def test_what_is_only_told_is_the_same_recipe(name: str) -> None:
 
 
 def test_a_build_that_reads_rows_otherwise_names_all_that_it_makes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {recipe_key(RECIPE)}
+    names = {recipe_key(RECIPE, ())}
     monkeypatch.setattr(recipe_module, "_READING", recipe_module._READING + 1)
-    assert recipe_key(RECIPE) not in names
+    assert recipe_key(RECIPE, ()) not in names
 
 
 def test_what_is_not_set_is_not_in_the_identity_or_a_setting_that_comes_later_would_end_all_runs() -> None:

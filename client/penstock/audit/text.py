@@ -80,7 +80,7 @@ def _verdict(report: Report) -> str:
 
 def _named(key: dict[str, object]) -> Iterator[str]:
     """What tells an order from others of its dataset: some always, the rest where it is set."""
-    usual = asdict(Spec())
+    usual = asdict(Spec(split="all"))
     for name in (*_ALWAYS_NAMED, *(name for name in key if name in usual and name not in _ALWAYS_NAMED)):
         if name in _ALWAYS_NAMED or key[name] not in (None, usual[name]):
             yield f"{name}={key[name]}"

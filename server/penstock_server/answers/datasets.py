@@ -90,8 +90,10 @@ class DatasetAnswer(TypedDict):
     """how many of them are its prompt's, likewise; null where rows have no prompts"""
     response_tokens: dict[str, int] | None
     """how many come after the prompt, likewise"""
+    split_rule: str
+    """what gives the splits: files, the shards' names, or hash, a stable hash of each row"""
     splits: dict[str, SplitAnswer] | None
-    """what is in the splits train and validation; null until it is counted"""
+    """what is in the splits train and validation, and in test if there is one; null until it is counted"""
     shards: int
     """Parquet files"""
     blocks: int
@@ -187,6 +189,8 @@ class SpecAnswer(TypedDict):
     concatenated"""
     tensors: list[TensorAnswer]
     """what a batch holds; masks and labels are derived from it by the client"""
+    split_rules: dict[str, str]
+    """what gives the splits of each dataset: files, the shards' names, or hash, a stable hash of each row"""
     advice: list[str]
     """what a client should warn of"""
     spec: dict[str, int | str | None]

@@ -39,7 +39,7 @@ class RowAnswer(TypedDict):
     bad: NotRequired[str]
     """why it cannot be used; then the rest is missing"""
     split: NotRequired[str]
-    """train or validation"""
+    """train, validation or test; none: in no split but all"""
     text: NotRequired[str]
     """it as text, if there is a tokenizer"""
     turns: NotRequired[list[TurnAnswer]]

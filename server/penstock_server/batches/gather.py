@@ -104,7 +104,9 @@ def gather(chunk: Chunk, blocks: Sequence[Block | PickedRows]) -> Sequences:
     for need in chunk.needs:
         member, indices, spans, own = need.member, need.blocks, need.spans, list(islice(rest, len(need.blocks)))
         if member.order_key.split != "all":
-            own = [member.blocks.of_split(b, member.order_key.split) if isinstance(b, Block) else b for b in own]
+            selected = member.blocks.of_split
+            split = member.order_key.split
+            own = [selected(at, b, split) if isinstance(b, Block) else b for at, b in zip(indices, own, strict=True)]
         if member.order_key.has_stand_ins and any(isinstance(block, Block) and block.bad for block in own):
             found = dict(zip(indices, own, strict=True))
             spans = _with_stand_ins(need, found)

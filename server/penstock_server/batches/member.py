@@ -47,9 +47,8 @@ class OrderKey(NamedTuple):
         """The key of a spec."""
         # In seq2seq prompt and response are cut apart, each to a length of its own.
         seq_len = LARGEST_COUNT if spec.task == "seq2seq" else spec.seq_len
-        return cls(
-            spec.split, spec.packing, seq_len, spec.long_rows, spec.group_by_length, spec.shuffle, spec.window, spec.seed
-        )
+        split = spec.split or "all"
+        return cls(split, spec.packing, seq_len, spec.long_rows, spec.group_by_length, spec.shuffle, spec.window, spec.seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class Plan:
             return 0.0
         if self.spec.packing == "rows" or self.mixture:
             return None
-        num_tokens = int(self.members[0].index.tokens_per_block(self.spec.split).sum())
+        num_tokens = int(self.members[0].index.tokens_per_block(self.members[0].order_key.split).sum())
         return 1 - num_tokens / (self.sizes[0] * self.spec.seq_len)
 
     @property
@@ -296,10 +296,14 @@ def _no_sequence(member: Member, spec: Spec) -> str:
     """What is said of a dataset of which not one sequence can be made."""
     name, recipe = member.name, member.snapshot.recipe
     where, ways = "", ""
-    if spec.split != "all":
-        where = f" in split={spec.split}"
-        ways = f"raise the split's share (by validation in penstock.toml, now {recipe.validation:g}), use split=all, or "
-    if spec.packing == "concat" and member.index.tokens_per_block(spec.split).any():
+    if (split := member.order_key.split) != "all":
+        where = f" in split={split}"
+        snapshot = member.snapshot
+        ways = f"raise the split's share (by validation in penstock.toml, now {snapshot.validation:g}), use split=all, or "
+        if snapshot.shard_splits or split == "test":
+            known = ", ".join(["all", *snapshot.splits])
+            ways = f"use one of its splits ({known}), name shards such as {split}-00000-of-00001.parquet, or "
+    if spec.packing == "concat" and member.index.tokens_per_block(split).any():
         ways = (ways + "lower seq_len").capitalize()
         return f"{name} has fewer than seq_len={spec.seq_len:,} tokens{where or ' in all'}. {ways}."
     kept, cause = ("is kept by its filter and can be used", "filter or the data") if recipe.filter else ("can be used", "data")

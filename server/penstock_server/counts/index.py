@@ -26,6 +26,7 @@ from penstock_server.counts.lengths import SUFFIX, RowLengths, count_lengths, le
 from penstock_server.counts.turn import turn
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.geometry.best_fit import Bins, PackedPools, pack
+from penstock_server.recipes.split_hashes import Selection
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.blocks import Blocks
@@ -54,13 +55,19 @@ class Index:
 
     def rows_per_block(self, split: str) -> IntArray:
         """Rows of a split in each block, after the filter and with the bad ones; shape [num_blocks]."""
-        if split == "all" and self._snapshot.recipe.filter is None:
-            return self._snapshot.rows_per_block
-        if self.lengths.is_ready:
+        snapshot, selections = self._snapshot, self._snapshot.select(split)
+        rows: dict[Selection, IntArray] = {"none": np.zeros(snapshot.num_blocks, np.int64)}
+        if snapshot.recipe.filter is None and {*selections} <= {"all", "none"}:
+            rows["all"] = snapshot.rows_per_block
+        elif self.lengths.is_ready:
             return self.lengths.get().per_block(split).rows
-        rows = self.rows.get()
-        by_split: dict[str, IntArray] = {"train": rows[0], "validation": rows[1], "all": rows[0] + rows[1]}
-        return by_split[split]
+        else:
+            kept, held_out = self.rows.get()
+            rows |= {"all": kept + held_out, "train": kept, "validation": held_out}
+        if len({*selections}) == 1:
+            return rows[selections[0]]
+        blocks = map(snapshot.blocks_of_shard, range(len(selections)))
+        return np.concatenate([rows[own][some.start : some.stop] for own, some in zip(selections, blocks, strict=True)])
 
     @property
     def num_rows(self) -> int | None:
@@ -153,7 +160,7 @@ class Index:
         return lengths
 
     def _count_rows(self, advance: Callable[[int], None]) -> IntArray:
-        """Rows of the train and of the validation split in each block, shape [2, num_blocks]; stored little-endian."""
+        """Rows that the hash keeps and holds out in each block, shape [2, num_blocks]; stored little-endian."""
         path, size = self._path("rows"), 16 * self._snapshot.num_blocks
 
         def parse(body: memoryview) -> IntArray | None:
@@ -169,7 +176,7 @@ class Index:
 
     def _read_rows(self, get_further: Callable[[], None], advance: Callable[[int], None]) -> IntArray:
         if self.lengths.is_ready:
-            return np.stack([self.lengths.get().per_block(split).rows for split in ("train", "validation")])
+            return self.lengths.get().rows_by_hash()
         counts = []
         for shard, of_shard in enumerate(self._blocks.rows_of_shards(get_further)):
             counts.append(of_shard)

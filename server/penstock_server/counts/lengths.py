@@ -2,7 +2,7 @@
 
 A file is, little-endian: the rows of each block of the shard, int64 [num_blocks]; what each block takes in the cache, int64
 [num_blocks]; a word a row, uint32 [num_rows]; where rows have prompts, the tokens of each prompt, uint32 [num_rows]. A word is
-the row's tokens, 0 for a bad row; its highest bit is set for rows of the validation split.
+the row's tokens, 0 for a bad row; its highest bit is set for rows that the hash holds out for validation.
 Files of shards that stay are used again when others come, and what was counted before an interruption is not counted again.
 """
 
@@ -24,7 +24,7 @@ from penstock_server.counts.turn import turn
 from penstock_server.geometry.arrays import IntArray, find_one, starts_of
 from penstock_server.geometry.packing import SplitRows
 from penstock_server.machine import num_cores
-from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.recipes.split_hashes import Selection, is_selected, is_validation
 from penstock_server.sealed import read_sealed, write_sealed
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
@@ -81,10 +81,11 @@ class Counts(NamedTuple):
 
 
 class RowLengths:
-    """The lengths of all rows of a snapshot, by block."""
+    """The lengths of all rows of a snapshot, by block. `select` gives which rows of each shard a split has."""
 
-    def __init__(self, first_block: IntArray, shards: list[_ShardLengths]) -> None:
+    def __init__(self, first_block: IntArray, shards: list[_ShardLengths], select: Callable[[str], list[Selection]]) -> None:
         self._first_block, self._shards = first_block, shards
+        self._select = lru_cache(maxsize=_REMEMBERED)(select)
         # Each takes a look at all rows.
         self.per_block = lru_cache(maxsize=_REMEMBERED)(self._per_block)
         self.parts_per_block = lru_cache(maxsize=_REMEMBERED)(self._parts_per_block)
@@ -93,7 +94,8 @@ class RowLengths:
         """Tokens of each row of a block that is in the split, shape [rows]; 0 for a bad row."""
         shard = find_one(self._first_block, block)
         found, number = self._shards[shard], block - int(self._first_block[shard])
-        lengths, inside = _split(found.words[found.starts[number] : found.starts[number + 1]], split)
+        selection = self._select(split)[shard]
+        lengths, inside = _selected(found.words[found.starts[number] : found.starts[number + 1]], selection)
         return lengths[inside]
 
     @cached_property
@@ -132,7 +134,13 @@ class RowLengths:
 
     def _sum_per_block(self, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
         """The sums over each block of what a function makes of its rows' lengths, shape [num_blocks]."""
-        return np.concatenate([_sums(shard, split, function) for shard in self._shards])
+        pairs = zip(self._shards, self._select(split), strict=True)
+        return np.concatenate([_sums(shard, selection, function) for shard, selection in pairs])
+
+    def rows_by_hash(self) -> IntArray:
+        """Rows that the hash keeps and holds out in each block, shape [2, num_blocks]."""
+        selections: tuple[Selection, ...] = ("train", "validation")
+        return np.stack([np.concatenate([_sums(shard, each, np.ones_like) for shard in self._shards]) for each in selections])
 
 
 class _Quantiles:
@@ -160,10 +168,10 @@ class _Quantiles:
         }
 
 
-def _sums(shard: _ShardLengths, split: str, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
+def _sums(shard: _ShardLengths, selection: Selection, function: Callable[[IntArray], npt.NDArray[Any]]) -> IntArray:
     sums = np.zeros(len(shard.starts) - 1, np.int64)
     for at in range(0, len(shard.words), _STEP):
-        lengths, inside = _split(shard.words[at : at + _STEP], split)
+        lengths, inside = _selected(shard.words[at : at + _STEP], selection)
         first = np.searchsorted(shard.starts, at, "right") - 1
         last = np.searchsorted(shard.starts, at + len(lengths), "left")
         borders = np.clip(shard.starts[first : last + 1] - at, 0, len(lengths))
@@ -171,11 +179,9 @@ def _sums(shard: _ShardLengths, split: str, function: Callable[[IntArray], npt.N
     return sums
 
 
-def _split(words: npt.NDArray[np.uint32], split: str) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """The lengths that words tell, and which of them are of rows in the split."""
-    marked = (words & _VALIDATION) > 0
-    inside = np.ones_like(marked) if split == "all" else marked == (split == "validation")
-    return (words & ~_VALIDATION).astype(np.int64), inside
+def _selected(words: npt.NDArray[np.uint32], selection: Selection) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """The lengths that words tell, and which of them are of selected rows."""
+    return (words & ~_VALIDATION).astype(np.int64), is_selected((words & _VALIDATION) > 0, selection)
 
 
 def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], None]) -> RowLengths:
@@ -204,7 +210,7 @@ def count_lengths(snapshot: Snapshot, blocks: Blocks, advance: Callable[[int], N
                     _read[blocks.cache, path] = shard
                 shards.append(shard)
                 advance(indices.stop)
-    return RowLengths(snapshot.first_block_of_shard, shards)
+    return RowLengths(snapshot.first_block_of_shard, shards, snapshot.select)
 
 
 def lengths_files(snapshot: Snapshot, blocks: Blocks) -> Iterator[Path]:
@@ -241,7 +247,7 @@ def _count_shard(
     for done, block in enumerate(blocks, start=snapshot.blocks_of_shard(shard).start + 1):
         num_rows.append(block.num_rows)
         block_bytes.append(block.nbytes)
-        words.append(_words(block, snapshot.recipe.validation))
+        words.append(_words(block, snapshot.validation))
         if snapshot.recipe.has_prompts:
             prompts.append(block.prompt_lengths(np.arange(block.num_rows)).astype(np.uint32))
         get_further()

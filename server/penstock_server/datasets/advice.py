@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,8 +16,6 @@ from penstock_server.datasets.held import Served
 from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.recipes.mask_columns import NAMES, OF_LOSS
 from penstock_server.snapshots.folders import list_folder
-
-_SPLITS = re.compile(r"(train|validation|valid|val|dev|test)[-_.]", re.IGNORECASE)  # how shards of one begin on the Hub
 
 
 def advice_on_folder(data_dir: Path) -> Iterator[str]:
@@ -38,8 +36,7 @@ def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[
     many bad rows.
     """
     found = [_of_tight_cache(budget_bytes, datasets)]
-    of_each = (_of_splits, _of_unused_columns, _of_unsaid_bos, _of_guessed_eos, _of_open_answers)
-    found += [told(served) for served in datasets for told in of_each]
+    found += [told(served) for served in datasets for told in _OF_EACH]
     found += [served.blocks.quarantine.refusal for served in datasets]
     yield from filter(None, found)
 
@@ -48,18 +45,11 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
     """What to know of a run.
 
     A cache too small for its windows, rows sorted by their length for nothing, steps that no epoch has left out, prompts left
-    open, packed documents that are not marked, columns without use.
+    open, packed documents that are not marked, and all that is to be known of its datasets.
     """
-    unused = map(_of_unused_columns, plan.members)
-    told = (
-        advice_on_room(plan),
-        _of_needless_sorting(plan.spec),
-        _of_needless_skip(plan),
-        _of_open_prompts(plan),
-        _of_packed_rows(plan),
-        *unused,
-    )
-    yield from filter(None, told)
+    of_members = [told(member) for member in plan.members for told in _OF_EACH]
+    of_run = (_of_needless_sorting(plan.spec), _of_needless_skip(plan), _of_open_prompts(plan), _of_packed_rows(plan))
+    yield from filter(None, (advice_on_room(plan), *of_run, *of_members))
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
@@ -77,15 +67,23 @@ def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | No
     )
 
 
-def _of_splits(served: Served) -> str | None:
-    """What follows from shards that are named after splits, as those of repositories are; None if they are of one."""
-    names = (_SPLITS.match(shard.path.name) for shard in served.snapshot.shards)
-    splits = list(dict.fromkeys(found[1].lower() for found in names if found))
-    if len(splits) < 2:
+def told_splits(shard_splits: Sequence[str]) -> str:
+    """The number of shards in each split, for people."""
+    numbers = Counter(shard_splits)
+    names = {"train": "train", "validation": "validation", "test": "test", "none": "no split"}
+    return ", ".join(f"{name} {numbers[split]:,}" for split, name in names.items() if split in numbers)
+
+
+def _of_named_splits(served: Served | Member) -> str | None:
+    """Names of shards that give the splits, where the recipe does not say that they do; None if there are none."""
+    snapshot = served.snapshot
+    if not snapshot.shard_splits or snapshot.recipe.splits:
         return None
+    given = f"this run has split={served.order_key.split}" if isinstance(served, Member) else "the default is split=train"
     return (
-        f"{served.name}: its shards are named after splits ({', '.join(splits)}), but a folder is one dataset, of which "
-        f"split=train leaves out a small share of all rows. If one is not to be trained on, give each a folder of its own."
+        f"{served.name}: the names of its shards give its splits ({told_splits(snapshot.shard_splits)}), and {given}. Only "
+        f'split=all has the rows of every shard. If this is right, set splits = "files" in {snapshot.folder / FILE_NAME}; '
+        f'to ignore the names, set splits = "hash".'
     )
 
 
@@ -142,7 +140,7 @@ def _named_as(unused: tuple[str, ...]) -> str:
     return f'prompt = "prompt" and response = "{unused[1]}"'
 
 
-def _of_open_answers(served: Served) -> str | None:
+def _of_open_answers(served: Served | Member) -> str | None:
     """What follows from a chat template that ends answers with nothing; None if it ends them, or an EOS does."""
     recipe = served.snapshot.recipe
     if recipe.chat and recipe.chat.leaves_end_out and not recipe.adds_eos_to_chats:
@@ -159,7 +157,7 @@ def _of_open_answers(served: Served) -> str | None:
     )
 
 
-def _of_unsaid_bos(served: Served) -> str | None:
+def _of_unsaid_bos(served: Served | Member) -> str | None:
     """What follows from a tokenizer that opens texts, where the recipe says nothing of it; None if there is none."""
     recipe = served.snapshot.recipe
     if not (recipe.tokenizer and recipe.unsaid_bos) or recipe.fields[0][1].text.startswith(recipe.unsaid_bos):
@@ -170,7 +168,7 @@ def _of_unsaid_bos(served: Served) -> str | None:
     )
 
 
-def _of_guessed_eos(served: Served) -> str | None:
+def _of_guessed_eos(served: Served | Member) -> str | None:
     """What follows from a tokenizer with several tokens that may end a text, where nothing names one; None if there is one."""
     recipe = served.snapshot.recipe
     if not (recipe.tokenizer and recipe.guessed_eos):
@@ -181,6 +179,9 @@ def _of_guessed_eos(served: Served) -> str | None:
         f"which of them ends a text. Put the model's tokenizer_config.json beside it, or set "
         f'eos = "{first}" or another in {served.snapshot.folder / FILE_NAME}.'
     )
+
+
+_OF_EACH = (_of_named_splits, _of_unused_columns, _of_unsaid_bos, _of_guessed_eos, _of_open_answers)  # dataset
 
 
 def _of_open_prompts(plan: Plan) -> str | None:

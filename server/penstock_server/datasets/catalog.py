@@ -86,8 +86,8 @@ class Catalog:
             raise DatasetAway(
                 f"snapshot {spec.snapshot} may be served again: {refusal} Its runs wait, and go on once that is mended."
             ) from refusal
-        members = tuple(served.member(spec) for served in found)
-        return make_plan(name, members, resolved(spec, [member.snapshot.fingerprint for member in members]))
+        spec = resolved(spec, [served.snapshot for served in found])
+        return make_plan(name, tuple(served.member(spec) for served in found), spec)
 
     def _found(self, name: str, spec: Spec) -> tuple[Spec, list[Served]]:
         """The spec with the mix that the name stands for, and the snapshots that it is of."""

@@ -236,7 +236,7 @@ class Dataset:
         if look(self.folder, sight.shards, self._tokenizer).recipe != sight.recipe:  # or the next look would find nothing new
             raise being_written(f"the recipe of {self.folder}")
         known = self._held.recipe
-        if known and sight.recipe == self._recipe_dates and recipe_key(known) == recipe_key(reading.recipe):
+        if known and sight.recipe == self._recipe_dates and recipe_key(known, ()) == recipe_key(reading.recipe, ()):
             return replace(reading, recipe=known)  # the same files: what is held by it may stay
         return reading
 

@@ -11,6 +11,7 @@ from penstock_server.counts.lengths import RowLengths
 from penstock_server.datasets.advice import advice_on_run
 from penstock_server.datasets.declared import DeclaredMixture
 from penstock_server.datasets.held import Held, Served
+from penstock_server.snapshots.snapshot import Snapshot
 
 
 def summary(served: Served) -> tuple[str, str]:
@@ -33,8 +34,8 @@ def describe_dataset(served: Served) -> DatasetAnswer:
     snapshot, index, cache, quarantine = served.snapshot, served.index, served.blocks.cache, served.blocks.quarantine
     index.lengths.read()  # what `penstock prepare` has counted is told before anybody needs it
     lengths = index.lengths.get() if index.lengths.is_ready else None
-    splits, told = (_splits(lengths), lengths.quantiles) if lengths else (None, {})
-    tokens = sum(split["tokens"] for split in splits.values()) if splits else None
+    splits, told = (_splits(lengths, snapshot), lengths.quantiles) if lengths else (None, {})
+    tokens = lengths.per_block("all").sums()[1] if lengths else None
     return {
         "name": served.name,
         "rows": snapshot.num_rows,
@@ -43,6 +44,7 @@ def describe_dataset(served: Served) -> DatasetAnswer:
         "row_tokens": told.get("row"),
         "prompt_tokens": told.get("prompt"),
         "response_tokens": told.get("response"),
+        "split_rule": snapshot.split_rule,
         "splits": splits,
         "shards": len(snapshot.shards),
         "blocks": snapshot.num_blocks,
@@ -69,11 +71,15 @@ def describe_dataset(served: Served) -> DatasetAnswer:
     }
 
 
-def _splits(lengths: RowLengths) -> dict[str, SplitAnswer]:
-    """What is in each split. Of the train split it is what remains: to count it takes a look at all rows."""
-    every, held_out = (lengths.per_block(split).sums() for split in ("all", "validation"))
-    counts = {"train": [a - b for a, b in zip(every, held_out, strict=True)], "validation": held_out}
+def _splits(lengths: RowLengths, snapshot: Snapshot) -> dict[str, SplitAnswer]:
+    """What is in train, in validation, and in the other splits that there are."""
+    counts = {split: lengths.per_block(split).sums() for split in dict.fromkeys(("train", "validation", *snapshot.splits))}
     return {split: {"rows": rows, "tokens": tokens, "bad_rows": bad} for split, (rows, tokens, bad) in counts.items()}
+
+
+def rows_held_out(rows: Mapping[str, int]) -> str:
+    """The rows of validation, and of test if there are any, for people."""
+    return ", ".join(f"{counted(n, 'row')} in split={split}" for split, n in rows.items() if n or split == "validation")
 
 
 def lengths_told(quantiles: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
@@ -107,6 +113,7 @@ def describe_spec(plan: Plan) -> SpecAnswer:
         "vocab_size": plan.vocab_size,
         "padding": plan.padding,
         "tensors": tensors,
+        "split_rules": {member.name: member.snapshot.split_rule for member in plan.members},
         "advice": list(advice_on_run(plan)),
         "spec": plan.spec.to_dict(),
     }

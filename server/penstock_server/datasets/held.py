@@ -162,9 +162,8 @@ class Held:
             former = {**self.former, **self._again}
         if self.latest:
             former[self.latest.snapshot.fingerprint] = self.latest
-        key = recipe_key(recipe) if recipe else ""
         reasons = {
-            fingerprint: _reason(record, shards, record.recipe == key or fingerprint in former)
+            fingerprint: _reason(record, shards, fingerprint in former or _is_by(record, recipe))
             for fingerprint, record in records.items()
         }
         return Held(
@@ -178,6 +177,11 @@ class Held:
             gone={fingerprint: reason for fingerprint, reason in reasons.items() if reason},
             former={fingerprint: served for fingerprint, served in former.items() if fingerprint in records},
         )
+
+
+def _is_by(record: Record, recipe: Recipe | None) -> bool:
+    """Whether a recipe makes the snapshot of the shards that are noted."""
+    return recipe is not None and record.recipe == recipe_key(recipe, (name for name, _, _ in record.shards))
 
 
 def _reason(record: Record, shards: Mapping[str, Shard], has_recipe: bool) -> str | None:

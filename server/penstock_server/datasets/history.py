@@ -156,7 +156,13 @@ def newest_first(records: Iterable[Record]) -> list[Record]:
 
 def _record(snapshot: Snapshot, made_at_ns: int) -> Record:
     shards = _interned((shard.path.name, shard.date.size_bytes, shard.digest) for shard in snapshot.shards)
-    return Record(snapshot.fingerprint, made_at_ns, snapshot.num_rows, recipe_key(snapshot.recipe), shards)
+    return Record(
+        snapshot.fingerprint,
+        made_at_ns,
+        snapshot.num_rows,
+        recipe_key(snapshot.recipe, (name for name, _, _ in shards)),
+        shards,
+    )
 
 
 def _inode(path: Path) -> int | None:

@@ -11,9 +11,11 @@ from penstock.display.table import piece_lines
 from penstock.display.terminal import BOLD, RED, YELLOW, Terminal
 from penstock.printable import printable
 from penstock.wording import counted, size
-from penstock_server.datasets.describe import describe_dataset, lengths_told, summary
+from penstock_server.datasets.advice import told_splits
+from penstock_server.datasets.describe import describe_dataset, lengths_told, rows_held_out, summary
 from penstock_server.datasets.held import Served
 from penstock_server.datasets.lookup import show_row
+from penstock_server.snapshots.snapshot import Snapshot
 
 _MARGIN = "      "
 
@@ -26,6 +28,7 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
     name, recipe = summary(served)
     yield terminal.paint(printable(name), BOLD)
     yield printable(f"  {recipe}")
+    yield f"  splits: {_splits(served.snapshot)}"
     facts = describe_dataset(served)
     yield f"  {_sizes(facts)}"
     if facts["tokens"]:
@@ -36,10 +39,20 @@ def inspect(served: Served, rows: range, terminal: Terminal, num_lines: int) -> 
     yield ""
 
 
+def _splits(snapshot: Snapshot) -> str:
+    """What gives the splits, and how much is held out."""
+    held_out = f"{snapshot.validation:.3g} of the rows held out for validation by hash"
+    if not snapshot.shard_splits:
+        return held_out
+    by_name = f"by the names of the shards: {told_splits(snapshot.shard_splits)}"
+    return f"{by_name}; of train, {held_out}" if snapshot.validation else by_name
+
+
 def _sizes(facts: Mapping[str, Any]) -> str:
     tokens = "tokens not counted yet: penstock prepare does"
     if splits := facts["splits"]:
-        tokens = f"{counted(facts['tokens'], 'token')}; {counted(splits['validation']['rows'], 'row')} in split=validation"
+        held_out = {split: counts["rows"] for split, counts in splits.items() if split != "train"}
+        tokens = f"{counted(facts['tokens'], 'token')}; {rows_held_out(held_out)}"
     blocks = counted(facts["blocks"], "block")
     return f"{size(facts['size_bytes'])} in files; {blocks}, about {size(facts['blocks_bytes'])} in the cache; {tokens}"
 

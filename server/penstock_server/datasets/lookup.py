@@ -47,7 +47,9 @@ def show_row(served: Served, row: int) -> dict[str, Any]:
         return facts | {"left_out_by": f"filter: {snapshot.recipe.filter.text}"}
     if number in block.bad:
         return facts | {"bad": block.bad[number]}
-    facts["split"] = "validation" if block.is_validation(number, snapshot.recipe.validation) else "train"
+    shard_split = snapshot.split_of_block(index)
+    is_held_out = shard_split == "train" and block.is_validation(number, snapshot.validation)
+    facts["split"] = "validation" if is_held_out else shard_split
     for name, feature in block.features.items():
         prefix = "" if name == "tokens" else f"{name}_"
         turns = feature.row(number, _MOST_TOKENS)

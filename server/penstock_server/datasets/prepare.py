@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from penstock.printable import printable
 from penstock.wording import counted
-from penstock_server.datasets.describe import lengths_told
+from penstock_server.datasets.describe import lengths_told, rows_held_out
 from penstock_server.datasets.held import Served
 from penstock_server.problems import BadParameter
 
@@ -29,10 +29,10 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     with _progress(f"{served.name}: counting tokens", served.snapshot.num_blocks) as advance:
         lengths = served.index.lengths.make(advance)
     rows, tokens, bad = lengths.per_block("all").sums()
-    held_out = counted(int(lengths.per_block("validation").rows.sum()), "row")
+    held_out = {split: int(lengths.per_block(split).rows.sum()) for split in ("validation", "test")}
     yield (
         f"{served.name}: {counted(rows, 'row')}, {counted(tokens, 'token')}, {counted(bad, 'bad row')}; "
-        f"{held_out} in split=validation"
+        f"{rows_held_out(held_out)}"
     )
     if tokens:
         yield from (f"{served.name}: {line}" for line in lengths_told(lengths.quantiles))
@@ -51,7 +51,7 @@ def prepare(served: Served, seq_lens: list[int]) -> Iterator[str]:
     if seq_lens and is_paired:
         yield f"{served.name}: preference pairs are not packed"
     for seq_len in seq_lens if not is_paired else ():
-        for split in ("all", "train", "validation") if served.snapshot.recipe.validation else ("all",):
+        for split in ("all", *(served.snapshot.splits if len(served.snapshot.splits) > 1 else ())):
             yield _pack(served, split, seq_len)
     if unkept := ["counts"] * (not served.index.is_stored) + ["blocks"] * has_failed:
         raise NotKept(

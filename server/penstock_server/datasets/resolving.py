@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from penstock.skip import spell_skip
-from penstock.spec import MixStop, Spec
+from penstock.spec import MixStop, Spec, Split
 from penstock_server.datasets.declared import DeclaredMixture
+from penstock_server.snapshots.snapshot import Snapshot
 
 _REMEMBERED_SPECS = 32
 _JOINT = "+"  # between the fingerprints of a mixture's snapshots, in the order of the names
@@ -23,9 +24,11 @@ def members_of(name: str, spec: Spec, declared: DeclaredMixture | None) -> tuple
     return spec, names, spec.snapshot.split(_JOINT) if spec.snapshot else [None] * len(names)
 
 
-def resolved(spec: Spec, fingerprints: Sequence[str]) -> Spec:
-    """The spec with every parameter resolved, of snapshots with these fingerprints, in the order of the datasets' names."""
-    return _resolved(spec, _JOINT.join(fingerprints))
+def resolved(spec: Spec, snapshots: Sequence[Snapshot]) -> Spec:
+    """The spec with every parameter resolved, of these snapshots, in the order of the datasets' names."""
+    has_files = any(snapshot.split_rule == "files" for snapshot in snapshots)
+    split = spec.split or ("train" if has_files else "all")
+    return _resolved(spec, _JOINT.join(snapshot.fingerprint for snapshot in snapshots), split)
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)  # to check a spec anew takes as long as to find its plan
@@ -34,11 +37,12 @@ def _mixed(spec: Spec, mix: str, mix_stop: MixStop) -> Spec:
 
 
 @lru_cache(maxsize=_REMEMBERED_SPECS)
-def _resolved(spec: Spec, snapshot: str) -> Spec:
+def _resolved(spec: Spec, snapshot: str, split: Split) -> Spec:
     mix = spec.mixed()
     return replace(
         spec,
         snapshot=snapshot,
+        split=split,
         target_len=(spec.target_len or spec.seq_len) if spec.task == "seq2seq" else None,
         skip=spell_skip(spec.skipped()),
         mix=str(mix) if mix else None,

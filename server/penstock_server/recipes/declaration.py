@@ -24,7 +24,8 @@ vocab_size = 50257                 # of pre-tokenized data: ids must be below it
 columns = ["score", "meta.url"]    # travel with the tokens of their row
 filter = "lang = 'en' and score > 0.5"
 transform = "clean:strip_html"     # a function over record batches, of clean.py in the folder or of a module
-validation = 0.005                 # the share of rows in split=validation
+splits = "files"                   # train, validation and test by the shards' names, or "hash". Default: files, if names differ
+validation = 0.005                 # the share of rows in split=validation; with splits = "files" of train shards, default 0
 split_by = "document"              # rows of one value stay in one split; default: each row by its place
 on_bad_row = "substitute"          # or "fail"
 max_bad_share = 0.01               # of the rows kept; with more bad ones the dataset is refused
@@ -72,6 +73,7 @@ _KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     **{name: (lambda _: True, "") for name in ("eos", "bos", "pad")},  # looked up in the vocabulary later
     "vocab_size": (_is_size, f"a whole number from 1 to {2**32:,}"),
     "columns": (_is_names, "a list of different names"),
+    "splits": (lambda value: value in ("files", "hash"), '"files" or "hash"'),
     "validation": (_is_share, "a share from 0 to below 1"),
     "on_bad_row": (lambda value: value in ("fail", "substitute"), '"fail" or "substitute"'),
     "max_bad_share": (_is_share, "a share from 0 to below 1"),

@@ -50,7 +50,9 @@ class Recipe:
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all
-    validation    the share of rows that are the validation split, by the hash of `split_by`, a field, or of the row's place
+    splits        whether the shards' names give the splits, or a hash does; None: as the names are
+    validation    the share of rows that are held out for validation, by the hash of `split_by`, a field, or of the row's place;
+                  None: the default of the rule that gives the splits
     split_type    what `split_by` is in the first shard
     max_bad_share more bad rows than this share of those kept are not substituted: the dataset is refused
     """
@@ -72,7 +74,8 @@ class Recipe:
     guessed_eos: tuple[str, ...] = ()
     filter: Filter | None = None
     transform: Transform | None = None
-    validation: float = DEFAULT_VALIDATION
+    splits: Literal["files", "hash"] | None = None
+    validation: float | None = None
     split_by: Field | None = None
     split_type: pa.DataType | None = None
     on_bad_row: Literal["fail", "substitute"] = "fail"
@@ -189,7 +192,7 @@ class Recipe:
 
     def is_like(self, other: Recipe) -> bool:
         """Whether another recipe makes the same of each row: tokens, a split, an error or a substitute."""
-        mine, theirs = ((r.identity, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
+        mine, theirs = ((r.identity, r.splits, r.validation, r.on_bad_row, r.max_bad_share) for r in (self, other))
         return mine == theirs
 
     def check(self, schema: pa.Schema) -> None:

@@ -17,7 +17,7 @@ from penstock_server.recipes.filters import parse_filter
 from penstock_server.recipes.fitting import Fields, Kind, check_tools, holds_tools, may_hold_tools, travelling_column
 from penstock_server.recipes.mask_columns import NAMES, Masks, find_masks
 from penstock_server.recipes.messages import TemplateError
-from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, DEFAULT_VALIDATION, Recipe
+from penstock_server.recipes.recipe import DEFAULT_BAD_SHARE, Recipe
 from penstock_server.recipes.roles import FirstShard, are_chats, read_fields, unused_columns
 from penstock_server.recipes.special_tokens import SpecialTokens
 from penstock_server.recipes.tokenizer import TokenizerFile, load_tokenizer
@@ -91,7 +91,8 @@ class _Reader:
             unused=unused_columns(kind, fields, masks, given, self._schema) or self._unused_tools(chat),
             filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
             transform=self._transform,
-            validation=float(given.get("validation", DEFAULT_VALIDATION)),
+            splits=given.get("splits"),
+            validation=float(given["validation"]) if "validation" in given else None,
             split_by=split_by,
             split_type=split_by.type(self._file_schema) if split_by else None,
             on_bad_row=given.get("on_bad_row", "fail"),

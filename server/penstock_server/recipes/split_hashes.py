@@ -1,9 +1,15 @@
-"""Splits: a stable hash of each row says whether it is of "train" or of "validation", whatever share validation has."""
+"""Splits: which rows are train, validation and test, by the names of the shards or by a stable hash of each row.
+
+By hash, every shard is a train shard, and a share of its rows is held out for validation. By names, a share is held out of the
+train shards only where penstock.toml sets one. In both cases a shard's split and a row's hash decide.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +22,15 @@ from penstock_server.recipes.column_types import is_text
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.values import python_values
 
+SplitRule = Literal["files", "hash"]
+Selection = Literal["all", "none", "train", "validation"]  # of a shard's rows; the last two go by the row's hash
+
 _HASHES = 1 << 32
+# Hugging Face's rule for file names: a keyword between separators, digits or the ends of the name.
+_KEYWORDS = re.compile(
+    r"(?<![^-._ 0-9])(?:(test|testing|eval|evaluation)|(validation|valid|val|dev)|(train|training))(?![^-._ 0-9])",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +60,49 @@ def split_hashes(rows: pa.RecordBatch, recipe: Recipe, place: Place, kept: npt.N
     return np.array([xxhash.xxh3_64_intdigest(content) >> 32 for content in contents], np.uint32)
 
 
+def splits_of_shards(names: Iterable[str], rule: SplitRule | None) -> tuple[str, ...] | None:
+    """The split of each shard by its file name: train, validation, test or none; None where the rule is the hash.
+
+    Without a rule, names decide where they tell shards of test or validation from others. A shard without a keyword is train,
+    unless other shards are named train. A shard with several keywords is held out: test before validation before train.
+
+    >>> splits_of_shards(["test-00000-of-00001.parquet", "train-00000-of-00001.parquet"], None)
+    ('test', 'train')
+    """
+    if rule == "hash":
+        return None
+    found = [_split_named(name) for name in names]
+    kinds = {*found}
+    if rule is None and (len(kinds) == 1 or not kinds & {"validation", "test"}):
+        return None
+    unnamed = "none" if "train" in kinds else "train"
+    return tuple(split or unnamed for split in found)
+
+
+def select_rows(split: str, shard_split: str, share: float) -> Selection:
+    """The rows of a shard that are in a split; `share` of a train shard's rows is held out for validation."""
+    if shard_split != "train" or split == "all":
+        return "all" if split in ("all", shard_split) else "none"
+    if split == "train":
+        return "train" if share else "all"
+    return "validation" if split == "validation" and share else "none"
+
+
+def is_selected(held_out: npt.NDArray[np.bool_], selection: Selection) -> npt.NDArray[np.bool_]:
+    """Which rows a selection has, of rows that the hash holds out or not; shape of `held_out`."""
+    if selection in ("all", "none"):
+        return np.full_like(held_out, selection == "all")
+    return held_out if selection == "validation" else ~held_out
+
+
 def is_validation(hashes: npt.NDArray[np.uint32], share: float) -> npt.NDArray[np.bool_]:
-    """Which rows are of the validation split, which has that share of all rows; shape of `hashes`."""
+    """Which rows the hash holds out for validation, if it is to have that share of all rows; shape of `hashes`."""
     return hashes < np.uint64(round(share * _HASHES))
+
+
+def _split_named(name: str) -> str:
+    found = {keyword.lastindex for keyword in _KEYWORDS.finditer(name)}
+    return next((split for group, split in enumerate(("test", "validation", "train"), start=1) if group in found), "")
 
 
 def _values(array: pa.Array) -> list[Any]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock_server.geometry.arrays import IntArray, begins_run, find, find_one, numbered, starts_of
 from penstock_server.geometry.best_fit import Pools, pools_of
-from penstock_server.recipes.recipe import Recipe
-from penstock_server.recipes.split_hashes import Place
+from penstock_server.recipes.recipe import DEFAULT_VALIDATION, Recipe
+from penstock_server.recipes.split_hashes import Place, Selection, SplitRule, select_rows, splits_of_shards
 from penstock_server.snapshots.shard import Shard
 
 _LARGEST_BOUND = 2**32  # of token ids: they are served as uint32 at most
@@ -58,6 +58,8 @@ class Snapshot:
     token_bound      ids that are not below it make a bad row, by the recipe; see bound_in
     name             of the dataset that it is of, by which errors call it; a.b for the folder a/b
     token_dtype      the smallest of uint16 and uint32 that holds every token id
+    shard_splits     the split of each shard, by its name; None: rows have splits by hash
+    validation       the share of rows that the hash holds out, of all shards or of the train shards
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], recipe: Recipe, *, name: str) -> None:
@@ -79,11 +81,37 @@ class Snapshot:
         self.token_bound = min(recipe.vocab_size or _LARGEST_BOUND, _LARGEST_BOUND)
         self.token_dtype = "uint16" if (self.vocab_size or _LARGEST_BOUND) <= 2**16 else "uint32"
         self.fingerprint = fingerprint_of(self.shards, recipe)
+        self.shard_splits = splits_of_shards((shard.path.name for shard in self.shards), recipe.splits)
+        self.validation = _held_out_share(recipe, self.shard_splits)
 
     @cached_property
     def pools(self) -> Pools:
         """How best_fit packs blocks together."""
         return pools_of(self.rows_per_block, self.blocks_per_group)
+
+    @property
+    def split_rule(self) -> SplitRule:
+        """What gives the splits: the names of the shards, or a hash of each row."""
+        return "files" if self.shard_splits else "hash"
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that rows may be in, beside all; one alone is all rows."""
+        found = {*(self.shard_splits or ["train"]), *(["validation"] if self.validation else [])}
+        return [split for split in ("train", "validation", "test") if split in found]
+
+    def select(self, split: str) -> list[Selection]:
+        """Which rows of each shard a split has."""
+        found = {own: select_rows(split, own, self.validation) for own in {*(self.shard_splits or ["train"])}}
+        return [found[own] for own in self.shard_splits] if self.shard_splits else [found["train"]] * len(self.shards)
+
+    def split_of_shard(self, shard: int) -> str:
+        """The split of a shard: train, also where a hash gives the splits, validation, test or none."""
+        return self.shard_splits[shard] if self.shard_splits else "train"
+
+    def split_of_block(self, block: int) -> str:
+        """The split of the shard that a block is in."""
+        return self.split_of_shard(find_one(self.first_block_of_shard, block) if self.shard_splits else 0)
 
     @property
     def num_blocks(self) -> int:
@@ -168,22 +196,31 @@ def fingerprint_of(shards: Sequence[Shard], recipe: Recipe) -> str:
     """The fingerprint of the snapshot of these shards and this recipe."""
     content = {
         "shards": [[s.path.name, s.date.size_bytes, s.digest] for s in shards],
-        **_part_of_recipe(recipe),
+        **_applied(recipe, (s.path.name for s in shards)),
     }
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def recipe_key(recipe: Recipe) -> str:
-    """A name for what fingerprints are of beside the shards."""
-    return blake2b(json.dumps(_part_of_recipe(recipe), sort_keys=True).encode(), digest_size=16).hexdigest()
+def recipe_key(recipe: Recipe, names: Iterable[str]) -> str:
+    """A name for what fingerprints are of beside the shards, which have these names."""
+    return blake2b(json.dumps(_applied(recipe, names), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _joined(numbers: Iterable[array[int]]) -> IntArray:
     return np.concatenate([np.zeros(0, np.int64), *map(np.asarray, numbers)])
 
 
-def _part_of_recipe(recipe: Recipe) -> dict[str, Any]:
-    return {"recipe": recipe.identity, "validation": recipe.validation}
+def _applied(recipe: Recipe, names: Iterable[str]) -> dict[str, Any]:
+    """The recipe as it applies to shards of these names."""
+    shard_splits = splits_of_shards(names, recipe.splits)
+    content = {"recipe": recipe.identity, "validation": _held_out_share(recipe, shard_splits)}
+    return content | ({"splits": "files"} if shard_splits else {})
+
+
+def _held_out_share(recipe: Recipe, shard_splits: tuple[str, ...] | None) -> float:
+    if recipe.validation is not None:
+        return recipe.validation
+    return 0.0 if shard_splits else DEFAULT_VALIDATION
 
 
 def _split(rows: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:

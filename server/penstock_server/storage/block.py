@@ -14,7 +14,7 @@ from penstock_server.geometry.arrays import IntArray, starts_of
 from penstock_server.recipes.column_types import is_raw, numpy_type
 from penstock_server.recipes.encode import COLUMN, DOCUMENTS, REASON, ROW, SPLIT, TURNS
 from penstock_server.recipes.recipe import FEATURES
-from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.recipes.split_hashes import Selection, is_selected, is_validation
 from penstock_server.sealed import SEAL_BYTES
 from penstock_server.storage.features import Feature
 from penstock_server.storage.lists import ListColumn
@@ -71,12 +71,12 @@ class Block:
         return np.arange(self.num_rows) if self.numbered is None else self.numbered.astype(np.int64)
 
     def is_validation(self, row: int, share: float) -> bool:
-        """Whether a row is of the validation split, which has that share of all rows."""
+        """Whether the hash holds a row out for validation, which has that share of all rows."""
         return bool(is_validation(self.splits[row : row + 1], share)[0])
 
-    def of_split(self, split: str, share: float) -> Block:
-        """The block of the rows of one split, "train" or "validation"."""
-        return self.take(np.flatnonzero(is_validation(self.splits, share) == (split == "validation")))
+    def selected(self, selection: Selection, share: float) -> Block:
+        """The block of the rows that a split has, where the hash holds out that share for validation."""
+        return self.take(np.flatnonzero(is_selected(is_validation(self.splits, share), selection)))
 
     def take(self, rows: IntArray) -> Block:
         """The block of some of the rows."""

@@ -17,7 +17,7 @@ import numpy as np
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
 from penstock_server.recipes import encode
-from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.recipes.split_hashes import is_validation, select_rows
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
@@ -89,7 +89,7 @@ class Blocks:
         Raises SnapshotGone: a shard is no longer the one whose footer was read.
         """
         asked = zip(indices, self.request(indices), strict=True)
-        return [self.of_split(self._wait(index, found), split) for index, found in asked]
+        return [self.of_split(index, self._wait(index, found), split) for index, found in asked]
 
     def each(self, indices: Sequence[int]) -> Generator[Block, None, None]:
         """The blocks at these indices, ascending, in turn. Raises what `get` raises.
@@ -119,9 +119,11 @@ class Blocks:
             else:
                 self._store.forget(future)
 
-    def of_split(self, block: Block, split: str) -> Block:
-        """The rows of a block that are of one split."""
-        return self._store.splits.of(block, split, self._snapshot.recipe.validation)
+    def of_split(self, index: int, block: Block, split: str) -> Block:
+        """The rows of one split in the block at an index."""
+        share = self._snapshot.validation
+        selection = select_rows(split, self._snapshot.split_of_block(index), share)
+        return self._store.splits.of(block, selection, share)
 
     @property
     def expected_bytes(self) -> IntArray:
@@ -193,7 +195,7 @@ class Blocks:
             self.get([index])
 
     def rows_of_shards(self, get_further: Callable[[], None] = lambda: None) -> Iterator[IntArray]:
-        """Rows of each block that are of the train and of the validation split, shape [2, blocks of the shard], by shard.
+        """Rows of each block that the hash keeps and holds out, shape [2, blocks of the shard], by shard.
 
         Reads nothing but the columns that the filter and the split need, if any, and calls `get_further` after each block.
         Raises what `get` raises.
@@ -201,10 +203,10 @@ class Blocks:
         return self._store.side_by_side(partial(self._count_rows, get_further), range(len(self._snapshot.shards)))
 
     def _count_rows(self, get_further: Callable[[], None], shard: int) -> IntArray:
-        recipe, indices = self._snapshot.recipe, self._snapshot.blocks_of_shard(shard)
+        indices = self._snapshot.blocks_of_shard(shard)
         counts = np.zeros((2, len(indices)), np.int64)
         for address, hashes in hashes_of_shard(self._snapshot, shard):
-            num_validation = int(is_validation(hashes, recipe.validation).sum())
+            num_validation = int(is_validation(hashes, self._snapshot.validation).sum())
             counts[:, address.index - indices.start] = len(hashes) - num_validation, num_validation
             get_further()
         return counts

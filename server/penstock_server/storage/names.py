@@ -42,7 +42,9 @@ class BlockNames:
         blocks = self._snapshot.blocks_of_shard(shard)
         sizes = self._snapshot.rows_per_block[blocks.start : blocks.stop].tolist()
         identity = _identity_of(self._snapshot.shards[shard])
-        return _digest([identity, sizes, self._shared, self._snapshot.recipe.validation])
+        own_split = self._snapshot.split_of_shard(shard)
+        of_others = [own_split] if own_split != "train" else []
+        return _digest([identity, sizes, self._shared, self._snapshot.validation, *of_others])
 
     def _of_group(self, address: BlockAddress) -> str:
         return _digest([*_identity_of(address.shard), address.row_group, address.rows_per_block, self._shared])

@@ -26,7 +26,7 @@ import pyarrow as pa
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.problems import OutOfMemory, Problem
 from penstock_server.recipes.encode import Selected
-from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.recipes.split_hashes import is_selected, is_validation
 from penstock_server.snapshots.snapshot import BlockAddress
 from penstock_server.storage.block import Block
 from penstock_server.storage.maps import Maps
@@ -250,7 +250,7 @@ class RowsOnDemand:
         if decoded is None:
             return False
         each.decoded = decoded
-        each.own = _rows_of_split(decoded.rows, split, reader)[each.rows]
+        each.own = _rows_of_split(decoded.rows, split, reader, each.at)[each.rows]
         each.picked = decoded.rows.take(decoded.missing(each.own))
         return True
 
@@ -461,7 +461,7 @@ class _Picker:
 
     def take(self, part: Selected) -> None:
         """Takes the rows of one part."""
-        own = _rows_of_split(part, self._split, self._reader)
+        own = _rows_of_split(part, self._split, self._reader, self._wanted.at)
         rows = self._wanted.rows - self._num_before
         self._parts.append(part.take(own[rows[(rows >= 0) & (rows < len(own))]]))
         self._num_before += len(own)
@@ -470,15 +470,16 @@ class _Picker:
         """After the last part: these are the rows that are wanted; `decoded` is the block, where it is kept."""
         self._wanted.decoded = decoded
         if decoded:
-            self._wanted.own = _rows_of_split(decoded.rows, self._split, self._reader)[self._wanted.rows]
+            self._wanted.own = _rows_of_split(decoded.rows, self._split, self._reader, self._wanted.at)[self._wanted.rows]
         self._wanted.picked = Selected.joined(self._parts)
 
 
-def _rows_of_split(rows: Selected, split: str, reader: RowGroupReader) -> IntArray:
-    """The indices of the rows that are of a split."""
-    if split == "all":
+def _rows_of_split(rows: Selected, split: str, reader: RowGroupReader, at: BlockAddress) -> IntArray:
+    """The indices of those rows of a block that are in a split."""
+    selection = reader.snapshot.select_in(at.index, split)
+    if selection == "all":
         return np.arange(len(rows.numbers))
-    return np.flatnonzero(is_validation(rows.hashes, reader.snapshot.recipe.validation) == (split == "validation"))
+    return np.flatnonzero(is_selected(is_validation(rows.hashes, reader.snapshot.validation), selection))
 
 
 def _answer(future: RowsFuture, answer: PickedRows | Block | BaseException) -> None:

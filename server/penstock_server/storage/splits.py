@@ -7,12 +7,13 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from penstock_server.recipes.split_hashes import Selection
 from penstock_server.storage.block import Block
 
 _BUDGET_BYTES = 256 << 20
 _LEAST_BYTES = 4096  # of Python's objects
 
-_Key = tuple[int, str, float]
+_Key = tuple[int, Selection, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,17 @@ class Splits:
         self._lock = threading.RLock()  # a block may go while this thread has it
         self._held = OrderedDict[_Key, _Held]()
 
-    def of(self, block: Block, split: str, share: float) -> Block:
-        """The block of the rows of one split, "train" or "validation", or itself for "all"; see Block.of_split."""
-        if split == "all":
+    def of(self, block: Block, selection: Selection, share: float) -> Block:
+        """The block of the rows of one split, or itself where these are all; see Block.selected."""
+        if selection == "all":
             return block
-        key = (id(block), split, share)
+        key = (id(block), selection, share)
         with self._lock:
             found = self._held.get(key)
             if found and found.block() is block:
                 self._held.move_to_end(key)
                 return found.split
-        made = block.of_split(split, share)
+        made = block.selected(selection, share)
         with self._lock:
             self._drop(key)
             self._held[key] = _Held(weakref.ref(block, lambda _: self._drop(key)), made, _nbytes(made))

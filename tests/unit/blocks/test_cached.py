@@ -188,8 +188,8 @@ def test_a_split_of_a_block_is_that_of_its_share_and_splits_are_held_within_a_bu
     splits = Splits(budget_bytes=3 * 8_000)
     for share in (0.1, 0.5, 0.1, 0.9):
         for block in blocks:
-            for split in ("train", "validation"):
-                assert rows_of(splits.of(block, split, share)) == rows_of(block.of_split(split, share))
+            assert rows_of(splits.of(block, "train", share)) == rows_of(block.selected("train", share))
+            assert rows_of(splits.of(block, "validation", share)) == rows_of(block.selected("validation", share))
         assert splits.of(block, "validation", share) is splits.of(block, "validation", share)
         assert splits.of(block, "all", share) is block
         assert 0 < splits.held_bytes <= 3 * 8_000
