@@ -228,3 +228,10 @@ def test_a_test_shard_that_comes_later_is_not_in_the_train_split_of_either_snaps
     catalog.refresh("d")
     assert rows_in(catalog, split="train") == {0: ROWS, 1: ROWS}
     assert rows_in(catalog, snapshot=before.snapshot, split="train")[0] < ROWS  # a running job keeps its rule
+
+
+def test_no_block_of_another_split_is_read_ahead_or_needs_room(open_named: Callable[..., Catalog]) -> None:
+    catalog = open_named(HUB)
+    plans = [plan_of(catalog, "d", batch_size=1, split=split) for split in ("train", "all")]
+    train, every = (plan.members[0] for plan in plans)
+    assert train.window_bytes == every.window_bytes // 2

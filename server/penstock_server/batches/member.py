@@ -82,7 +82,7 @@ class Member:
     def window_bytes(self) -> int:
         """About what the blocks of a window take in the cache: those of the first."""
         packing, order = self.epoch(0)
-        return int(self.index.bytes_per_block()[_blocks_of(packing, order.pools_of_window(0))].sum())
+        return int(self.index.bytes_per_block()[self._blocks_of(packing, order.pools_of_window(0))].sum())
 
     def read_ahead(self, epoch: int, position: int, step: int) -> None:
         """Has the blocks that come after a position made in the background; `step` are the positions of a global batch."""
@@ -91,15 +91,18 @@ class Member:
 
         def next_ones() -> list[tuple[int, int]]:
             pools, needed_at = order.ahead(position, count)
-            when = zip(pools.tolist(), needed_at.tolist(), strict=True)
-            return [(block, at) for pool, at in when for block in packing.blocks_of(pool)]
+            when = zip(pools, needed_at.tolist(), strict=True)
+            return [(block, at) for pool, at in when for block in self._blocks_of(packing, pool[None])]
 
         by_rows = self.order_key.packing != "concat"
         self.blocks.read_ahead((self.snapshot, self.order_key, epoch), position, count, next_ones, by_rows=by_rows)
 
-
-def _blocks_of(packing: Packing, pools: IntArray) -> list[int]:
-    return [block for pool in pools.tolist() for block in packing.blocks_of(pool)]
+    def _blocks_of(self, packing: Packing, pools: IntArray) -> list[int]:
+        """The blocks of some pools, without those of shards that the split leaves out."""
+        blocks = [block for pool in pools.tolist() for block in packing.blocks_of(pool)]
+        if self.snapshot.shard_splits:
+            blocks = [block for block in blocks if self.snapshot.select_in(block, self.order_key.split) != "none"]
+        return blocks
 
 
 def _plan(member: Member, epoch: int) -> PlannedEpoch:

@@ -113,6 +113,10 @@ class Snapshot:
         """The split of the shard that a block is in."""
         return self.split_of_shard(find_one(self.first_block_of_shard, block) if self.shard_splits else 0)
 
+    def select_in(self, block: int, split: str) -> Selection:
+        """Which rows of a block a split has."""
+        return select_rows(split, self.split_of_block(block), self.validation)
+
     @property
     def num_blocks(self) -> int:
         """Blocks of all shards."""

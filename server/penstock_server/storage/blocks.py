@@ -17,7 +17,7 @@ import numpy as np
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
 from penstock_server.recipes import encode
-from penstock_server.recipes.split_hashes import is_validation, select_rows
+from penstock_server.recipes.split_hashes import is_validation
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
@@ -121,9 +121,7 @@ class Blocks:
 
     def of_split(self, index: int, block: Block, split: str) -> Block:
         """The rows of one split in the block at an index."""
-        share = self._snapshot.validation
-        selection = select_rows(split, self._snapshot.split_of_block(index), share)
-        return self._store.splits.of(block, selection, share)
+        return self._store.splits.of(block, self._snapshot.select_in(index, split), self._snapshot.validation)
 
     @property
     def expected_bytes(self) -> IntArray:
