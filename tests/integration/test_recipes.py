@@ -358,7 +358,7 @@ def test_windows_without_room_are_told_of_with_both_numbers_and_what_fits(serve:
     ids = pa.array(np.arange(64 * 40_000).reshape(-1, 64).tolist(), pa.list_(pa.int32()))
     (tmp_path / "big").mkdir()
     pq.write_table(pa.table({"tokens": ids}), tmp_path / "big/part-000.parquet", row_group_size=500)
-    told = r"^big is shuffled in windows that take about (1\d,\d{3},\d{3}) bytes .* its budget is 2,000,000: .*window=(\d+)\.$"
+    told = r"^big is shuffled in windows that take about (1\d,\d{3},\d{3}) bytes .* has room for 2,000,000: .*window=(\d+)\.$"
     with serve(tmp_path, "--cache-bytes", "2MB") as server:
         with pytest.warns(UserWarning, match=told) as warned:
             dataset = RemoteDataset(server.url, "big", seq_len=64)

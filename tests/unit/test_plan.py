@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -179,3 +181,20 @@ def test_smaller_windows_are_advised_where_they_fit_and_still_mix(
     cache = plan.members[0].blocks.cache
     cache.budget_bytes = cache.configured_bytes = budget_mib << 20
     assert [sentence.partition("for nearly every batch. ")[2] for sentence in advice_on_run(plan)] == told
+
+
+@pytest.mark.parametrize("shuffle", ["none", "window", "global"])
+def test_a_run_is_told_of_a_cache_whose_disk_is_full_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: str
+) -> None:
+    plan = synthetic_plan(tmp_path, {"a": [[1000] * 10]}, shuffle=shuffle)
+    cache = plan.members[0].blocks.cache
+    cache.budget_bytes = cache.configured_bytes = 1 << 30
+    assert [*advice_on_run(plan)] == []
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: Mock(free=0))
+        [told] = advice_on_run(plan)
+        assert re.search(r"which has room for 0: blocks are decoded .* for nearly every batch\. Free disk space\.$", told)
+    cache.failure = "Read-only file system"
+    [told] = advice_on_run(plan)
+    assert f"the server cannot store blocks in {tmp_path}: Read-only file system. Blocks are decoded" in told

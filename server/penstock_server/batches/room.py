@@ -29,17 +29,29 @@ def check_room(plan: Plan) -> None:
 
 def advice_on_room(plan: Plan) -> str | None:
     """What follows from a cache that has no room for a window; None if it has."""
-    if plan.spec.shuffle != "window":
-        return None
     cache = plan.members[0].blocks.cache
-    needed, budget = sum(member.window_bytes for member in plan.members), cache.budget_bytes
-    if needed <= budget:
+    if cache.failure:
+        return (
+            f"the server cannot store blocks in {cache.folder}: {cache.failure}. Blocks are decoded and tokenized again for "
+            f"nearly every batch. Let the server write there, or name another folder with --cache-dir."
+        )
+    room = cache.room_bytes
+    largest = max(int(member.index.bytes_per_block().max()) for member in plan.members)
+    if plan.spec.shuffle == "none":
+        if largest <= room:
+            return None
+        return (
+            f"a block of {plan.dataset} takes up to about {largest:,} bytes in the server's block cache, which has room for "
+            f"{room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.way_out}."
+        )
+    needed = sum(member.window_bytes for member in plan.members)
+    if needed <= room:
         return None
     # Room for a window and the next, which is loaded ahead; a window is whole blocks.
-    fits = min(plan.spec.window, sum(plan.sizes)) * budget // needed // 2
-    largest = max(int(member.index.bytes_per_block().max()) for member in plan.members)
-    or_less = f", or use smaller windows: window={fits}" if fits >= _SMALL_WINDOW and 8 * largest <= budget else ""
+    fits = min(plan.spec.window, sum(plan.sizes)) * room // needed // 2
+    is_window = plan.spec.shuffle == "window" and fits >= _SMALL_WINDOW and 8 * largest <= room
+    or_less = f", or use smaller windows: window={fits}" if is_window else ""
     return (
-        f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, but its "
-        f"budget is {budget:,}: blocks are decoded and tokenized again for nearly every batch. {cache.way_out}{or_less}."
+        f"{plan.dataset} is shuffled in windows that take about {needed:,} bytes each in the server's block cache, "
+        f"which has room for {room:,}: blocks are decoded and tokenized again for nearly every batch. {cache.way_out}{or_less}."
     )

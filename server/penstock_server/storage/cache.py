@@ -70,7 +70,16 @@ class CacheFolder:
     @property
     def way_out(self) -> str:
         """What to do where it has no room: its budget may be small, or lowered by a full disk."""
-        return "Raise --cache-bytes" if self.budget_bytes == self.configured_bytes else "Free disk space"
+        return "Raise --cache-bytes" if self.room_bytes == self.configured_bytes else "Free disk space"
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of blocks that it can hold now: its budget, or less where the disk is full."""
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:
+            return self.budget_bytes
+        return min(self.budget_bytes, self.used_bytes + free)
 
     @property
     def used_bytes(self) -> int:
