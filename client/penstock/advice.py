@@ -28,17 +28,21 @@ class Advice:
     """Warns the loop of one iteration, of each thing once.
 
     `source` is asked how long some rows are; None: nobody is. `company` are the ranks that should be in the same epoch.
+    `num_batches` are those of the iteration.
     """
 
-    def __init__(self, source: Source | None, spec: Spec, epoch: int, company: Company | None = None) -> None:
+    def __init__(
+        self, source: Source | None, spec: Spec, epoch: int, company: Company | None = None, num_batches: int = 2
+    ) -> None:
         self._source, self._spec, self._epoch, self._company = source, spec, epoch, company
+        self._checked = min(2, num_batches)  # not the first batch if others follow: its loop would wait longer for it
         self._had_labels = self._had_place = True
 
     def look_at(self, batch: Batch, number: int, *, has_place: bool) -> None:
         """The loop is given batch `number` of the iteration; `has_place`: what state_dict tells is the place of this loop."""
         if self._had_labels and number <= _MOST_CHECKED:
             self._had_labels = self._check_labels(batch, number)
-        if self._source and number == 2:  # after the first, which nobody is to wait longer for
+        if self._source and number == self._checked:
             self._check_rows(self._source, batch)
             self._check_runs(batch)
             self._check_lines(batch)
@@ -80,7 +84,7 @@ class Advice:
         spec = self._spec
         if not spec.cuts_rows:
             return
-        data = (spec.mix or source.dataset) + ("" if spec.split == "all" else f", split={spec.split}")
+        data = (spec.mix or source.dataset) + ("" if spec.split in (None, "all") else f", split={spec.split}")
         rows = source.some_lengths(spec, self._epoch)
         told = [*advice_on_lengths(spec, rows, batch.keys())]
         has_labels = any(name.endswith("labels") for name in batch)  # else the loop makes its own

@@ -316,7 +316,7 @@ class RemoteDataset(IterableDataset[Batch]):
                 trains = self._replay is None and is_trained_on(spec) and not worker
                 is_shared = self._rank_was_found and self.world_size > 1  # who names a rank may have others in this job
                 company = Company(self.dataset, spec, at, self.rank) if trains and is_shared else None
-                advice = Advice(self._source if asks else None, spec, at.epoch, company)
+                advice = Advice(self._source if asks else None, spec, at.epoch, company, len(round_.steps))
                 for number, item in enumerate(feed, start=1):
                     if number == 1:
                         self._progress.take(round_)

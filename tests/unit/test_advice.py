@@ -113,6 +113,16 @@ def test_rows_that_are_mostly_cut_or_padded_are_told_of(
     assert [text[: len(expected)] for text, expected in zip(said, told, strict=True)] == told
 
 
+@pytest.mark.parametrize(("num_batches", "told_at"), [(1, 1), (2, 2), (9, 2)])
+def test_how_long_rows_are_is_told_after_the_first_batch_or_with_it_where_it_is_the_only_one(
+    num_batches: int, told_at: int
+) -> None:
+    advice = Advice(Rows([RowLength((20,), 0)]), Spec(seq_len=10), 0, None, num_batches)
+    for number in range(1, num_batches + 1):
+        said = said_by(lambda at=number: advice.look_at({"labels": LEARNED}, at, has_place=True))  # type: ignore[misc]
+        assert len(said) == (number == told_at)
+
+
 def test_what_cannot_be_packed_is_not_told_to_be() -> None:
     more = {"chosen_labels": False, "labels": True, "dataset_index": True, "score": False}
     for name, may_pack in more.items():

@@ -165,6 +165,24 @@ def test_a_skip_of_what_no_epoch_has_is_told_of(tmp_path: Path, skip: str, told:
 
 
 @pytest.mark.parametrize(
+    ("rows", "spec", "told"),
+    [
+        (60, {"batch_size": 32}, "28 of the 60 samples"),
+        (60, {"batch_size": 16, "world_size": 2}, "28 of the 60 samples"),
+        (60, {"batch_size": 32, "tail": "wrap"}, None),
+        (60, {"batch_size": 32, "offset": 20}, None),  # a run that goes on was told when it began
+        (100, {"batch_size": 45}, None),
+        (101, {"batch_size": 45}, "11 of the 101 samples"),
+        (64, {"batch_size": 32}, None),
+    ],
+)
+def test_many_samples_that_no_step_has_are_told_of(tmp_path: Path, rows: int, spec: dict[str, Any], told: str | None) -> None:
+    plan = synthetic_plan(tmp_path, {"a": [[rows]]}, **spec)
+    found = [text.partition("tail=drop leaves out ")[2].partition(" of each")[0] for text in advice_on_run(plan)]
+    assert [text for text in found if text] == ([told] if told else [])
+
+
+@pytest.mark.parametrize(
     ("rows_per_group", "budget_mib", "told"),
     [
         (20_000, 19, []),

@@ -17,6 +17,8 @@ from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.recipes.mask_columns import NAMES, OF_LOSS
 from penstock_server.snapshots.folders import list_folder
 
+_DROPPED_SHARE = 0.1  # of an epoch's samples
+
 
 def advice_on_folder(data_dir: Path) -> Iterator[str]:
     """What to know of a data folder: a recipe in it that nobody follows."""
@@ -45,10 +47,16 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
     """What to know of a run.
 
     A cache too small for its windows, rows sorted by their length for nothing, steps that no epoch has left out, prompts left
-    open, packed documents that are not marked, and all that is to be known of its datasets.
+    open, packed documents that are not marked, many samples dropped, and all that is to be known of its datasets.
     """
     of_members = [told(member) for member in plan.members for told in _OF_EACH]
-    of_run = (_of_needless_sorting(plan.spec), _of_needless_skip(plan), _of_open_prompts(plan), _of_packed_rows(plan))
+    of_run = (
+        _of_needless_sorting(plan.spec),
+        _of_needless_skip(plan),
+        _of_open_prompts(plan),
+        _of_packed_rows(plan),
+        _of_dropped_samples(plan),
+    )
     yield from filter(None, (advice_on_room(plan), *of_run, *of_members))
 
 
@@ -182,6 +190,19 @@ def _of_guessed_eos(served: Served | Member) -> str | None:
 
 
 _OF_EACH = (_of_named_splits, _of_unused_columns, _of_unsaid_bos, _of_guessed_eos, _of_open_answers)  # dataset
+
+
+def _of_dropped_samples(plan: Plan) -> str | None:
+    """Samples that tail=drop leaves out, where they are a large part of each epoch; None if they are not."""
+    schedule, spec = plan.schedule, plan.spec
+    num_dropped = schedule.num_samples - schedule.num_steps * spec.samples_per_step
+    if spec.tail != "drop" or spec.offset or num_dropped <= _DROPPED_SHARE * schedule.num_samples:
+        return None
+    return (
+        f"{plan.dataset}: tail=drop leaves out {num_dropped:,} of the {schedule.num_samples:,} samples of each epoch, which do "
+        f"not fill a step of batch_size x world_size = {spec.samples_per_step:,}. Choose a batch_size that divides them more "
+        f"evenly, or use tail=wrap, which fills the last step from the epoch's start."
+    )
 
 
 def _of_open_prompts(plan: Plan) -> str | None:
