@@ -316,7 +316,7 @@ def test_the_documentation_page_tries_a_run_of_one_batch_and_no_whole_epoch(serv
 def test_any_address_of_a_batch_is_a_frame_with_that_address(server: Server) -> None:
     [frame] = server.frames("/v1/datasets/numbers/epochs/6/ranks/2/batches/9", world_size=3, batch_size=2)
     snapshot = server.json("/v1/datasets/numbers")["snapshot"]
-    spec = Spec(world_size=3, batch_size=2, snapshot=snapshot)
+    spec = Spec(world_size=3, batch_size=2, split="all", snapshot=snapshot)
     assert frame.address == wire.Address(dataset="numbers", snapshot=snapshot, spec=spec.digest, epoch=6, rank=2, step=9)
 
 
