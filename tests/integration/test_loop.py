@@ -442,3 +442,24 @@ def test_a_compiled_function_may_take_batches(server: Server, monkeypatch: pytes
         batches.close()  # type: ignore[attr-defined]
     assert are_traced
     assert not any(are_traced)
+
+
+def test_a_run_of_one_step_is_told_of_its_split_dropped_samples_and_cut_rows(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    folder = tmp_path / "squad"
+    folder.mkdir()
+    for number, name in enumerate(("test", "train", "validation")):
+        ids = pa.array([[number] * 100] * 60, pa.list_(pa.int32()))
+        pq.write_table(pa.table({"input_ids": ids}), folder / f"{name}-00000-of-00001.parquet")
+    with serve(tmp_path) as server:
+        for split, rows in ((None, {1}), ("test", {0}), ("all", {0, 1, 2})):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                data = RemoteDataset(server.url, "squad", batch_size=32, seq_len=8, split=split, shuffle="none")  # type: ignore[arg-type]
+                assert {int(row) for batch in data for row in batch["input_ids"].unique()} <= rows
+            said = [str(warning.message) for warning in told]
+            assert f"this run has split={split or 'train'}. " in "".join(said)
+            assert len(data) == (5 if split == "all" else 1)
+            assert ("tail=drop leaves out 28 of the 60 samples" in "".join(said)) == (split != "all")
+            assert "92% of the tokens of all are in no batch" in said[-1]
