@@ -40,7 +40,7 @@ from penstock.mix import spell_mix
 from penstock.place.progress import Progress, Round
 from penstock.place.resuming import stretch_behind
 from penstock.place.state import write_state
-from penstock.rank import Worker, check_rank, find_rank, find_worker
+from penstock.rank import Worker, check_not_sharded_again, check_rank, find_rank, find_worker
 from penstock.source import Source
 from penstock.spec import (
     LARGEST_COUNT,
@@ -344,6 +344,7 @@ class RemoteDataset(IterableDataset[Batch]):
         """
         if self._rank_was_found:
             check_rank(self.rank, self.world_size)
+        check_not_sharded_again(self, self.world_size)
         if self._agreement and not find_worker():
             self._agreement.check(self.snapshot)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from penstock.errors import PenstockError, SpecError
 from penstock.whole import is_whole, plain
@@ -51,6 +53,29 @@ def check_rank(rank: int, world_size: int) -> None:
             f"This is rank {now[0]} of {now[1]}: ranks would train on the same samples. Make it after "
             f"init_process_group, or pass rank and world_size."
         )
+
+
+def check_not_sharded_again(data: Dataset[Any], world_size: int) -> None:
+    """Raises PenstockError: Accelerate iterates over this dataset to split each rank's share among the ranks again."""
+    if world_size == 1 or "accelerate" not in sys.modules:
+        return
+    from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+    from accelerate.state import GradientState
+
+    loader = GradientState().active_dataloader  # the prepared loader whose loop has begun last
+    splits = isinstance(loader, DataLoaderDispatcher) or isinstance(getattr(loader, "dataset", None), IterableDatasetShard)
+    if splits and _holds(loader.dataset, data):
+        raise PenstockError(
+            f"this dataset gives each of {world_size} ranks its share, and accelerator.prepare() splits that share among the "
+            f"ranks again: most samples would be lost. Prepare the model and the optimizer only, and loop over the dataset."
+        )
+
+
+def _holds(dataset: Dataset[Any], data: Dataset[Any]) -> bool:
+    """Whether one dataset is the other, or wraps it."""
+    if dataset is data:
+        return True
+    return any(isinstance(value, Dataset) and _holds(value, data) for value in vars(dataset).values())
 
 
 def _of_environment() -> tuple[int, int]:

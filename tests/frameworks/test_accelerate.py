@@ -1,10 +1,15 @@
 """Accelerate: two processes, each with the batches of its rank, which are not sharded a second time."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from recorded import Given, run_example, whole_run
+from penstock import PenstockError, RemoteDataset
+from recorded import SPEC, Given, run_example, whole_run
 
 LIBRARY = "accelerate"
 
@@ -44,3 +49,40 @@ def test_steps_are_counted_on_where_the_number_of_ranks_changes(url: str, tmp_pa
     )
     train_accelerate.main([url, "numbers", "--steps", "7", "--checkpoint", checkpoint])
     assert given == whole_run(url, 11)[8:]
+
+
+class Mapped(IterableDataset[Any]):
+    def __init__(self, data: RemoteDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.data
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("dispatches", [False, True])
+def test_loader_that_accelerate_shards_again_is_refused(url: str, dispatches: bool, num_workers: int, is_wrapped: bool) -> None:
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.state import GradientState
+
+    data = RemoteDataset(url, "numbers", rank=0, world_size=2, **SPEC)
+    dataset = Mapped(data) if is_wrapped else data
+    loader = DataLoader(dataset, batch_size=None if dispatches else 1, num_workers=num_workers)
+    prepared = prepare_data_loader(
+        loader, torch.device("cpu"), num_processes=2, process_index=0, put_on_device=True, dispatch_batches=dispatches
+    )
+    try:
+        with pytest.raises(PenstockError, match=r"accelerator\.prepare\(\) splits that share among the ranks again"):
+            next(iter(prepared))
+    finally:
+        GradientState._reset_state()
+    assert len(list(data)) == 10
+
+
+def test_loader_that_accelerate_prepares_for_one_rank_gives_the_epoch(url: str) -> None:
+    from accelerate.data_loader import prepare_data_loader
+
+    data = RemoteDataset(url, "numbers", rank=0, world_size=1, **SPEC)
+    prepared = prepare_data_loader(DataLoader(data, batch_size=None), num_processes=1, process_index=0)
+    assert len(list(prepared)) == 20
