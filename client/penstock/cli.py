@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 from penstock import __version__
-from penstock.ending import ends_as_usual, ends_at
+from penstock.ending import ExitWithoutTeardown, ends_as_usual, ends_at
 
 _SERVER_COMMANDS = ("serve", "inspect", "prepare", "sample", "import")
 _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn")
@@ -19,6 +19,16 @@ _SERVER_NEEDS = ("penstock_server", "fastapi", "pyarrow", "tokenizers", "uvicorn
 def main() -> int:
     """Runs one command; the value is the process's exit status."""
     _read_names_as_utf8()
+    leaving = ExitWithoutTeardown()
+    try:
+        leaving.status = _run_unless_stopped()
+    except SystemExit as error:
+        leaving.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    return leaving.status
+
+
+def _run_unless_stopped() -> int:
     try:  # around most imports, too: Ctrl-C in the first moment would end in a traceback
         from penstock.display.stdout import print_anything
 

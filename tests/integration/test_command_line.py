@@ -305,6 +305,36 @@ sys.exit(cli.main())
     assert (done.returncode, done.stderr) == (130, "penstock: stopped\n")
 
 
+@pytest.mark.parametrize(
+    ("ending", "status", "told"),
+    [("return 0", 0, ""), ("return 3", 3, ""), ("sys.exit(2)", 2, ""), ("raise ValueError('a fault')", 1, "a fault")],
+)
+def test_command_ends_with_its_status_and_output_without_the_interpreters_teardown(ending: str, status: int, told: str) -> None:
+    """Threads of libraries that still run would abort the process there."""
+    script = f"""
+import sys
+from penstock import cli
+
+class Noticed:
+    def __del__(self):
+        print("torn down")
+
+noticed = Noticed()
+
+def run():
+    import atexit
+    atexit.register(print, "handler")
+    print("output")
+    {ending}
+
+cli._run = run
+sys.exit(cli.main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "output\nhandler\n")
+    assert told in done.stderr
+
+
 def test_another_ctrl_c_ends_a_command_at_once_and_without_a_traceback() -> None:
     script = """
 import sys, threading, time
