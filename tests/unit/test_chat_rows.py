@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from corpora import EOS, write_tokenizer
 from penstock import Spec
@@ -330,7 +330,8 @@ def test_masks_of_token_ids_are_told_where_they_are_none(folder: Folder) -> None
 
 def test_prompts_of_an_encoder_are_closed_only_where_the_recipe_does(folder: Folder) -> None:
     spec = Spec(batch_size=1, seq_len=8, task="seq2seq")
-    folder.write({"question": ["fox"], "response": ["dog"]}, 'prompt = "question"\nresponse = "response"', {}, "</s>")
+    columns, config = {"question": ["fox"], "response": [" dog"]}, {"eos_token": "</s>"}
+    folder.write(columns, 'prompt = "question"\nresponse = "response"', config, "</s>")
     assert folder.advice_on(spec) == []
     folder.closes("</s>")
     [told] = folder.advice_on(spec)
@@ -338,7 +339,7 @@ def test_prompts_of_an_encoder_are_closed_only_where_the_recipe_does(folder: Fol
     assert 'set prompt = "{question}</s>" in penstock.toml; prompts of more than seq_len=8 tokens lose it' in told
     assert folder.advice_on(replace(spec, task="causal")) == []
     shutil.copytree(folder.path, folder.path.with_name("open"))
-    folder.write({"question": ["fox"], "response": ["dog"]}, 'prompt = "{question}</s>"\nresponse = "response"')
+    folder.write(columns, 'prompt = "{question}</s>"\nresponse = "response"', config)
     assert folder.advice_on(spec) == []
     [told] = folder.advice_on(replace(spec, mix="d:1,open:1"))
     assert told.startswith("open: the tokenizer puts </s>")
@@ -357,3 +358,59 @@ def test_of_pairs_of_which_some_are_text_and_others_chats_it_is_told(folder: Fol
     assert folder.advice() == ""
     folder.write({"prompt": [CHAT[:1]], "chosen": ["a"], "rejected": ["b"]}, "", config)
     assert "d: prompt of its shards is not used" in folder.advice()
+
+
+BARE = "d: in its first rows nothing separates"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "recipe", "is_told"),
+    [
+        ([("fox?", "dog")], "", True),
+        ([("fox", "dog"), ("the", "over"), (None, "dog"), ("fox", "")], "", True),
+        ([("fox", " dog")], "", False),
+        ([("fox\n", "dog")], "", False),
+        ([("fox", "dog"), ("fox", " dog")], "", False),
+        ([("fox", "dog")], 'prompt = "{prompt}\\n"\nresponse = "response"', False),
+        ([("fox", "dog"), ("fox:", "dog")], "filter = \"prompt = 'fox:'\"", True),
+        ([("[INST] fox [/INST]", "dog")], "", False),
+        ([("fox", "<|endoftext|>")], "", False),
+        ([("狐", "犬")], "", False),
+    ],
+)
+def test_responses_that_run_into_their_prompts_are_told_to_the_server_and_to_a_run(
+    folder: Folder, pairs: list[tuple[str | None, str]], recipe: str, is_told: bool
+) -> None:
+    prompts, responses = zip(*pairs, strict=True)
+    folder.write({"prompt": prompts, "response": responses}, f'{recipe}\non_bad_row = "substitute"\nmax_bad_share = 0.9')
+    assert (BARE in folder.advice()) == is_told
+    assert any(sentence.startswith(BARE) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16))) == is_told
+    assert not any(sentence.startswith(BARE) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16, task="seq2seq")))
+
+
+def test_a_tokenizer_that_puts_a_blank_before_every_text_separates_responses(folder: Folder) -> None:
+    folder.write({"prompt": ["fox"], "response": ["dog"]})
+    assert BARE in folder.advice()
+    tokenizer = Tokenizer.from_file(str(folder._tokenizer))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.save(str(folder._tokenizer))
+    assert BARE not in folder.advice()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_told"), [("", True), ('filter = "label = true"', False), ('columns = ["label"]', False)]
+)
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_label_of_answers_that_nothing_looks_at_is_told(folder: Folder, recipe: str, is_told: bool, ids: bool) -> None:
+    texts = {"prompt": [[1, 2]] * 2, "completion": [[3]] * 2} if ids else {"prompt": ["fox"] * 2, "completion": [" dog"] * 2}
+    folder.write(texts | {"label": [True, False]}, recipe)
+    told = "d: label of its shards is not used, so answers with label = false are learned like the others."
+    assert (told in folder.advice()) == is_told
+    assert any(sentence.startswith(told) for sentence in folder.advice_on(Spec(batch_size=1, seq_len=16))) == is_told
+    assert ("label" in folder.served.snapshot.recipe.unused) == is_told
+
+
+def test_a_run_is_told_what_the_server_says_of_its_rows(folder: Folder) -> None:
+    folder.write({"prompt": ["fox"], "response": [" dog"]}, "", {}, *USUAL)
+    assert folder.advice()
+    assert folder.advice_on(Spec(batch_size=1, seq_len=16)) == folder.advice().split("\n")

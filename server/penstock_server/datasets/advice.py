@@ -13,6 +13,7 @@ from penstock_server.batches.member import Member
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.room import advice_on_room
 from penstock_server.datasets.held import Served
+from penstock_server.problems import Problem
 from penstock_server.recipes.declaration import FILE_NAME
 from penstock_server.recipes.mask_columns import NAMES, OF_LOSS
 from penstock_server.snapshots.folders import list_folder
@@ -34,11 +35,10 @@ def advice_on_folder(data_dir: Path) -> Iterator[str]:
 def advice_on_data(datasets: Collection[Served], budget_bytes: int) -> Iterator[str]:
     """What to know of datasets.
 
-    A cache too small for a block, splits in one folder, columns without use, BOS and EOS in doubt, answers without an end, too
-    many bad rows.
+    A cache too small for a block, what is to be known of each dataset, too many bad rows.
     """
     found = [_of_tight_cache(budget_bytes, datasets)]
-    found += [told(served) for served in datasets for told in _OF_EACH]
+    found += [told(served) for served in datasets for told in (*_OF_EACH, _of_bare_borders)]
     found += [served.blocks.quarantine.refusal for served in datasets]
     yield from filter(None, found)
 
@@ -50,6 +50,8 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
     open, packed documents that are not marked, many samples dropped, and all that is to be known of its datasets.
     """
     of_members = [told(member) for member in plan.members for told in _OF_EACH]
+    if plan.spec.task != "seq2seq":
+        of_members += map(_of_bare_borders, plan.members)
     of_run = (
         _of_needless_sorting(plan.spec),
         _of_needless_skip(plan),
@@ -58,6 +60,20 @@ def advice_on_run(plan: Plan) -> Iterator[str]:
         _of_dropped_samples(plan),
     )
     yield from filter(None, (advice_on_room(plan), *of_run, *of_members))
+
+
+def _of_bare_borders(served: Served | Member) -> str | None:
+    """The advice on responses that begin where their prompt ends, without a blank; None if they do not."""
+    with suppress(Problem, ValueError):  # the first batch tells of a shard that cannot be read
+        if served.blocks.have_bare_borders:
+            prompt, response = (source.text for _, source in served.snapshot.recipe.fields)
+            template = response if "{" in response else f"{{{response}}}"
+            return (
+                f"{served.name}: in its first rows nothing separates {prompt} and {response}: the last word of a prompt runs "
+                f"into the first word of its response, since nothing is inserted between them. If the model expects a blank or "
+                f'a line break, set response = " {template}" in {served.snapshot.folder / FILE_NAME}.'
+            )
+    return None
 
 
 def _of_tight_cache(budget_bytes: int, datasets: Collection[Served]) -> str | None:
@@ -99,6 +115,12 @@ def _of_unused_columns(served: Served | Member) -> str | None:
     """What follows from columns that would tell what is learned, and that nothing is made of; None if there is none."""
     if not (unused := served.snapshot.recipe.unused):
         return None
+    if unused == ("label",):
+        return (
+            f"{served.name}: label of its shards is not used, so answers with label = false are learned like the others. To "
+            f'leave them out, set filter = "label = true" in {served.snapshot.folder / FILE_NAME}; for a loss that needs the '
+            f'label, such as that of KTO, set columns = ["label"].'
+        )
     if unused == ("tools",):
         return (
             f"{served.name}: tools of its shards is not used, since its chat template looks at no tools. Take a template that "

@@ -46,7 +46,7 @@ class Recipe:
     first         the columns of the first shard: no other shard may have more that tell what is learned
     unused        columns that tell what is learned, by their names, and are not used. Of ids they are masks; of texts, of which
                   every token is learned, chats or answers; of preference pairs, a prompt of another type than the answers;
-                  of chats, tools that their template does not look at
+                  of chats, tools that their template does not look at; of prompts and responses, the label of KTO's data
     unsaid_bos    the token that the tokenizer itself would open a text with, where penstock.toml does not say bos
     guessed_eos   the tokens of which the first was taken for the EOS, where nothing names one and the tokenizer has several
     filter        which rows are served; None for all

@@ -13,7 +13,7 @@ from penstock_server.recipes.chat_files import load_chat_template, read_chat_tem
 from penstock_server.recipes.declaration import FILE_NAME, read_declaration
 from penstock_server.recipes.fields import Field, FieldError
 from penstock_server.recipes.filter_sql import FilterError
-from penstock_server.recipes.filters import parse_filter
+from penstock_server.recipes.filters import Filter, parse_filter
 from penstock_server.recipes.fitting import Fields, Kind, check_tools, holds_tools, may_hold_tools, travelling_column
 from penstock_server.recipes.mask_columns import NAMES, Masks, find_masks
 from penstock_server.recipes.messages import TemplateError
@@ -72,6 +72,7 @@ class _Reader:
         is_closed = kind == "tokens" or chat is not None
         eos_id = special.eos_id(is_closed=is_closed)
         masks = self._masks(fields)
+        row_filter = parse_filter(given["filter"], self._file_schema) if "filter" in given else None
         split_by = Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None
         return Recipe(
             kind=kind,
@@ -88,8 +89,10 @@ class _Reader:
             unsaid_bos=tokenizer.opening if tokenizer and not (is_closed or "bos" in given) else None,
             guessed_eos=special.guessed_eos,
             first=FirstShard(self._folder, given, self._schema, takes_tools=self._takes_tools(chat)),
-            unused=unused_columns(kind, fields, masks, given, self._schema) or self._unused_tools(chat),
-            filter=parse_filter(given["filter"], self._file_schema) if "filter" in given else None,
+            unused=unused_columns(kind, fields, masks, given, self._schema)
+            or self._unused_tools(chat)
+            or self._unused_label(fields, row_filter),
+            filter=row_filter,
             transform=self._transform,
             splits=given.get("splits"),
             validation=float(given["validation"]) if "validation" in given else None,
@@ -112,6 +115,13 @@ class _Reader:
 
     def _unused_tools(self, chat: ChatTemplate | None) -> tuple[str, ...]:
         return ("tools",) if holds_tools(self._schema) and chat and not chat.takes_tools and "tools" not in self._given else ()
+
+    def _unused_label(self, fields: Fields, row_filter: Filter | None) -> tuple[str, ...]:
+        """The column that tells good answers from bad ones, as KTO's data has it, where nothing looks at it."""
+        if self._transform or "response" not in dict(fields) or "label" in self._given.get("columns", []):
+            return ()
+        is_there = any(field.name == "label" and pa.types.is_boolean(field.type) for field in self._schema)
+        return ("label",) if is_there and not (row_filter and "label" in row_filter.columns) else ()
 
     def _tokenizer(self, kind: Kind, fields: Fields) -> TokenizerFile | None:
         path = self._tokenizer_path(kind)

@@ -11,6 +11,8 @@ from penstock_server.recipes.fields import Field
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.turns import Lists, every, joined
 
+_LOOKED_AT = 20  # characters on each side of the border between a prompt and its response
+
 
 def tokenized(rows: Rows, role: str, *, opens: bool = False, closes: bool = False) -> Lists:
     """The ids of a field of text, each opened by the recipe's BOS and closed by its EOS where asked for."""
@@ -22,6 +24,24 @@ def tokenized(rows: Rows, role: str, *, opens: bool = False, closes: bool = Fals
         note(row, "has no tokens")
     opening, closing = special(recipe.bos_id if opens else None), special(recipe.eos_id if closes else None)
     return joined([every(opening, len(rows)), found, every(closing, len(rows))])
+
+
+def have_bare_borders(rows: Rows) -> bool:
+    """Whether in each of some rows the words of prompt and response run together. A row without either does not count."""
+    prompts, responses = (_texts(rows, rows.field(role)) for role in ("prompt", "response"))
+    pairs = [(p[-_LOOKED_AT:], r[:_LOOKED_AT]) for p, r in zip(prompts, responses, strict=True) if p and r]
+    return bool(pairs) and all(_run_together(rows, *pair) for pair in pairs)
+
+
+def _run_together(rows: Rows, prompt: str, response: str) -> bool:
+    # Other scripts have no blanks between words, and a prompt may end with a mark such as [/INST].
+    last, first = prompt[-1], response[0]
+    if not ((last + first).isascii() and (last.isalnum() or last in ".,:;!?") and first.isalnum()):
+        return False
+    tokenizer = rows.recipe.tokenizer
+    assert tokenizer
+    ids, _ = tokenizer.encode([prompt, response], lambda *_: None)
+    return prompt[-5:] + response[:5] in tokenizer.decode(ids.tolist())  # a tokenizer may put a blank before each text
 
 
 def special(token: int | None) -> list[int]:

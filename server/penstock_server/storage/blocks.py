@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -17,11 +17,13 @@ import numpy as np
 from penstock_server.geometry.arrays import IntArray
 from penstock_server.machine import num_cores
 from penstock_server.recipes import encode
+from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.split_hashes import is_validation
+from penstock_server.recipes.texts import have_bare_borders
 from penstock_server.snapshots.snapshot import Snapshot
 from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
-from penstock_server.storage.decode import hashes_of_shard
+from penstock_server.storage.decode import first_rows, hashes_of_shard
 from penstock_server.storage.names import BlockNames
 from penstock_server.storage.on_demand import RowsFuture
 from penstock_server.storage.quarantine import Quarantine
@@ -32,6 +34,7 @@ _Found = TypeVar("_Found", Asked, "Asked | RowsFuture")
 
 _LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_NAMES = 1 << 15  # of blocks; to find one takes longer than a row of the block to copy
+_FIRST_ROWS = 16  # that are looked at for what stands between prompts and responses
 _LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
 _MOST_AHEAD = 1 << 12  # blocks that read-ahead is told of at a time
 _HEAD_BYTES = 1000  # about what a stored block takes beside its rows
@@ -149,6 +152,17 @@ class Blocks:
         looked_at: list[int] = np.unique(np.linspace(0, len(expected) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
         taken = sum(block.nbytes for block in self.get(looked_at))
         self._correction = taken / int(expected[looked_at].sum())
+
+    @cached_property
+    def have_bare_borders(self) -> bool:
+        """Whether the prompts and responses of the first rows run together.
+
+        Raises what `get` raises. Raises ValueError: the tokenizer fails.
+        """
+        recipe = self._snapshot.recipe
+        if recipe.kind != "prompt_response" or recipe.transform:
+            return False
+        return have_bare_borders(Rows.of(first_rows(self._snapshot, _FIRST_ROWS), recipe))
 
     @property
     def cache(self) -> CacheFolder:

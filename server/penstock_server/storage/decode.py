@@ -71,6 +71,26 @@ def rows_of_group(
                 yield at, first, rows
 
 
+def first_rows(snapshot: Snapshot, num_rows: int) -> pa.RecordBatch:
+    """The rows that the filter keeps among the first `num_rows` of the first row group. Raises what `reading` raises."""
+    recipe, address = snapshot.recipe, snapshot.block(0)
+    with (
+        reading(snapshot, address),
+        _opened(snapshot, address.shard) as (source, opened),
+        open_parquet(
+            source,
+            metadata=_footers.of(address.shard.path, source, opened),
+            buffer_size=_BUFFER_BYTES,
+            pre_buffer=False,
+            arrow_extensions_enabled=False,
+        ) as file,
+    ):
+        batches = file.iter_batches(num_rows, [address.row_group], recipe.read_columns, use_threads=False)
+        rows = next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
+        rows.validate()
+        return select(rows, recipe, address.place)[0]
+
+
 def _rows_of_a_portion(group: pq.RowGroupMetaData, columns: list[str] | None) -> int:
     chunks = [group.column(number) for number in range(group.num_columns)]
     read = [chunk.num_values for chunk in chunks if columns is None or _is_of(chunk.path_in_schema, columns)]
