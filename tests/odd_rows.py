@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def index_of(blocks: Blocks, folder: Path) -> Index:
 def none_is_bad(row: int, reason: str) -> None:
     """A `Note` for texts that must all be tokenized."""
     raise AssertionError(f"row {row} {reason}")
+
+
+def as_json(*values: Any) -> pa.Array:
+    """A column of Parquet's JSON type; None is no value at all."""
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
 
 
 def broken_text(*texts: bytes) -> pa.Array:

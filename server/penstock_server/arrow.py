@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -26,5 +29,44 @@ def list_lengths(array: pa.Array) -> IntArray:
 
 
 def raw_texts(array: pa.Array) -> pa.Array:
-    """A column of text or bytes as large_binary: not every text is UTF-8."""
-    return pc.cast(array, pa.large_binary())
+    """A column of text, JSON or bytes as large_binary: not every text is UTF-8.
+
+    A JSON string is its characters, JSON null is null, any other JSON value is its JSON text. Invalid JSON is text.
+    """
+    raw = pc.cast(array, pa.large_binary())
+    return pa.array(map(_raw_text, raw.to_pylist()), raw.type) if isinstance(array.type, pa.JsonType) else raw
+
+
+def _raw_text(raw: bytes | None) -> bytes | None:
+    try:
+        value = parsed_json(raw.decode()) if raw else raw
+    except UnicodeDecodeError:
+        return raw
+    if value is None:
+        return None
+    return value.encode(errors="surrogatepass") if isinstance(value, str) else raw
+
+
+def parsed_json(text: str) -> Any:
+    """The value of a JSON text; the text itself where it is no valid JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def without_json_type(array: pa.Array) -> pa.Array:
+    """An array with JSON as plain text, as `raw_texts` has it; also in the fields of structs."""
+    if isinstance(array.type, pa.JsonType):
+        return pc.cast(raw_texts(array), pa.large_string(), safe=False)
+    if not (pa.types.is_struct(array.type) and holds_json(array.type)):
+        return array
+    children = [without_json_type(child) for child in array.flatten()]
+    return pa.StructArray.from_arrays(children, [field.name for field in array.type], mask=array.is_null())
+
+
+def holds_json(type_: pa.DataType) -> bool:
+    """Whether values of a type are JSON, or hold values of Parquet's JSON type."""
+    if isinstance(type_, pa.BaseExtensionType) or not pa.types.is_nested(type_):
+        return isinstance(type_, pa.JsonType)
+    return any(holds_json(type_.field(number).type) for number in range(type_.num_fields))

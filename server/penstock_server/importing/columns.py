@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from penstock.wording import cut, did_you_mean, listed
+from penstock_server.arrow import holds_json
 from penstock_server.importing.source import ImportRefused, Survey
 from penstock_server.recipes.column_types import is_tokens, num_leaves
 
@@ -24,10 +25,12 @@ class ColumnsDiffer(ValueError):
 def normal(type_: pa.DataType, *, dates: bool = True) -> pa.DataType:
     """The plain type for one that says the same of values and more of their storage.
 
-    Text that is a dictionary, large or a view is string, lists of any kind are list; without `dates`, a timestamp is
+    Text that is a dictionary, large or a view is string, JSON stays JSON, lists of any kind are list; without `dates`, a timestamp is
     string. Raises ValueError: pyarrow cannot make it a list.
     """
     types = pa.types
+    if isinstance(type_, pa.JsonType):
+        return pa.json_()
     if isinstance(type_, pa.BaseExtensionType):
         return normal(type_.storage_type, dates=dates)
     if types.is_dictionary(type_):
@@ -238,12 +241,25 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
             arrays.append(pa.nulls(table.num_rows, field.type))
             continue
         try:
-            arrays.append(_without_dictionary_of_views(table.column(field.name)).cast(field.type))
+            column = _without_dictionary_of_views(table.column(field.name))
+            # Arrow casts no JSON of large strings to JSON of strings at once.
+            arrays.append((column.cast(_stored(field.type)) if holds_json(field.type) else column).cast(field.type))
         except MemoryError:
             raise
         except pa.ArrowException as error:
             raise ValueError(f"column {field.name!r} does not fit {_short(field.type)}: {error}") from error
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _stored(type_: pa.DataType) -> pa.DataType:
+    """A normal type with text for JSON."""
+    if isinstance(type_, pa.JsonType):
+        return pa.string()
+    if pa.types.is_list(type_):
+        return pa.list_(_stored(type_.value_type))
+    if pa.types.is_struct(type_):
+        return pa.struct([(field.name, _stored(field.type)) for field in type_])
+    return pa.map_(type_.key_type, _stored(type_.item_type)) if pa.types.is_map(type_) else type_
 
 
 def _without_dictionary_of_views(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -122,7 +122,7 @@ def _nested(rows: Rows, source: Field) -> list[Any]:
     array, note = rows.values(source), partial(rows.note, of=source.text)
     try:
         return json_values(array)
-    except (UnicodeDecodeError, OverflowError):
+    except (UnicodeError, OverflowError):
         return [_one_nested(array[row : row + 1], row, note) for row in range(len(array))]
 
 
@@ -131,6 +131,8 @@ def _one_nested(one: pa.Array, row: int, note: Note) -> Any:
         return json_values(one)[0]
     except UnicodeDecodeError:
         note(row, "is not valid UTF-8")
+    except UnicodeEncodeError:
+        note(row, "has a JSON value with half of a surrogate pair, which is no text")
     except OverflowError:
         note(row, "has a date outside the years 1 to 9999")
     return None

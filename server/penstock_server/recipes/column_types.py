@@ -56,8 +56,8 @@ def is_booleans(type_: pa.DataType) -> bool:
 
 
 def is_messages(type_: pa.DataType) -> bool:
-    """Whether a column of this type holds lists of messages: structs with a role and a content."""
-    return is_list_of(type_, {"role", "content"})
+    """Whether a column of this type holds lists of messages: structs with a role and a content, or values of JSON type."""
+    return is_list_of(type_, {"role", "content"}) or (_is_list(type_) and isinstance(type_.value_type, pa.JsonType))
 
 
 def is_chats(type_: pa.DataType) -> bool:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.wording import listed, perhaps
+from penstock_server.arrow import without_json_type
 
 _Path = tuple[str, ...]
 
@@ -122,4 +123,5 @@ def _values(path: _Path, rows: pa.RecordBatch) -> pa.Array:
 
 
 def _as_text(values: pa.Array) -> pa.Array:
+    values = without_json_type(values)
     return pc.cast(values, pa.large_string(), safe=False)  # bytes that are no UTF-8 make a bad row, and not a bad block

@@ -18,6 +18,7 @@ import pyarrow.acero as acero
 import pyarrow.compute as pc
 
 from penstock.wording import cut
+from penstock_server.arrow import without_json_type
 from penstock_server.parquet import parquet_fragment
 from penstock_server.recipes.filter_sql import SHOWN, FilterError, Meaning, parse
 from penstock_server.recipes.filter_terms import Term
@@ -55,7 +56,7 @@ class Filter:
         whose case is changed is not valid UTF-8.
         """
         try:
-            rows = rows.select(list(self.columns))
+            rows = pa.record_batch({name: without_json_type(rows.column(name)) for name in self.columns})
             return _evaluate(pa.Table.from_batches([rows]), self._condition(rows.schema).value)
         except MemoryError:
             raise

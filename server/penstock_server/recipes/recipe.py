@@ -23,6 +23,7 @@ from penstock_server.recipes.transform import Transform
 
 # To be raised where equal recipes come to make other tokens of equal rows: all runs end then, and all rows are tokenized anew.
 _READING = 1
+_JSON_READING = 1  # likewise where equal values of Parquet's JSON type come to be read otherwise, for recipes that read some
 _FILTERING = 3  # likewise where equal filters come to keep other rows, for those that have one
 
 FEATURES = ("tokens", "chosen", "rejected")  # all token lists that a row may become: see `Recipe.features`
@@ -43,6 +44,7 @@ class Recipe:
     chat          renders messages
     tools         the definitions of tools that it is given, if rows have any
     columns       what travels beside the tokens
+    reads_json    whether columns that are read are of Parquet's JSON type, or hold it, in the first shard
     first         the columns of the first shard: no other shard may have more that tell what is learned
     unused        columns that tell what is learned, by their names, and are not used. Of ids they are masks; of texts, of which
                   every token is learned, chats or answers; of preference pairs, a prompt of another type than the answers;
@@ -68,6 +70,7 @@ class Recipe:
     chat: ChatTemplate | None = None
     tools: Field | None = None
     columns: tuple[Column, ...] = ()
+    reads_json: bool = False
     first: FirstShard | None = None
     unused: tuple[str, ...] = ()
     unsaid_bos: str | None = None
@@ -187,6 +190,7 @@ class Recipe:
             "split_by": self.split_by.text if self.split_by else None,
             "masks": [[role, source.text] for role, source in self.masks] or None,
             "tools": self.tools.text if self.tools else None,
+            "json": _JSON_READING if self.reads_json else None,
         }
         return {key: value for key, value in settings.items() if value is not None}
 

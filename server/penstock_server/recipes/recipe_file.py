@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from penstock_server.arrow import holds_json
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.chat import ChatTemplate
 from penstock_server.recipes.chat_files import load_chat_template, read_chat_template
@@ -74,7 +76,7 @@ class _Reader:
         masks = self._masks(fields)
         row_filter = parse_filter(given["filter"], self._file_schema) if "filter" in given else None
         split_by = Field.parse(given["split_by"], self._file_schema) if "split_by" in given else None
-        return Recipe(
+        recipe = Recipe(
             kind=kind,
             fields=fields,
             masks=masks,
@@ -101,6 +103,9 @@ class _Reader:
             on_bad_row=given.get("on_bad_row", "fail"),
             max_bad_share=float(given.get("max_bad_share", DEFAULT_BAD_SHARE)),
         )
+        read = recipe.read_columns
+        are_json = [holds_json(field.type) for field in self._file_schema if read is None or field.name in read]
+        return replace(recipe, reads_json=any(are_json))
 
     def _masks(self, fields: Fields) -> Masks:
         roles = [role for role, _ in fields]

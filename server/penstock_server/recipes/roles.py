@@ -167,7 +167,11 @@ def _why_no_guess(schema: pa.Schema, text: set[str], chats: set[str]) -> str:
     more = f" {', '.join(wrong)}: {right}." if wrong else ""
     if {"prompt", *ANSWERS} & chats:
         more += " A prompt and its answer that are chats: a transform makes one list of messages of them."
-    if named := [field.name for field in schema if field.name in chats - {"prompt", *ANSWERS, *ROLES}]:
+    if named := [
+        field.name
+        for field in schema
+        if is_list_of(field.type, {"role", "content"}) and field.name not in ("prompt", *ANSWERS, *ROLES)
+    ]:
         more += f' {named[0]} has role and content: name it, messages = "{named[0]}".'
     if any(is_bytes(field.type) for field in known):
         more += " A transform makes texts of bytes: pyarrow.compute.cast(batch[NAME], pyarrow.string())."

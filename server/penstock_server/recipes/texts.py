@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from penstock_server.arrow import raw_texts
+from penstock.wording import cut
+from penstock_server.arrow import parsed_json, raw_texts
 from penstock_server.recipes.fields import Field
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.turns import Lists, every, joined
@@ -52,17 +55,28 @@ def special(token: int | None) -> list[int]:
 def _texts(rows: Rows, source: Field) -> list[str]:
     """The field's texts, "" for a bad one."""
     texts: list[str] = []
-    found = raw_texts(rows.values(source))
+    stored = rows.values(source)
+    found, no_strings = raw_texts(stored), _no_strings(stored)
     nulls = source.nulls(rows.stored) if source.is_template and found.null_count else {}
     for row, raw in enumerate(found.to_pylist()):
         text, reason = _text(raw)
         if raw is None and nulls:
             names = [name for name, are_null in nulls.items() if are_null[row]]
             reason = f"is null, as {' and '.join(names)} {'is' if len(names) == 1 else 'are'} in this row"
+        if row in no_strings:
+            text, reason = "", f"is JSON, but no string: {cut(text, 40)}. Make it a text with a transform"
         if reason:
             rows.note(row, reason, of=source.text)
         texts.append(text)
     return texts
+
+
+def _no_strings(stored: pa.Array) -> set[int]:
+    """The rows of a JSON column whose values are neither strings nor null; none of any other column."""
+    if not isinstance(stored.type, pa.JsonType):
+        return set()
+    texts = [(raw or b"").decode(errors="replace") for raw in pc.cast(stored, pa.large_binary()).to_pylist()]
+    return {row for row, text in enumerate(texts) if not isinstance(parsed_json(text), str | None)}
 
 
 def _text(raw: bytes | None) -> tuple[str, str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pyarrow as pa
+
+from penstock_server.arrow import parsed_json
 
 
 def python_values(array: pa.Array) -> list[Any]:
@@ -24,20 +27,26 @@ def python_values(array: pa.Array) -> list[Any]:
 
 
 def json_values(array: pa.Array) -> list[Any]:
-    """The values as JSON would have them: structs and maps are objects.
+    """The values as JSON would have them: structs and maps are objects, and values of Parquet's JSON type are parsed.
 
     A field of a struct that is null is left out, since no column of it can be missing from a row in Parquet; a key of a map
-    that is null is there. Raises what `python_values` raises.
+    that is null is there. Raises UnicodeEncodeError: a JSON value has half of a surrogate pair. Raises what `python_values`
+    raises.
     """
     return [_as_json(value, array.type) for value in python_values(array)]
 
 
 def _as_json(value: Any, kind: pa.DataType) -> Any:
+    if isinstance(kind, pa.JsonType):
+        made = None if value is None else parsed_json(value)
+        if value and "\\u" in value:
+            json.dumps(made, ensure_ascii=False).encode()
+        return made
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if isinstance(value, dict):
-        fields = [(field.name, field.type) for field in kind]
-        return {name: _as_json(value[name], type_) for name, type_ in fields if value[name] is not None}
+        made = {field.name: _as_json(value[field.name], field.type) for field in kind}
+        return {name: item for name, item in made.items() if item is not None}
     if pa.types.is_map(kind) and value is not None:
         return {key: _as_json(item, kind.item_type) for key, item in value}
     return [_as_json(item, kind.value_type) for item in value] if isinstance(value, list) else value

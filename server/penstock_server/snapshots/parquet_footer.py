@@ -34,7 +34,7 @@ def read_footer(path: Path, file: BinaryIO) -> Footer:
     try:
         # Metadata and the schema that is asked of it hold each other, until Python looks for garbage: of thousands of shards
         # that would be as many footers.
-        opened = open_parquet(file, arrow_extensions_enabled=False)
+        opened = open_parquet(file)
         columns = pq.ParquetSchema(opened.metadata)
         paths = [columns.column(c).path for c in range(opened.metadata.num_columns)]
         _check_chunks(opened.metadata, columns, file.seek(0, os.SEEK_END))

@@ -39,7 +39,7 @@ def rows_of_group(
 
     Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError, ArrowException, ValueError.
     """
-    # Page by page: a row group of gigabytes must not be in memory as a whole. JSON is text, as read_shard has it.
+    # Page by page: a row group of gigabytes must not be in memory as a whole.
     with (
         _opened(snapshot, address.shard) as (source, opened),
         open_parquet(
@@ -47,7 +47,6 @@ def rows_of_group(
             metadata=_footers.of(address.shard.path, source, opened),
             buffer_size=_BUFFER_BYTES,
             pre_buffer=False,
-            arrow_extensions_enabled=False,
         ) as file,
     ):
         most_rows = address.rows_per_block

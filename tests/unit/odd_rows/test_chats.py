@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from blocks_of import rows_of
 from corpora import EOS
-from odd_rows import CHATML, broken_text, open_blocks, write
+from odd_rows import CHATML, as_json, broken_text, open_blocks, write
 from penstock_server.problems import DatasetRefused
 from penstock_server.recipes.messages import says_something
 from penstock_server.recipes.tokenizer import load_tokenizer
@@ -43,6 +43,34 @@ def test_a_chat_and_its_tools_may_be_arrows_json(data: Path) -> None:
         [block] = open_blocks(data).get([0])
         found.append(rows_of(block))
     assert found[0] == found[1]
+
+
+def test_json_values_reach_a_template_parsed_wherever_they_stand(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": TOOLED.replace(".content", " | tojson")}))
+    call = {"name": "find", "arguments": {"what": "fox", "deep": [{"n": 1}, None]}}
+    chat = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog", "tool_calls": [call]}]
+    one_call = pa.StructArray.from_arrays([pa.array(["find"]), as_json(call["arguments"])], ["name", "arguments"])
+    calls = pa.ListArray.from_arrays(pa.array([None, 0, 1], pa.int32()), one_call)
+    fields = [pa.array(["user", "assistant"]), as_json("fox", "dog"), calls]
+    structs = pa.StructArray.from_arrays(fields, ["role", "content", "tool_calls"])
+    chats = [as_json(chat), pa.ListArray.from_arrays([0, 2], as_json(*chat)), pa.ListArray.from_arrays([0, 2], structs)]
+    one_tool = pa.ListArray.from_arrays([0, 1], as_json(FIND))
+    found = []
+    for column in (pa.array([json.dumps(chat)]), *chats):
+        write(data, "", {"messages": column, "tools": one_tool})
+        [block] = open_blocks(data).get([0])
+        assert not block.bad
+        found.append(rows_of(block))
+    assert found == [found[0]] * 4
+
+
+def test_a_json_value_with_half_of_a_surrogate_pair_is_a_bad_row(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    contents = as_json("fox", "dog", "fox", "\ud83d")
+    structs = pa.StructArray.from_arrays([pa.array(["user", "assistant"] * 2), contents], ["role", "content"])
+    write(data, "", {"messages": pa.ListArray.from_arrays([0, 2, 4], structs)})
+    [block] = open_blocks(data).get([0])
+    assert block.bad == {1: "messages has a JSON value with half of a surrogate pair, which is no text"}
 
 
 def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> None:

@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from blocks_of import rows_of
-from odd_rows import CHATML, IDS, index_of, open_blocks, write
+from odd_rows import CHATML, IDS, as_json, index_of, open_blocks, write
 from penstock.spec import Spec
 from penstock_server.batches.tensor import tensors_of
 from penstock_server.problems import DatasetRefused
+from penstock_server.recipes.tokenizer import load_tokenizer
 from penstock_server.recipes.values import python_values
 from penstock_server.storage.decode import completed
 from planned import open_snapshot
@@ -75,6 +76,41 @@ def test_json_of_arrows_own_type_is_text(data: Path, storage: pa.DataType, text:
         assert [tensor.dtype for tensor in tensors_of([snapshot], Spec()) if tensor.name == "text"] == ["utf8"]
         found.append((rows_of(block), block.splits.tolist()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("text", ["text", "{text}"])
+def test_json_strings_are_read_as_their_characters(data: Path, text: str) -> None:
+    plain = ['fox "the"\n', "the", None, "dog"]
+    keys = f"text = '{text}'\nfilter = \"text <> 'the'\"\ncolumns = ['text']\nsplit_by = 'text'\nvalidation = 0.5"
+    found = []
+    for stored in (pa.array(plain), as_json(*plain), as_json(*plain[:2], "null", "dog")):
+        write(data, keys, {"text": stored})
+        [block] = open_blocks(data).get([0])
+        found.append((rows_of(block), block.columns["text"].to_pylist(), block.splits.tolist()))
+    assert found[0] == found[1]
+    assert found[0][1] == ['fox "the"\n', "dog"]
+
+
+def test_a_text_that_is_json_of_another_kind_is_a_bad_row(data: Path) -> None:
+    write(data, "columns = ['text']", {"text": as_json("fox", {"a": 1}, ["b"], 7)})
+    [block] = open_blocks(data).get([0])
+    assert list(block.bad) == [1, 2, 3]
+    assert block.bad[1].startswith('text is JSON, but no string: {"a": 1}.')
+    assert block.columns["text"].to_pylist()[1:] == ['{"a": 1}', '["b"]', "7"]
+
+
+def test_json_in_structs_is_read_by_templates_and_filters(data: Path) -> None:
+    meta = pa.StructArray.from_arrays([as_json("fox", "dog", 7, None)], ["kind"])
+    write(data, "text = 'a {meta.kind}'\nfilter = \"meta.kind <> 'dog'\"", {"meta": meta})
+    [block] = open_blocks(data).get([0])
+    tokenizer = load_tokenizer(data / "../tokenizer.json")
+    assert [tokenizer.decode(row) for row in rows_of(block)] == ["a fox<|endoftext|>", "a 7<|endoftext|>"]
+
+
+def test_a_text_that_only_looks_like_json_stays_as_it_is(data: Path) -> None:
+    write(data, "columns = ['text']", {"text": ['"fox"', "null"]})
+    [block] = open_blocks(data).get([0])
+    assert block.columns["text"].to_pylist() == ['"fox"', "null"]
 
 
 def test_a_column_called_text_of_arrows_json_needs_no_recipe(data: Path) -> None:
