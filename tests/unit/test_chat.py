@@ -188,6 +188,28 @@ def test_behind_a_prompt_nothing_is_learned_of_what_was_said_in_it() -> None:
             assert template(text).render(chat, first=first).spans == whole.spans[(first // 2) :]
 
 
+@pytest.mark.parametrize("text", [CHATML, marked(CHATML), PHI_3, marked(LLAMA_3)])
+@pytest.mark.parametrize("weights", [(0, 1, None), (1, 0, 1), (1.0, 1, 0.0), (0, 0, 0)])
+def test_a_message_of_weight_0_carries_no_loss(text: str, weights: tuple[float | None, ...]) -> None:
+    chat = turns("Q", "A", "R", "B", "S", "C")
+    weighted = [{**message, "weight": weights[number // 2]} for number, message in enumerate(chat)]
+    assert template(text).render(weighted).text == template(text).render(chat).text
+    each = said(text, chat)
+    assert said(text, weighted) == [answer for answer, weight in zip(each, weights, strict=True) if weight != 0]
+
+
+def test_a_weight_in_the_prompt_of_a_pair_changes_nothing() -> None:
+    chat = turns("Q", "A", "R", "B")
+    chat[1]["weight"] = 1
+    assert said(marked(CHATML), chat, 3) == said(CHATML, chat, 3) == ["B<|im_end|>"]
+
+
+@pytest.mark.parametrize("weight", [0.5, -1, "0", [1]])
+def test_other_weights_than_0_and_1_are_refused(weight: object) -> None:
+    with pytest.raises(ChatError, match="message 1 has the weight .*: use 0 or 1"):
+        template(CHATML).render([*turns("Q"), {"role": "assistant", "content": "A", "weight": weight}])
+
+
 def test_behind_a_prompt_all_is_learned_though_thoughts_in_it_are_forgotten() -> None:
     chat = turns("Q", "A", "R", "B")
     for message in chat:
@@ -207,7 +229,7 @@ def test_behind_a_prompt_all_is_learned_though_thoughts_in_it_are_forgotten() ->
     assert said(ended, [*turns("Q", "A"), turns("", "B")[1]], 2) == ["B</s>"]
     called = [*chat[:2], {"role": "tool", "content": "T"}, *chat[1:]]
     late = marked(FORGETFUL).replace("loop.last", "(loop.last or loop.nextitem.role == 'tool' and messages | length < 4)")
-    with pytest.raises(ChatError, match="changes what the assistant said in the prompt when the chat goes on, so that what is"):
+    with pytest.raises(ChatError, match="changes what the assistant said in a message without loss"):
         template(late).render(called, first=2)
 
 
@@ -461,7 +483,7 @@ def test_marks_are_found_in_macros_and_in_one_another() -> None:
 
 def test_the_digest_stands_for_what_is_learned_of_a_chat() -> None:
     # To be changed with that: under the same snapshot a run would go on with other labels, and caches would keep the old ones.
-    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "b227cfa9544433dcd49df7658cf3ed5f"
+    assert ChatTemplate(text="{{ messages }}", special_tokens={}).digest == "8303eb12de9da0f2f6f6f7588cd361e3"
 
 
 def test_the_digest_is_of_the_text_and_the_tokens() -> None:

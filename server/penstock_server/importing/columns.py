@@ -25,8 +25,8 @@ class ColumnsDiffer(ValueError):
 def normal(type_: pa.DataType, *, dates: bool = True) -> pa.DataType:
     """The plain type for one that says the same of values and more of their storage.
 
-    Text that is a dictionary, large or a view is string, JSON stays JSON, lists of any kind are list; without `dates`, a timestamp is
-    string. Raises ValueError: pyarrow cannot make it a list.
+    Text that is a dictionary, large or a view is string, JSON stays JSON, lists of any kind are list; without `dates`, a
+    timestamp is string. Raises ValueError: pyarrow cannot make it a list.
     """
     types = pa.types
     if isinstance(type_, pa.JsonType):

@@ -76,7 +76,7 @@ class ChatTemplate:
     @property
     def digest(self) -> str:
         """A hash of all that the rendering and its loss depend on beside the messages."""
-        parts: list[object] = ["penstock chat v7", self._text, sorted(self._special_tokens.items())]
+        parts: list[object] = ["penstock chat v8", self._text, sorted(self._special_tokens.items())]
         content = json.dumps([*parts, self._with_tools.digest] if self._with_tools else parts)
         return blake2b(content.encode(), digest_size=16).hexdigest()
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from penstock_server.recipes.chat_spans import Span
 from penstock_server.recipes.fields import Field
-from penstock_server.recipes.messages import ChatError, says_something
+from penstock_server.recipes.messages import ChatError, has_loss, says_something
 from penstock_server.recipes.recipe import Recipe
 from penstock_server.recipes.rows import Rows
 from penstock_server.recipes.texts import special
@@ -75,7 +75,7 @@ def tokenized_chats(
             text, learned, chat = "", (), []
         texts.append(text)
         spans.append(learned)
-        answered.append([message["role"] for message in chat[-1:]] == ["assistant"])
+        answered.append(any(map(has_loss, chat[-1:])))
     ids, turns = [], []
     bos, eos = special(recipe.bos_id), special(recipe.eos_id)
     for row, (tokens, runs) in enumerate(recipe.tokenizer.encode_marked(texts, spans, note)):
@@ -144,7 +144,10 @@ def _rendered(chat: Chat, prompt: Chat, tools: Tools, recipe: Recipe) -> tuple[s
     if None in [*prompt, *chat]:
         raise ChatError("has a message that is null")
     rendered = recipe.chat.render([*prompt, *chat], tools, len(prompt))
-    said = [message for message in chat if message["role"] == "assistant"]
+    answers = [message for message in chat if message["role"] == "assistant"]
+    said = list(filter(has_loss, answers))
+    if answers and not said:
+        raise ChatError("has a chat in which every message of the assistant has weight 0, so nothing is learned")
     if not rendered.spans or (said and not any(map(says_something, said))):  # else the end of its turn alone would be learned
         roles = dict.fromkeys(message["role"] for message in chat)
         raise ChatError(f"has a chat in which the assistant says nothing, so nothing is learned; its roles: {', '.join(roles)}")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby
 
 from penstock_server.recipes.chat_trial import ANSWER, Trial, Write, num_alike
-from penstock_server.recipes.messages import DEEDS, ChatError, Message, content_of, has_words, says_something, without
+from penstock_server.recipes.messages import DEEDS, ChatError, Message, content_of, has_loss, has_words, says_something, without
 
 Span = tuple[int, int]
 
@@ -37,18 +37,24 @@ def rendered_by_marks(write: Write, chat: Sequence[Message], first: int = 0) -> 
     Raises ChatError: the marks are not around what is written, or do not tell what is said before the first.
     """
     text, spans = _marked(write, chat)
-    if not any(message["role"] == "assistant" for message in chat[:first]):
+    answers = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+    if all(number >= first and has_loss(chat[number]) for number in answers):
         return Rendered(text, spans)
     # Which spans are of which message the marks do not tell: as many as there are just before the next answer.
-    asked = list(takewhile(lambda message: message["role"] != "assistant", chat[first:]))
-    before, known = _marked(write, [*chat[:first], *asked])
-    said, said_before = ([whole[slice(*span)] for span in some] for whole, some in ((text, spans), (before, known)))
-    if asked and said[: len(known)] != said_before:  # without a question between them one answer may end with the other
-        raise ChatError(
-            "has a chat whose template changes what the assistant said in the prompt when the chat goes on, "
-            "so that what is learned cannot be told"
-        )
-    return Rendered(text, spans[len(known) :])
+    said, kept, start = [text[slice(*span)] for span in spans], list[Span](), 0
+    for carries_loss, run in groupby(answers, lambda number: number >= first and has_loss(chat[number])):
+        *_, last = run
+        after = next((number for number in answers if number > last), len(chat))
+        before, known = _marked(write, chat[:after]) if after < len(chat) else (text, spans)
+        # Without a question between them one answer may end with the other.
+        if after > last + 1 and said[: len(known)] != [before[slice(*span)] for span in known]:
+            raise ChatError(
+                "has a chat whose template changes what the assistant said in a message without loss when the chat goes on, "
+                "so that what is learned cannot be told"
+            )
+        kept += spans[start : len(known)] if carries_loss else ()
+        start = len(known)
+    return Rendered(text, tuple(kept))
 
 
 def _marked(write: Write, chat: Sequence[Message]) -> tuple[str, tuple[Span, ...]]:
@@ -90,10 +96,12 @@ def rendered_in_steps(write: Write, trial: Trial, chat: Sequence[Message], first
             longest = max(longest, step, key=len)
             before = _before(write, trial, chat[:number], text)
             said = _said(write, trial, chat[: number + 1], before, step)
-            spans.append((len(before), len(before) + len(said)))
+            spans.append((len(before), len(before) + len(said) * has_loss(message)))
     if chat[-1]["role"] != "assistant":
         text = write(chat)
-    elif trial.tail.strip() and text.endswith(trial.tail) and not trial.closes:  # nothing else teaches to stop
+    elif (
+        trial.tail.strip() and text.endswith(trial.tail) and not trial.closes and has_loss(chat[-1])
+    ):  # nothing else teaches to stop
         spans[-1] = (spans[-1][0], len(text.rstrip()))
     if not (goes_on and text.startswith(longest)):
         raise ChatError(f"has a chat whose template changes what the assistant said when the chat goes on. {_WAY_OUT}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.wording import cut
+
 Message = Mapping[str, Any]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # data has it by one name, templates look for one of the first two
@@ -30,8 +32,17 @@ def checked(number: int, message: object) -> Message:
         raise ChatError(f"has a chat whose message {number} has no role")
     if not isinstance(plain.get("content"), (str, list)) and not any(plain.get(name) for name in DEEDS):
         raise ChatError(f"has a chat whose message {number} has no content")
+    if plain["role"] == "assistant" and plain.get("weight", 1) not in (0, 1):
+        raise ChatError(
+            f"has a chat whose message {number} has the weight {cut(repr(plain['weight']), 40)}: use 0 or 1, or leave it out"
+        )
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def has_loss(message: Message) -> bool:
+    """Whether a message of the assistant may carry loss: not with a weight of 0."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def content_of(message: Message) -> str | None:

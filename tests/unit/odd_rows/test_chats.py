@@ -73,6 +73,19 @@ def test_a_json_value_with_half_of_a_surrogate_pair_is_a_bad_row(data: Path) -> 
     assert block.bad == {1: "messages has a JSON value with half of a surrogate pair, which is no text"}
 
 
+def test_an_eos_after_an_answer_of_weight_0_carries_no_loss(data: Path) -> None:
+    (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML.replace(EOS, "")}))
+    chat = [*ASKED, *ASKED]
+    weights = ([None, 1, None, 0], [None, 0, None, 1], [None, 0, None, 0])
+    rows = [[{**message, "weight": weight} for message, weight in zip(chat, row, strict=True)] for row in weights]
+    write(data, f"eos = '{EOS}'", {"messages": rows})
+    [block] = open_blocks(data).get([0])
+    tokenizer = load_tokenizer(data / "../tokenizer.json")
+    found = [[tokenizer.decode(ids) for ids, learned in block.features["tokens"].row(row) if learned] for row in (0, 1)]
+    assert [[text for text in row if text] for row in found] == [["dog"], [f"dog{EOS}"]]
+    assert block.bad == {2: "messages has a chat in which every message of the assistant has weight 0, so nothing is learned"}
+
+
 def test_a_chat_that_is_no_utf8_or_has_no_prompt_is_a_bad_row(data: Path) -> None:
     (data / "../tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, "eos_token": EOS}))
     roles = pa.array(["assistant"] * 3)
