@@ -16,6 +16,16 @@ from penstock_server.recipes.messages import ChatError, TemplateError
 
 Chat = list[dict[str, Any]]
 
+IGNORING_LISTS = CHATML.replace("message.content +", "(message.content if message.content is string else '') +")
+VISION = """\
+{%- for message in messages %}
+    {{- message.role | capitalize + ': ' }}
+    {#- says -#}
+    {%- for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{{- '<end>' }}
+    {#- said -#}
+{%- endfor %}
+{{- 'Assistant: ' if add_generation_prompt }}"""
+
 
 @lru_cache
 def template(text: str) -> ChatTemplate:
@@ -365,24 +375,55 @@ def test_a_call_may_be_written_in_any_way(call: str) -> None:
     assert len(rendered.text[start:stop]) > len("<|im_end|>")
 
 
-def test_contents_in_parts_that_a_template_does_not_look_at_are_not_left_out() -> None:
-    texts = CHATML.replace("message.content +", "(message.content if message.content is string else '') +")
-    parts = [{"type": "text", "text": "x"}]
-    for text in (texts, marked(texts)):
-        for chat in (
-            [{"role": role, "content": parts} for role in ("user", "assistant")],
-            [{"role": "user", "content": parts}],
-        ):
-            with pytest.raises(
-                ChatError, match="contents that are lists, and its template writes nothing of them|of message 1"
-            ):
-                template(text).render(chat)
-        silent = text.replace(
-            "(message.content if message.content is string",
-            "(message.content if message.role != 'system' and message.content is string",
-        )
-        assert said(silent, [{"role": "system", "content": parts}, *turns("Q", "A")]) == ["A<|im_end|>"]
-        assert said(text, [{"role": "user", "content": [{"type": "text", "text": ""}]}, *turns("", "A")[1:]]) == ["A<|im_end|>"]
+@pytest.mark.parametrize("text", [CHATML, marked(CHATML), LLAMA_3, marked(LLAMA_3), IGNORING_LISTS, marked(IGNORING_LISTS)])
+def test_parts_are_joined_where_a_template_takes_texts_alone(text: str) -> None:
+    chat = turns("Hello Q", "Hello A", system="Hello S")
+    parts = [{**m, "content": [{"type": "text", "text": "Hello"}, {"text": m["content"][5:]}]} for m in chat]
+    assert template(text).render(parts) == template(text).render(chat)
+    image = [{"role": "user", "content": [{"type": "image"}]}, *turns("", "A")[1:]]
+    with pytest.raises(ChatError, match="message 0 has contents that are not text, and its template takes text alone: use"):
+        template(text).render(image)
+
+
+def test_texts_are_parts_where_a_template_takes_lists_alone() -> None:
+    text = VISION
+    chat = turns("Q", "A", "R", "B", system="S")
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in chat]
+    rendered = template(text).render(chat)
+    assert rendered == template(text).render(parts)
+    assert rendered.text.startswith("System: S<end>")
+    assert said(text, chat) == ["A<end>", "B<end>"]
+
+
+def test_a_template_that_takes_both_forms_gets_what_the_row_has() -> None:
+    both = VISION.replace(
+        "in message.content", "in ([{'text': message.content + '!'}] if message.content is string else message.content)"
+    )
+    assert said(both, turns("Q", "A")) == ["A!<end>"]
+    assert said(both, [*turns("Q"), {"role": "assistant", "content": [{"text": "A"}]}]) == ["A<end>"]
+
+
+def test_an_answer_that_its_template_does_not_write_is_refused() -> None:
+    late = marked(CHATML).replace("message.content +", "(message.content if 'secret' not in message.content else '') +")
+    with pytest.raises(ChatError, match="writes nothing of message 1: use a template that writes what the assistant says"):
+        template(late).render(turns("Q", "secret", "R", "B"))
+
+
+@pytest.mark.parametrize("text", ["{{ call.function.arguments | tojson }}", "{{ call.function.arguments }}"])
+@pytest.mark.parametrize("arguments", [{"city": "R\u00f3m", "n": [1]}, '{"city": "R\u00f3m", "n": [1]}'])
+def test_arguments_are_written_as_json_whatever_form_the_template_takes(text: str, arguments: Any) -> None:
+    calling = marked(CHATML).replace(
+        "message.content + '<|im_end|>' }}{%- end",
+        "message.content }}{% for call in message.tool_calls or [] %}" + text + "{% endfor %}{{ '<|im_end|>' }}{%- end",
+    )
+    assert calling != marked(CHATML)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    assert said(calling, [*turns("Q"), call]) == ['{"city": "R\u00f3m", "n": [1]}<|im_end|>']
+
+
+def test_a_template_that_drops_system_messages_is_found_out() -> None:
+    dropping = PLAIN.replace("messages %}", "messages if message.role != 'system' %}")
+    assert [template(text).forms.drops_system for text in (dropping, PLAIN, VISION, LLAMA_2)] == [True, False, False, False]
 
 
 def test_no_none_is_written_where_a_message_has_no_content() -> None:
@@ -438,7 +479,7 @@ def test_a_chat_without_the_assistant_carries_no_loss() -> None:
         (CHATML, [{"role": "user"}], "has a chat whose message 0 has no content"),
         (LLAMA_2, turns("Q")[:1] * 2, "has a chat that its template refuses: roles must alternate"),
         (ZEPHYR, [{"role": "poet", "content": "x"}], "has a chat that its template refuses: there is no role poet"),
-        (CHATML, [{"role": "user", "content": ["x"]}], "fails on: TypeError: can only concatenate"),
+        (CHATML, [{"role": "user", "content": ["x"]}], "has contents that are not text"),
         (CHATML, [{"role": "assistant", "tool_calls": [1]}], "fails on: 'dict object' has no attribute"),
         ("{{ raise_exception('x ' * 500) }}", turns("Q"), "x ..."),
         (marked(PLAIN), turns("Q\ufdd0"), "has a chat with U+FDD0 or U+FDD1 in it"),

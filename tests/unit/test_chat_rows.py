@@ -273,6 +273,13 @@ def test_an_end_that_is_left_out_of_the_marks_is_told_of(folder: Folder) -> None
     assert folder.advice() == ""
 
 
+def test_the_server_warns_of_a_template_that_drops_system_messages(folder: Folder) -> None:
+    for condition, is_told in ((" if m.role != 'system'", True), ("", False)):
+        template = f"{{% for m in messages{condition} %}}{{{{ m.content }}}}</s>{{% endfor %}}"
+        folder.write({"messages": [CHAT]}, "", {"chat_template": template}, *USUAL)
+        assert ("d: its chat template writes nothing of system messages" in folder.advice()) == is_told
+
+
 def test_one_usual_eos_is_no_guess(folder: Folder) -> None:
     folder.write({"text": ["fox"]})
     assert folder.advice() == ""

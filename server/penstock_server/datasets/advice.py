@@ -187,6 +187,17 @@ def _of_open_answers(served: Served | Member) -> str | None:
     )
 
 
+def _of_dropped_system(served: Served | Member) -> str | None:
+    """The warning about a chat template that writes nothing of system messages; None if it writes or refuses them."""
+    chat = served.snapshot.recipe.chat
+    if not chat or not chat.forms.drops_system:
+        return None
+    return (
+        f"{served.name}: its chat template writes nothing of system messages, so chats that have one are learned without it. "
+        f"Use a template that writes them, or put their text into the first message of the user with a transform."
+    )
+
+
 def _of_unsaid_bos(served: Served | Member) -> str | None:
     """What follows from a tokenizer that opens texts, where the recipe says nothing of it; None if there is none."""
     recipe = served.snapshot.recipe
@@ -211,7 +222,14 @@ def _of_guessed_eos(served: Served | Member) -> str | None:
     )
 
 
-_OF_EACH = (_of_named_splits, _of_unused_columns, _of_unsaid_bos, _of_guessed_eos, _of_open_answers)  # dataset
+_OF_EACH = (  # dataset
+    _of_named_splits,
+    _of_unused_columns,
+    _of_unsaid_bos,
+    _of_guessed_eos,
+    _of_open_answers,
+    _of_dropped_system,
+)
 
 
 def _of_dropped_samples(plan: Plan) -> str | None:

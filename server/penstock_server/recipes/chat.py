@@ -14,6 +14,7 @@ from jinja2 import nodes
 
 from penstock.wording import cut, one_line
 from penstock_server.recipes import chat_sandbox
+from penstock_server.recipes.chat_forms import Forms, find_forms
 from penstock_server.recipes.chat_sandbox import BEGIN, END, Refused, Sandbox
 from penstock_server.recipes.chat_spans import LOST, Rendered, rendered_by_marks, rendered_in_steps
 from penstock_server.recipes.chat_trial import ANSWER, ANSWERED, Write, try_out
@@ -25,8 +26,8 @@ from penstock_server.recipes.messages import (
     TemplateError,
     checked,
     content_of,
+    has_loss,
     silenced,
-    with_content,
 )
 
 _SANDBOX = Sandbox()
@@ -52,6 +53,8 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {error}.") from error
         names = {name.name for name in tree.find_all(nodes.Name)}
         self._is_marked, self.takes_tools = BEGIN in names, "tools" in names or with_tools is not None
+        self.forms = Forms()  # until they are found out: messages as they are given
+        self.forms = find_forms(self._write)
         self.trial = try_out(self._write)
 
     @property
@@ -112,7 +115,7 @@ class ChatTemplate:
             rendered = rendered_by_marks(write, chat, first)
         else:
             rendered = rendered_in_steps(write, self.trial, chat, first)
-        _check_is_written(write, chat, rendered.text)
+        _check_is_written(write, chat, rendered.text, first)
         return rendered
 
     def _write(
@@ -125,7 +128,7 @@ class ChatTemplate:
     ) -> str:
         variables = {
             **self._special_tokens,
-            "messages": chat,
+            "messages": [self.forms.of(number, message) for number, message in enumerate(chat)],
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
@@ -142,19 +145,25 @@ class ChatTemplate:
             raise ChatError(f"has a chat that its template fails on: {_reason(error)}") from error
 
 
-def _check_is_written(write: Write, chat: list[Message], text: str) -> None:
+def _check_is_written(write: Write, chat: list[Message], text: str, first: int) -> None:
     """Raises ChatError: the chat would be the same text without what the assistant does where it says nothing.
 
-    That is calls; or calls and thoughts, since many templates leave earlier thoughts out. Likewise without all parts of
-    contents that are lists, where it would write them as texts.
+    That is calls; or calls and thoughts, since many templates leave earlier thoughts out. Likewise without the words of a
+    message from the `first` on.
     """
     without_calls, without_deeds = ([silenced(message, deeds) for message in chat] for deeds in (CALLS, DEEDS))
     if _is_same(write, without_calls, chat, text) or _is_same(write, without_deeds, without_calls, text):
         raise ChatError(LOST)
-    emptied = [with_content(message, "") for message in chat]
-    as_texts = [with_content(message, content_of(message) or "") for message in chat]
-    if _is_same(write, emptied, chat, text) and not _is_same(write, as_texts, chat, text):
-        raise ChatError("has a chat with contents that are lists, and its template writes nothing of them: make them texts")
+    for number, message in enumerate(chat[first:], first):
+        words = content_of(message)
+        if not has_loss(message) or not words or words in text or any(map(message.get, DEEDS)):
+            continue
+        others = [*chat[:number], {**message, "content": ""}, *chat[number + 1 :]]
+        if _is_same(write, others, chat, text):
+            raise ChatError(
+                f"has a chat whose template writes nothing of message {number}: use a template that writes what the assistant "
+                f"says"
+            )
 
 
 def _is_same(write: Write, others: list[Message], known: list[Message], text: str) -> bool:

@@ -15,7 +15,7 @@ ANSWER = "An answer."
 _ASKED = ({"role": "user", "content": "Who is there?"},)
 ANSWERED = (*_ASKED, {"role": "assistant", "content": ANSWER})
 _ASKED_AGAIN = (*ANSWERED, {"role": "user", "content": "And now?"})
-_OPENINGS: tuple[tuple[Message, ...], ...] = ((), ({"role": "system", "content": "Be kind."},))  # some templates demand one
+OPENINGS: tuple[tuple[Message, ...], ...] = ((), ({"role": "system", "content": "Be kind."},))  # some templates demand one
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
@@ -46,7 +46,7 @@ class Trial:
 
 def try_out(write: Write) -> Trial:
     """What a template writes around an answer. Raises TemplateError: it writes today's date."""
-    for opening in _OPENINGS:
+    for opening in OPENINGS:
         try:
             return _tried(write, opening)
         except ChatError as error:

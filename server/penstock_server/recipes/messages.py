@@ -60,11 +60,6 @@ def silenced(message: Message, deeds: Sequence[str]) -> Message:
     return without(message, deeds)
 
 
-def with_content(message: Message, content: str) -> Message:
-    """A message with this for its content, if that is a list and says something."""
-    return {**message, "content": content} if isinstance(message.get("content"), list) and has_words(message) else message
-
-
 def without(message: Message, deeds: Sequence[str]) -> Message:
     """A message that does none of these."""
     return {key: value for key, value in message.items() if key not in deeds}

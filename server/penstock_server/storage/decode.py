@@ -81,7 +81,6 @@ def first_rows(snapshot: Snapshot, num_rows: int) -> pa.RecordBatch:
             metadata=_footers.of(address.shard.path, source, opened),
             buffer_size=_BUFFER_BYTES,
             pre_buffer=False,
-            arrow_extensions_enabled=False,
         ) as file,
     ):
         batches = file.iter_batches(num_rows, [address.row_group], recipe.read_columns, use_threads=False)
