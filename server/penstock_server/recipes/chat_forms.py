@@ -78,7 +78,8 @@ def _is_text_part(part: Any) -> bool:
 def find_forms(write: Write) -> Forms:
     """The forms that a template takes, which writes its chats as they are given."""
     contents: dict[str, Form] = {}
-    asked, question = [], ""
+    asked: list[Message] = []
+    question = ""
     for role in ("user", "assistant", "system"):
         before = asked if role == "assistant" else []
         after = asked if role == "system" else []
