@@ -33,6 +33,7 @@ CHANGES: dict[str, Any] = {
     "eos_id": 0,
     "pad_id": 1,
     "tools": NUMBER,
+    "reads_json": True,
     "columns": (),
     "split_by": NUMBER,
 }
