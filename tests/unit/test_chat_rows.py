@@ -57,9 +57,13 @@ class Folder:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {token}", special_tokens=special)
         tokenizer.save(str(self._tokenizer))
 
-    def advice_on(self, spec: Spec) -> list[str]:
+    def all_advice_on(self, spec: Spec) -> list[str]:
         catalog = open_catalog(self.path.parent, self._tokenizer, BlockStore(CacheFolder(self._cache)))
-        return [told for told in advice_on_run(catalog.plan("d", spec)) if "nothing says which of them ends" not in told]
+        return list(advice_on_run(catalog.plan("d", spec)))
+
+    def advice_on(self, spec: Spec) -> list[str]:
+        """The advice on a run, but for the guessed EOS, which the tokenizer of these tests causes."""
+        return [told for told in self.all_advice_on(spec) if "nothing says which of them ends" not in told]
 
     def rows(self, feature: str = "tokens") -> list[str]:
         """The text of each row, what is not learned in brackets; of a bad one the reason."""
@@ -420,4 +424,4 @@ def test_a_label_of_answers_that_nothing_looks_at_is_told(folder: Folder, recipe
 def test_a_run_is_told_what_the_server_says_of_its_rows(folder: Folder) -> None:
     folder.write({"prompt": ["fox"], "response": [" dog"]}, "", {}, *USUAL)
     assert folder.advice()
-    assert folder.advice_on(Spec(batch_size=1, seq_len=16)) == folder.advice().split("\n")
+    assert folder.all_advice_on(Spec(batch_size=1, seq_len=16)) == folder.advice().split("\n")

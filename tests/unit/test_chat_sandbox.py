@@ -96,7 +96,8 @@ def test_what_leads_out_of_the_sandbox_or_past_its_bounds_is_refused(text: str) 
     ],
 )
 def test_templates_have_what_hugging_face_gives_to_them(text: str, written: str) -> None:
-    assert render(text, chat()) == written
+    answer = "{{ messages[-1].content }}"  # without it the row would be refused
+    assert render(text + answer, chat()) == written + str(chat()[-1]["content"])
 
 
 def test_a_chat_at_the_bound_is_written_and_one_past_it_is_not() -> None:
