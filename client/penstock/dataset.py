@@ -260,7 +260,7 @@ class RemoteDataset(IterableDataset[Batch]):
         """
         epoch = check_whole("epoch", epoch, 0, LARGEST_COUNT)
         self._check_rank()
-        self._progress.confirm_epoch()
+        self._progress.confirm_epoch(epoch)
         if epoch != self.epoch:
             if num_left := self._progress.discards:
                 warn_of_discard(self.epoch, num_left, epoch)

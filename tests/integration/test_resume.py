@@ -105,6 +105,7 @@ def test_every_step_resumes_to_the_same_bytes_also_after_a_restart_with_an_empti
         for step, state in enumerate(states):
             resumed = dataset(mortal)
             resumed.load_state_dict(state)
+            resumed.set_epoch(2)
             assert (resumed.epoch, len(resumed)) == (2, len(whole) - step)
             assert contents(resumed) == whole[step:]
 
@@ -297,6 +298,7 @@ def test_the_end_of_a_wrapped_epoch_resumes_under_another_world_size_or_tail(ser
     state = state_after(data, len(data))
     resumed = dataset(server, **other)
     resumed.load_state_dict(state)
+    resumed.set_epoch(0)
     assert len(resumed) == 0
     assert contents(resumed) == []
 
@@ -479,14 +481,21 @@ def test_an_iteration_that_could_not_begin_consumes_nothing(server: Server, monk
     assert contents(data) == whole[7:]
 
 
-def test_an_epoch_that_was_resumed_at_its_end_is_followed_by_a_whole_one(server: Server) -> None:
-    data = dataset(server)
-    whole = contents(dataset(server))
-    data.load_state_dict(state_after(dataset(server), len(whole)))
-    assert [len(contents(data)) for _ in range(2)] == [0, len(whole)]
-    data.load_state_dict(state_after(dataset(server), len(whole)))
-    loader = DataLoader(data, batch_size=None, num_workers=2)
-    assert [len(contents(loader)) for _ in range(2)] == [0, len(whole)]
+def test_state_of_an_epochs_end_begins_the_next_epoch_unless_the_loop_chooses_the_ended_one(server: Server) -> None:
+    following = dataset(server)
+    following.set_epoch(1)
+    expected = contents(following)
+    for num_workers in (0, 2):
+        data = dataset(server)
+        loader = DataLoader(data, batch_size=None, num_workers=num_workers)
+        data.load_state_dict(state_after(dataset(server), len(expected)))
+        assert (data.epoch, len(data)) == (1, len(expected))
+        assert contents(loader) == expected
+        data.load_state_dict(state_after(dataset(server), len(expected)))
+        data.set_epoch(0)
+        assert contents(loader) == []
+        data.set_epoch(1)
+        assert contents(loader) == expected
 
 
 def test_a_look_at_a_batch_in_mid_loop_is_told_to_cost_the_place(server: Server) -> None:

@@ -126,20 +126,28 @@ class Progress:
     def set_epoch(self, epoch: int) -> None:
         """The next iteration begins the epoch at its first step."""
         self._set(self._whole(epoch), by_state=False)
+        self._start.choose()
 
     def go_to(self, stretch: Stretch, worker: Worker | None) -> None:
         """The next iteration runs over this. Of a loader worker only its own does; the others' take the epoch from it.
+
+        If nothing is left of the epoch, it begins the next one: otherwise a loop that never calls set_epoch would be given an
+        epoch of no batches. A loop that chooses the ended epoch does mean that epoch, and is given no batches of it.
 
         Loaders hand a state on only when the loop begins an iteration. It may have chosen a later epoch before that, of which
         a state from the end of one knows nothing.
         """
         chosen = self.epoch  # read once: another worker may move the start at any moment
         is_behind = self._start.is_chosen and stretch.position.epoch < chosen
+        is_meant = self._start.is_chosen and stretch.position.epoch == chosen
         self._start.load(stretch.position, worker)
         self._loaded = worker
         if worker is None:
-            if stretch.num_left or not is_behind:
+            if stretch.num_left or is_meant:
                 self._set(stretch, by_state=True)
+            elif not is_behind:
+                self._set(self._whole(stretch.position.epoch + 1), by_state=True)
+                self._start.end(stretch.position.epoch)
             return
         if _steps_of(stretch, worker) or stretch.position.epoch > self.epoch:
             if is_behind:  # of an epoch's end, too, a worker's state may tell that steps are left, which the loader passes over
@@ -148,9 +156,12 @@ class Progress:
         self._own = (self._start.num_sets, stretch)
         self._counted = _Counted(self._start.num_sets, stretch.position)
 
-    def confirm_epoch(self) -> None:
+    def confirm_epoch(self, epoch: int) -> None:
         """The loop chooses an epoch: if it is the same once more, that is meant, or the loop was told already; see is_left."""
         self._is_meant = True
+        if epoch == self._start.ended_epoch:
+            ended = Position(epoch=epoch, step=self._steps_per_epoch)
+            self._set(Stretch(position=ended, num_steps=self._steps_per_epoch), by_state=True)
         self._start.choose()
 
     def begin(self, worker: Worker | None) -> Round:

@@ -3,7 +3,8 @@
 event      by whom                    when                                 what changes
 load       the loop, or a worker      it loads a state                     how often it did
 set        the loop                   set_epoch, load_state_dict           the stretch; nobody has taken it yet
-choose     the loop                   set_epoch, of the epoch it is in     nothing, but what a state of an earlier one does
+choose     the loop                   set_epoch                            nothing, but what a state of it or before does
+end        the loop                   it loads a state of an epoch's end   nothing, but that set_epoch may choose that epoch
 begin      the loop, or each worker   an iteration begins                  nothing, but where a round of the same name took it
 enter      a worker                   it is asked for its first batch      it notes which round it is in
 take       the loop, or a worker      it gives its first batch             the stretch is its round's; later rounds begin anew
@@ -30,13 +31,15 @@ from penstock.rank import MOST_WORKERS, Worker
 # BY_WORKERS  1: loader workers iterated last
 # BY_STATE    1: a state that was loaded set this start
 # PUT_OFF     the epoch that set_epoch chose, and that waits until a worker's state of an earlier one is done; 0: none
-# CHOSEN      1: the loop chose once more the epoch that it was in
+# CHOSEN      1: the loop chose the epoch, and no iteration has gone on from there
+# ENDED       1 + the epoch whose end a state told of, so that this start is the epoch after it; 0: none
 # LOADS       the number of states loaded, up to the loop's last
 # WITHIN      1 + the epoch of which that state had consumed something; 0: none
 # ROUNDS      one a worker: the last round that it was in since the start was set; 0: none
 # OWN_LOADS   one a worker: how many states it loaded itself since the loop last did, also in processes that are over
 _EPOCH, _OFFSET, _STEP, _NUM_STEPS, _SETS, _CLAIM, _BY_WORKERS, _BY_STATE, _PUT_OFF, _CHOSEN, _LOADS, _WITHIN = range(12)
-_ROUNDS, _OWN_LOADS, _NUM_CELLS = (12 + n * MOST_WORKERS for n in range(3))
+_ENDED = 12
+_ROUNDS, _OWN_LOADS, _NUM_CELLS = (13 + n * MOST_WORKERS for n in range(3))
 _NOBODYS = (1 << 63) - 1  # the claim of a round that is over
 
 
@@ -123,11 +126,21 @@ class SharedStart:
     @property
     def is_chosen(self) -> bool:
         """Whether the loop chose the epoch that it is in, and no iteration has gone on from there."""
-        return bool(self._cells[_CHOSEN]) or (not self.is_taken and not self.is_by_state)
+        return bool(self._cells[_CHOSEN])
 
     def choose(self) -> None:
         """The loop chooses the epoch that it is in."""
         self._cells[_CHOSEN] = 1
+
+    @property
+    def ended_epoch(self) -> int | None:
+        """The epoch whose end a state told of, while no iteration has gone on in the one after it; else None."""
+        ended = int(self._cells[_ENDED])
+        return ended - 1 if ended and not self.is_taken else None
+
+    def end(self, epoch: int) -> None:
+        """The start that was set last is the epoch after this one, whose end a state told of."""
+        self._cells[_ENDED] = epoch + 1
 
     @property
     def put_off_epoch(self) -> int | None:
@@ -141,7 +154,7 @@ class SharedStart:
     def set(self, stretch: Stretch, *, by_state: bool) -> None:
         """The next iteration, of this process or of its workers, takes this."""
         self.move(stretch, by_state=by_state)
-        self._cells[_PUT_OFF] = self._cells[_CHOSEN] = 0
+        self._cells[_PUT_OFF] = self._cells[_CHOSEN] = self._cells[_ENDED] = 0
         self._cells[_SETS] += 1
         self._cells[_CLAIM] = 0
         self._cells[_ROUNDS:_OWN_LOADS] = 0
