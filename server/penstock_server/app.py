@@ -21,7 +21,7 @@ from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.logs import Seldom
 from penstock_server.openapi import for_page
-from penstock_server.problems import MORE_THREADS, BadParameter, IndexNotReady, OutOfMemory, Problem, lacks_threads
+from penstock_server.problems import MORE_THREADS, BadParameter, BlocksNotReady, NotReady, OutOfMemory, Problem, lacks_threads
 from penstock_server.routes import batches, datasets, probes
 from penstock_server.routes.service import Service
 
@@ -79,13 +79,13 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
         more: dict[str, int | None] = {}
-        if isinstance(error, IndexNotReady):
+        if isinstance(error, NotReady):
             more = {"done": error.num_done, "total": error.total, "seconds_left": error.seconds_left}
         answer = _problem_json(request, error.type, error.title, error.status, str(error), **more)
         if isinstance(error, OutOfMemory) and _telling_of_memory.is_due():
             log.warning("%s", error, exc_info=error.__cause__)
         if error.status == 503:
-            answer.headers["Retry-After"] = "1"
+            answer.headers["Retry-After"] = "0" if isinstance(error, BlocksNotReady) else "1"
         return answer
 
     @app.exception_handler(SpecError)

@@ -13,7 +13,9 @@ Problem
 ├── ShardUnavailable  503  the storage fails; another time it may not
 ├── OutOfMemory       503  there is not the memory for it, or no thread; another time there may be
 ├── Busy              503  not now: responses in flight take all the memory that they may, or new data is looked at
-├── IndexNotReady     503  token counts that the packing needs are still being made
+├── NotReady          503  the server is at work on what was asked for
+│   ├── IndexNotReady      token counts that the packing needs are still being made
+│   └── BlocksNotReady     rows that the batches need are still being read or tokenized, and the client wants to hear how far
 ├── IndexFailed       500  token counts cannot be made
 └── BadRow            500  a row cannot be used, and the recipe says on_bad_row = "fail"
 
@@ -131,17 +133,29 @@ class Busy(Problem):
     status, slug, title = 503, "busy", "The server is busy"
 
 
-class IndexNotReady(Problem):
-    """Token counts that the packing needs are still being made; `num_done` of `total` steps are.
+class NotReady(Problem):
+    """The server is at work on what was asked for; `num_done` of `total` parts of it are done.
 
-    `seconds_left` is an estimate by the rate so far; None before the first step is done.
+    `seconds_left` is an estimate by the rate so far; None before the first part is done.
     """
 
-    status, slug, title = 503, "index-not-ready", "Tokens are being counted"
+    status = 503
 
     def __init__(self, message: str, num_done: int, total: int, seconds_left: int | None) -> None:
         super().__init__(message)
         self.num_done, self.total, self.seconds_left = num_done, total, seconds_left
+
+
+class IndexNotReady(NotReady):
+    """Token counts that the packing needs are still being made."""
+
+    slug, title = "index-not-ready", "Tokens are being counted"
+
+
+class BlocksNotReady(NotReady):
+    """Row groups that the batches need are still being read or tokenized. Only clients that send `Prefer: wait` are told."""
+
+    slug, title = "blocks-not-ready", "Rows are being read or tokenized"
 
 
 class IndexFailed(Problem):

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -22,10 +22,12 @@ from penstock_server.batches.gather import chunks, steps_per_chunk
 from penstock_server.batches.plan import Plan
 from penstock_server.batches.readable import as_json
 from penstock_server.inflight import InFlight
+from penstock_server.problems import BlocksNotReady
 from penstock_server.storage.block import Block
-from penstock_server.storage.on_demand import PickedRows
+from penstock_server.storage.on_demand import PickedRows, RowsFuture
+from penstock_server.storage.store import Asked
 from penstock_server.threads import InThread, has_left, in_batch_threads, in_json_threads, in_waiting_threads
-from penstock_server.waiting import when_all_are_there
+from penstock_server.waiting import Unanswered, preferred_wait, wait_for_all, when_all_are_there
 
 BatchFormat = Literal["msgpack", "json"]
 
@@ -63,7 +65,13 @@ class Run:
 
 
 async def respond(
-    request: Request, in_flight: InFlight, find: Callable[[], Run], in_thread: InThread, *, at_once: bool
+    request: Request,
+    in_flight: InFlight,
+    unanswered: Unanswered,
+    find: Callable[[], Run],
+    in_thread: InThread,
+    *,
+    at_once: bool,
 ) -> Response:
     """The response to a request for what `find` gives; that is called `in_thread`.
 
@@ -71,6 +79,7 @@ async def respond(
     takes on the way.
 
     Raises Busy, what `find` and Plan.check raise, and whatever the first chunk meets. Raises ClientDisconnect.
+    Raises BlocksNotReady: see waiting; what the request waited for is in `unanswered`.
     """
     # The first chunk is made before the status line is sent, so what goes wrong in it is a problem+json. Later on the
     # connection breaks off; the client asks for less then, and gets the reason.
@@ -79,7 +88,7 @@ async def respond(
         return Response(status_code=304, headers=headers)
     try:
         if not making.is_made:
-            await _load(making, in_thread, request)
+            await _load_first(making, in_thread, request, unanswered)
     except BaseException:
         making.hold.release()
         raise
@@ -226,33 +235,61 @@ async def _bodies(making: _Making, in_thread: InThread) -> AsyncGenerator[memory
         yield making.take_body()
 
 
-async def _load(making: _Making, in_thread: InThread, request: Request | None = None) -> None:
+async def _load_first(making: _Making, in_thread: InThread, request: Request, unanswered: Unanswered) -> None:
+    """Makes the first chunk once its blocks are there.
+
+    Raises BlocksNotReady: that takes longer than the client wants to wait without a word.  Raises ClientDisconnect.
+    """
+    asked = unanswered.take(making.run.etag) or await in_thread(making.chunk.request)
+    futures = _futures(asked)
+    is_over = when_all_are_there(futures)
+    watching = asyncio.create_task(_watch(making, request.receive, is_over))
+    work = "tokenizing" if any(member.snapshot.recipe.tokenizer for member in making.run.plan.members) else "reading"
+    forget = partial(making.chunk.forget, futures)
+    try:
+        await wait_for_all(is_over, futures, preferred_wait(request.headers.get("Prefer", "")), work)
+        await _make(making, in_thread, asked)
+    except BlocksNotReady:
+        unanswered.keep(making.run.etag, asked, forget)
+        raise
+    except BaseException:
+        forget()
+        raise
+    finally:
+        watching.cancel()
+    forget()
+
+
+async def _load(making: _Making, in_thread: InThread) -> None:
     """Makes a chunk once its blocks are there. No thread waits for blocks: threads are few, and warm requests need them.
 
-    Raises ClientDisconnect: the client of `request` has left. While a response is sent, it sees that itself.
+    Raises ClientDisconnect.
     """
-    chunk = making.chunk
-    asked = await in_thread(chunk.request)
-    futures = [found for found in asked if isinstance(found, Future)]
-    is_over = when_all_are_there(futures)
-    watching = asyncio.create_task(_watch(making, request.receive, is_over)) if request else None
+    asked = await in_thread(making.chunk.request)
+    futures = _futures(asked)
     try:
-        # Only waited for, never cancelled: a client that leaves must not take a block from others.
-        await is_over.wait()
-        making.check_client()
-        for future in futures:  # what a load raised is told while others are still being loaded
-            if future.done() and (error := future.exception()):
-                raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
-        blocks = [found if isinstance(found, Block) else found.result() for found in asked]
-        if making.run.format == "json":
-            await in_json_threads(partial(making.make, blocks))
-        else:
-            await (in_waiting_threads if _may_wait(blocks) else in_batch_threads)(partial(making.make, blocks))
-        await in_thread(chunk.read_ahead)  # not before: a client that has left by now needs no more blocks
+        await when_all_are_there(futures).wait()
+        await _make(making, in_thread, asked)
     finally:
-        if watching:
-            watching.cancel()
-        chunk.forget(futures)
+        making.chunk.forget(futures)
+
+
+async def _make(making: _Making, in_thread: InThread, asked: Sequence[Asked | RowsFuture]) -> None:
+    """Makes a chunk of blocks that are there, unless one of them failed, or the client has left."""
+    making.check_client()
+    for future in _futures(asked):  # what a load raised is told while others are still being loaded
+        if future.done() and (error := future.exception()):
+            raise error.with_traceback(None)  # all who wait for it raise this one, and each would add to its traceback
+    blocks = [found if isinstance(found, Block) else found.result() for found in asked]
+    if making.run.format == "json":
+        await in_json_threads(partial(making.make, blocks))
+    else:
+        await (in_waiting_threads if _may_wait(blocks) else in_batch_threads)(partial(making.make, blocks))
+    await in_thread(making.chunk.read_ahead)  # not before: a client that has left by now needs no more blocks
+
+
+def _futures(asked: Sequence[Asked | RowsFuture]) -> list[Future[Any]]:
+    return [found for found in asked if isinstance(found, Future)]
 
 
 async def _watch(making: _Making, receive: Receive, is_over: asyncio.Event) -> None:

@@ -1,12 +1,24 @@
-"""Waiting on the event loop for blocks that threads load: many requests at a time, each for dozens."""
+"""Waiting on the event loop for blocks that threads load: many requests at a time, each for dozens.
+
+A client may say how long it wants to wait before it hears how far the work is: `Prefer: wait=2`, as in RFC 7240. It then asks
+the same again, and the work that it waits for has gone on.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
+
+from penstock_server.problems import BlocksNotReady
+from penstock_server.storage.on_demand import RowsFuture
+
+_WAIT = re.compile(r"(?:^|,)\s*wait\s*=\s*\"?([0-9]{1,5})\b")
+_KEPT_SECONDS = 5.0  # for a client to come back; it does at once
 
 
 def when_all_are_there(futures: Sequence[Future[Any]]) -> asyncio.Event:
@@ -28,3 +40,56 @@ def when_all_are_there(futures: Sequence[Future[Any]]) -> asyncio.Event:
     if not futures:
         is_over.set()
     return is_over
+
+
+def preferred_wait(header: str) -> float | None:
+    """The seconds that a header `Prefer` gives the server; None: as long as it takes."""
+    found = _WAIT.search(header)
+    return float(found[1]) if found else None
+
+
+async def wait_for_all(is_over: asyncio.Event, futures: Sequence[Future[Any]], seconds: float | None, work: str) -> None:
+    """Waits until `is_over`, which `when_all_are_there` made of these futures. `work` is what the server does meanwhile.
+
+    Raises BlocksNotReady: that takes longer than so many seconds.
+    """
+    began, num_before = time.monotonic(), _num_done(futures)
+    try:
+        async with asyncio.timeout(seconds):
+            await is_over.wait()
+    except TimeoutError:
+        total, num_done = len(futures), _num_done(futures)
+        left = None
+        if num_done > num_before:
+            left = round((total - num_done) * (time.monotonic() - began) / (num_done - num_before))
+        told = f", about {max(1, left)} s left" if left is not None else ""
+        raise BlocksNotReady(f"The server is {work}: {num_done} of {total} row groups{told}.", num_done, total, left) from None
+
+
+class Unanswered:
+    """What requests waited for that were answered BlocksNotReady: kept for a while, for the same request when it comes back."""
+
+    def __init__(self) -> None:
+        self._kept = dict[str, tuple[list[Any], asyncio.TimerHandle, Callable[[], None]]]()
+
+    def keep(self, request: str, asked: list[Any], forget: Callable[[], None]) -> None:
+        """Keeps what a request asked for; `forget` gives it up if nobody takes it."""
+        if other := self._kept.pop(request, None):
+            other[1].cancel()
+            other[2]()
+        timer = asyncio.get_running_loop().call_later(_KEPT_SECONDS, self._give_up, request)
+        self._kept[request] = asked, timer, forget
+
+    def take(self, request: str) -> list[Any] | None:
+        """What is kept for a request, which is the caller's now."""
+        if kept := self._kept.pop(request, None):
+            kept[1].cancel()
+            return kept[0]
+        return None
+
+    def _give_up(self, request: str) -> None:
+        self._kept.pop(request)[2]()
+
+
+def _num_done(futures: Sequence[Future[Any]]) -> int:
+    return sum(future.done() or (isinstance(future, RowsFuture) and future.is_decoded) for future in futures)

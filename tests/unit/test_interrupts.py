@@ -128,6 +128,8 @@ def test_a_thread_that_is_started_when_a_signal_comes_is_given_up(
         interrupted(begin)
         ended[-1].set()  # if it came behind the start
         if threads[-1].ident:
+            while not threads[-1].is_alive() and threads[-1] in threading.enumerate():
+                time.sleep(0.001)  # it has begun, and Python has not noted that yet
             threads[-1].join(20)
             assert not threads[-1].is_alive()
 

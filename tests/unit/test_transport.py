@@ -354,3 +354,29 @@ def test_where_nobody_has_ever_answered_the_first_line_doubts_the_address(caplog
     for first_contact, failure in ((True, Fault("refused", is_silence=True)), (True, Fault("busy")), (False, Fault("refused"))):
         RetryLog(600.0, first_contact=first_contact).failed("http://a", failure, "http://a")
     assert [doubt in line for line in caplog.messages] == [True, False, False]
+
+
+def preparing(done: int) -> bytes:
+    told = {"detail": f"The server is tokenizing: {done} of 3 row groups.", "done": done, "total": 3}
+    body = json.dumps({"type": "urn:penstock:problem:blocks-not-ready"} | told).encode()
+    return response(body, "503 Service Unavailable", "Retry-After: 0")
+
+
+def test_a_server_that_tokenizes_what_is_asked_for_is_asked_again_itself_and_its_numbers_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        server(preparing(0), preparing(1), response(b"here"), preparing(2), response(b"more")) as url,
+        server() as other,
+        closing(Transport(Servers([url, other]), retry_seconds=0)) as transport,
+    ):
+        assert transport.get("/", bytes) == b"here"
+        assert bytes(transport.get_some("/", bytes)) == b"more"
+        assert transport.num_retries == 0
+    assert "The server is tokenizing: 0 of 3 row groups." in caplog.text
+
+
+def test_a_server_that_comes_no_further_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.network.transport, "_HURRY_SECONDS", 0.0)
+    with server(preparing(1), preparing(1)) as url, server(response(b"here")) as other:
+        assert get(url, other) == (b"here", 1)

@@ -132,8 +132,7 @@ def test_a_server_that_is_slow_but_lives_is_waited_for_and_one_rank_says_so_once
     with alive(slowly) as slow, pages(lambda _: (200, b"here")) as other:
         assert get(slow, other) == (b"slow", 0)
         assert [without_process(record.getMessage()) for record in caplog.records] == [
-            f"penstock: {slow} is alive, but has sent nothing for 0 seconds: it may be reading or tokenizing what the batch "
-            f"needs, which penstock prepare can do beforehand, or its disks may hang"
+            f"penstock: {slow} is alive, but has sent nothing for 0 seconds: it may have too much to do, or its disks may hang"
         ]
         caplog.clear()
         monkeypatch.setenv("RANK", "1")

@@ -3,6 +3,7 @@
 PenstockError  refused, for the reason that the answer names: final once every server has refused
 Fault          this attempt failed: another server is asked at once, and all of them again for up to retry_seconds
 ├── NotYet     the server is at work on what was asked for: it is asked again for as long as that takes
+│   └── Preparing  the rows of the batch are being read or tokenized: the same server is asked again at once
 ├── Busy       the server has no room for another answer: it is asked again, and retry_seconds does not run
 ├── Away       the data cannot be opened now: where a run begins, or none is to wait, that is a refusal, in its midst a fault
 └── Stranger   no penstock server would answer so: where a run begins that is a refusal, in its midst a fault
@@ -61,6 +62,10 @@ class NotYet(Fault):
         self.share = share
 
 
+class Preparing(NotYet):
+    """The server reads or tokenizes the rows that were asked for. It alone has that work in memory, so no other is asked."""
+
+
 class Busy(Fault):
     """The server lives, and has no room for another response until others have been read."""
 
@@ -84,8 +89,8 @@ def failure_of(url: str, status: int, headers: Mapping[str, str], body: bytes, b
     detail = problem.get("detail") or f"HTTP status {status}"
     if kind := _REFUSALS.get(slug):
         return kind(detail)
-    if slug == "index-not-ready":
-        return NotYet(detail, after_seconds=after_seconds, share=_share(problem))
+    if slug in ("index-not-ready", "blocks-not-ready"):
+        return (NotYet if slug == "index-not-ready" else Preparing)(detail, after_seconds=after_seconds, share=_share(problem))
     if slug == "dataset-away":
         return Away(detail, after_seconds=after_seconds)
     if slug == "busy":

@@ -25,10 +25,12 @@ from penstock.threads import Flag
 from penstock.wire import content_digest
 
 _spare: deque[Buffers] = deque(maxlen=1)  # what the last connection of this process received into, for the next one
+_WAIT_SECONDS = 2  # before a server that reads or tokenizes what was asked for says how far it is
 _HEADERS = {
     "Accept": "*/*",
     "Accept-Encoding": "identity",  # token ids do not shrink enough to pay for the CPU of a compressed transfer
     "Connection": "keep-alive",
+    "Prefer": f"wait={_WAIT_SECONDS}",
     "User-Agent": f"penstock/{__version__}",
 }
 _CONNECT_SECONDS = 4.0  # less than a loop that is left waits for its thread

@@ -64,8 +64,8 @@ class RetryLog:
         if _is_first_rank():
             self._say(
                 "slow",
-                f"{server} is alive, but has sent nothing for {counted(round(seconds), 'second')}: it may be reading or "
-                f"tokenizing what the batch needs, which penstock prepare can do beforehand, or its disks may hang",
+                f"{server} is alive, but has sent nothing for {counted(round(seconds), 'second')}: it may have too much to "
+                f"do, or its disks may hang",
             )
 
     def progress(self, progress: NotYet) -> None:

@@ -11,7 +11,7 @@ from random import uniform
 from typing import Generic, TypeVar
 
 from penstock.errors import DataError, PenstockError, ServerUnavailable, WireError
-from penstock.network.answers import Away, Busy, Fault, NotYet, Stranger
+from penstock.network.answers import Away, Busy, Fault, NotYet, Preparing, Stranger
 from penstock.network.connection import Connection
 from penstock.network.retry_log import RetryLog
 from penstock.network.servers import Servers
@@ -171,7 +171,7 @@ class Transport:
     def _attempt(self, server: str, question: _Question[T], *, hurry: bool) -> T:
         """Raises Fault, NotYet among them: it failed, and another may not.  Raises a PenstockError: it was refused."""
         try:
-            result = self._ask(server, question, _HURRY_SECONDS if hurry else _SILENCE_SECONDS)
+            result = self._ask_until_prepared(server, question, _HURRY_SECONDS if hurry else _SILENCE_SECONDS)
         except NotYet as progress:
             self._servers.leave_alone(server, max(progress.after_seconds, _FIRST_DELAY_SECONDS))
             self._log.progress(progress)
@@ -187,6 +187,18 @@ class Transport:
         self._servers.answered(server)
         self._log.answered(server)
         return result
+
+    def _ask_until_prepared(self, server: str, question: _Question[T], silence_seconds: float) -> T:
+        share, since = -1.0, 0.0
+        while True:
+            try:
+                return self._ask(server, question, silence_seconds)
+            except Preparing as progress:
+                self._log.progress(progress)
+                if progress.share != share:
+                    share, since = progress.share, time.monotonic()
+                elif time.monotonic() - since > silence_seconds:
+                    raise Fault(f"{progress} It has not come further for {silence_seconds:.0f} seconds") from None
 
     def _ask(self, server: str, question: _Question[T], silence_seconds: float) -> T:
         target = question.target

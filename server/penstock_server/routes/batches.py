@@ -106,10 +106,15 @@ async def _answer(
     service = service_of(request)
     if format == "json" or len(request.scope["query_string"]) > _LONG_QUERY:
         return await respond(
-            request, service.in_flight, lambda: find(spec_of(request, *own)), in_waiting_threads, at_once=False
+            request,
+            service.in_flight,
+            service.unanswered,
+            lambda: find(spec_of(request, *own)),
+            in_waiting_threads,
+            at_once=False,
         )
     spec = spec_of(request, *own)
     # Who may have a copy may be told so without anything being planned.
     may_wait = spec.group_by_length or "If-None-Match" in request.headers or service.catalog.may_wait(dataset, spec)
     in_thread: InThread = in_waiting_threads if may_wait else service.epochs.thread_of((dataset, spec, epoch))
-    return await respond(request, service.in_flight, lambda: find(spec), in_thread, at_once=not may_wait)
+    return await respond(request, service.in_flight, service.unanswered, lambda: find(spec), in_thread, at_once=not may_wait)

@@ -10,6 +10,7 @@ from fastapi import Request
 from penstock_server.datasets.catalog import Catalog
 from penstock_server.inflight import InFlight
 from penstock_server.threads import Epochs
+from penstock_server.waiting import Unanswered
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Service:
     catalog: Catalog
     in_flight: InFlight
     epochs: Epochs = field(default_factory=Epochs)
+    unanswered: Unanswered = field(default_factory=Unanswered)
     refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)  # those who wait for it need no thread
 
 

@@ -54,7 +54,12 @@ class PickedRows(NamedTuple):
 
 
 class RowsFuture(Future["PickedRows | Block"]):
-    """Rows that one request waits for: of a block with bad rows among them, the whole block."""
+    """Rows that one request waits for: of a block with bad rows among them, the whole block.
+
+    `is_decoded`: they are read, and wait for being tokenized together with others.
+    """
+
+    is_decoded = False
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +226,7 @@ class RowsOnDemand:
         groups = dict[int, list[_Wanted]]()
         for each in cold:
             groups.setdefault(each.at.group, []).append(each)
-        ready = [each for each in wanted if each.picked is not None]
+        ready = [_decoded(each) for each in wanted if each.picked is not None]
         under_way = [(own, self._begin_decoding(reader, own, split)) for own in groups.values()]
         nbytes = sum(each.picked.rows.nbytes for each in ready if each.picked)
         for own, (future, is_own) in under_way:
@@ -238,7 +243,7 @@ class RowsOnDemand:
             for each in own:
                 if each.picked is not None:  # unless it was given up
                     nbytes += each.picked.rows.nbytes
-                    ready.append(each)
+                    ready.append(_decoded(each))
             if nbytes >= _ENCODED_TOGETHER:
                 self._encode(reader, ready)
                 ready, nbytes = [], 0
@@ -480,6 +485,11 @@ def _rows_of_split(rows: Selected, split: str, reader: RowGroupReader, at: Block
     if selection == "all":
         return np.arange(len(rows.numbers))
     return np.flatnonzero(is_selected(is_validation(rows.hashes, reader.snapshot.validation), selection))
+
+
+def _decoded(each: _Wanted) -> _Wanted:
+    each.future.is_decoded = True
+    return each
 
 
 def _answer(future: RowsFuture, answer: PickedRows | Block | BaseException) -> None:
