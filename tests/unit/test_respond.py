@@ -95,11 +95,11 @@ def test_who_prefers_to_hear_of_a_wait_is_told_how_far_the_work_is_and_finds_it_
                 assert problem["type"] == "urn:penstock:problem:blocks-not-ready"
                 assert (problem["done"], problem["total"], problem["seconds_left"]) == (0, 2, None)
                 assert problem["detail"] == "The server is reading: 0 of 2 row groups."
+            assert len(calls) <= 2  # the second request began nothing
             go_on.set()
             assert (await batch(prefer="wait=20")).content == (await batch()).content
 
     asyncio.run(ask())
-    assert len(calls) == 2
 
 
 def test_what_a_client_that_never_comes_back_waited_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
