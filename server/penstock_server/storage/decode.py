@@ -40,15 +40,7 @@ def rows_of_group(
     Raises SnapshotGone: the shard is no longer the one whose footer was read. Raises OSError, ArrowException, ValueError.
     """
     # Page by page: a row group of gigabytes must not be in memory as a whole.
-    with (
-        _opened(snapshot, address.shard) as (source, opened),
-        open_parquet(
-            source,
-            metadata=_footers.of(address.shard.path, source, opened),
-            buffer_size=_BUFFER_BYTES,
-            pre_buffer=False,
-        ) as file,
-    ):
+    with _opened(snapshot, address.shard) as (source, opened), _parquet(address.shard, source, opened) as file:
         most_rows = address.rows_per_block
         if in_portions:
             most_rows = min(most_rows, _rows_of_a_portion(file.metadata.row_group(address.row_group), columns))
@@ -76,12 +68,7 @@ def first_rows(snapshot: Snapshot, num_rows: int) -> pa.RecordBatch:
     with (
         reading(snapshot, address),
         _opened(snapshot, address.shard) as (source, opened),
-        open_parquet(
-            source,
-            metadata=_footers.of(address.shard.path, source, opened),
-            buffer_size=_BUFFER_BYTES,
-            pre_buffer=False,
-        ) as file,
+        _parquet(address.shard, source, opened) as file,
     ):
         batches = file.iter_batches(num_rows, [address.row_group], recipe.read_columns, use_threads=False)
         rows = next(batches, None) or pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
@@ -192,6 +179,12 @@ def _opened(snapshot: Snapshot, shard: Shard) -> Iterator[tuple[pa.OSFile, Date]
                 f"file back, or begin a new run once the server has taken the new one in."
             )
         yield file, date
+
+
+def _parquet(shard: Shard, source: pa.OSFile, opened: Date) -> pq.ParquetFile:
+    """A shard to be read page by page, with the footer that was parsed before."""
+    footer = _footers.of(shard.path, source, opened)
+    return open_parquet(source, metadata=footer, buffer_size=_BUFFER_BYTES, pre_buffer=False)
 
 
 def _check_unwritten(file: pa.OSFile, opened: Date) -> None:

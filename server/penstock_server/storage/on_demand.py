@@ -174,11 +174,6 @@ class RowsOnDemand:
                 return None
             return self._complete(reader, decoded, gives_way=True)
 
-    def drop_unused(self) -> None:
-        """Drops decoded rows that nobody has asked for of late."""
-        with self._lock:
-            self._drop_unused()
-
     def close(self) -> None:
         """Drops the requests that are not being served yet."""
         self._requests.shutdown(wait=False, cancel_futures=True)
