@@ -86,6 +86,8 @@ class ExactResume(Callback):
         elif has_ended and loop.restarted_mid_epoch:
             loop.reset_restart_stage()  # else the next epoch would not be counted
         data.load_state_dict(state | {"epoch": epoch, "step": step})
+        if step == data.steps_per_epoch:
+            data.set_epoch(epoch)  # or the next one would begin
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Lightning calls this before it takes batches of an epoch, but for one in whose midst it resumes."""

@@ -235,7 +235,7 @@ def test_decoded_rows_stay_within_their_budget_and_make_room_once_unused(
     kept = set(rows._decoded)
     assert 0 < rows.held_bytes < 2 * 4000
     monkeypatch.setattr(on_demand_module, "_UNUSED_SECONDS", 0.0)
-    bytes_of(plan, range(2, 8))
+    bytes_of(plan, range(2, 6))
     assert not kept <= set(rows._decoded)
     assert 0 < rows.held_bytes < 2 * 4000
 
