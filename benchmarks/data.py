@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 import servers
 from corpus import Corpus
@@ -14,7 +17,8 @@ from ratios import Scale
 
 LONGEST = 1_500
 _SHORTEST = 20
-_LENGTH_SHARDS = 8
+_LENGTH_SHARDS = _TEXT_SHARDS = 8
+_LOG_STORIES = 1.4  # of a document, at the median
 
 
 def corpus(scale: Scale) -> Corpus:
@@ -38,6 +42,28 @@ def texts(scale: Scale) -> Path:
     if not (folder / "questions").exists():  # the last that is written
         for _ in write_sample(folder, rows=scale.text_rows, seed=0):
             pass
+    return folder
+
+
+def documents(scale: Scale) -> Path:
+    """A folder with the dataset `documents`, texts of some 350 tokens and very different lengths, and their tokenizer."""
+    stories = texts(scale)
+    folder = scale.work / f"documents-{scale.num_documents}"
+    if not folder.exists():
+        unfinished = folder.with_suffix(".unfinished")
+        (unfinished / "documents").mkdir(parents=True, exist_ok=True)
+        shutil.copy(stories / "tokenizer.json", unfinished)
+        (unfinished / "documents" / "penstock.toml").write_text('tokenizer = "../tokenizer.json"')
+        told = [
+            text for path in sorted((stories / "stories").glob("*.parquet")) for text in pq.read_table(path)["text"].to_pylist()
+        ]
+        for shard in range(_TEXT_SHARDS):
+            draw = np.random.default_rng(shard)
+            sizes = np.maximum(1, draw.lognormal(_LOG_STORIES, 0.65, scale.num_documents // _TEXT_SHARDS).astype(int))
+            rows = [" ".join(told[i] for i in draw.integers(len(told), size=size)) for size in sizes]
+            path = unfinished / "documents" / f"part-{shard:03}.parquet"
+            pq.write_table(pa.table({"text": rows}), path, row_group_size=1_000, compression="zstd")
+        unfinished.rename(folder)
     return folder
 
 

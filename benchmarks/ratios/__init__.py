@@ -21,6 +21,7 @@ class Scale:
     work: Path
     num_sequences: int
     text_rows: int
+    num_documents: int
     length_rows: int
     num_ranks: int
     rank_seconds: float
@@ -45,6 +46,7 @@ def full(work: Path, minutes: float | None) -> Scale:
         work=work,
         num_sequences=262_144,
         text_rows=150_000,
+        num_documents=80_000,
         length_rows=100_000,
         num_ranks=1_000,
         rank_seconds=60 * (0.5 if minutes is None else minutes),
@@ -58,6 +60,7 @@ def quick(work: Path, minutes: float | None) -> Scale:
         work=work,
         num_sequences=16_384,
         text_rows=6_000,
+        num_documents=6_400,
         length_rows=8_000,
         num_ranks=200,
         rank_seconds=60 * (0.05 if minutes is None else minutes),

@@ -27,7 +27,7 @@ from processes import ProcessFailed, run
 from ratios import Ratio, Scale
 from servers import penstock
 
-_DATASET = "stories"
+_DATASET = "documents"
 _SEQ_LEN = 512
 _BATCHES = 500
 _PACE = 5  # times slower than tokenizers alone
@@ -38,9 +38,9 @@ _PEER = Path(__file__).parents[1] / ".venv" / "bin" / "python"
 
 
 def measure(scale: Scale) -> list[Ratio]:
-    folder = data.texts(scale)
+    folder = data.documents(scale)
     alone = _told([sys.executable, tokenizers_alone.__file__, str(folder), _DATASET])
-    batch_seconds = _PACE * BATCH_SIZE * alone["seconds"] / scale.text_rows
+    batch_seconds = _PACE * BATCH_SIZE * alone["seconds"] / scale.num_documents
     loops: dict[str, dict[str, Any]] = {
         "at its start": {},
         "resumed at 44 % of the epoch": {"share": _RESUMED_AT},
@@ -69,7 +69,7 @@ def _loop(
     """Seconds until each rank's first batch; and over all ranks, how long they waited and how long their loops lasted."""
     cache = scale.work / "cold-cache"
     shutil.rmtree(cache, ignore_errors=True)
-    num_batches = min(_BATCHES, int((1 - share) * scale.text_rows / BATCH_SIZE) - world_size) // world_size
+    num_batches = min(_BATCHES, int((1 - share) * scale.num_documents / BATCH_SIZE) - world_size) // world_size
     with penstock(folder, cache) as server, ThreadPoolExecutor(world_size) as threads:
         loop = partial(
             _rank, server.address, batch_seconds * world_size, num_batches, share=share, world_size=world_size, **parameters

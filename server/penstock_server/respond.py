@@ -244,7 +244,8 @@ async def _load_first(making: _Making, in_thread: InThread, request: Request, un
     futures = _futures(asked)
     is_over = when_all_are_there(futures)
     watching = asyncio.create_task(_watch(making, request.receive, is_over))
-    work = "tokenizing" if any(member.snapshot.recipe.tokenizer for member in making.run.plan.members) else "reading"
+    has_text = any(member.snapshot.recipe.tokenizer for member in making.run.plan.members)
+    work = "tokenizing" if has_text and not any(isinstance(future, RowsFuture) for future in futures) else "reading"
     forget = partial(making.chunk.forget, futures)
     try:
         await wait_for_all(is_over, futures, preferred_wait(request.headers.get("Prefer", "")), work)

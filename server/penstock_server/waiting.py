@@ -62,8 +62,11 @@ async def wait_for_all(is_over: asyncio.Event, futures: Sequence[Future[Any]], s
         left = None
         if num_done > num_before:
             left = round((total - num_done) * (time.monotonic() - began) / (num_done - num_before))
-        told = f", about {max(1, left)} s left" if left is not None else ""
-        raise BlocksNotReady(f"The server is {work}: {num_done} of {total} row groups{told}.", num_done, total, left) from None
+        told = f", about {max(1, left)} s left" if left else ""
+        text = f"The server is {work}: {num_done} of {total} row groups{told}."
+        if num_done == total:
+            text = f"The server is tokenizing the rows that it has read from {total} row groups."
+        raise BlocksNotReady(text, num_done, total, left) from None
 
 
 class Unanswered:

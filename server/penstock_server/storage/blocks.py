@@ -25,7 +25,7 @@ from penstock_server.storage.block import Block
 from penstock_server.storage.cache import CacheFolder
 from penstock_server.storage.decode import first_rows, hashes_of_shard
 from penstock_server.storage.names import BlockNames
-from penstock_server.storage.on_demand import RowsFuture
+from penstock_server.storage.on_demand import PickedRows, RowsFuture
 from penstock_server.storage.quarantine import Quarantine
 from penstock_server.storage.reader import RowGroupReader
 from penstock_server.storage.store import Asked, BlockStore
@@ -35,7 +35,7 @@ _Found = TypeVar("_Found", Asked, "Asked | RowsFuture")
 _LOADED_TOGETHER = 8  # blocks at a time, where a whole dataset is gone through
 _KNOWN_NAMES = 1 << 15  # of blocks; to find one takes longer than a row of the block to copy
 _FIRST_ROWS = 16  # that are looked at for what stands between prompts and responses
-_LOOKED_AT = 4  # blocks, to estimate what all of them take in the cache
+_LOOKED_AT, _LOOKED_AT_ROWS = 4, 64  # blocks, and rows of each, to estimate what all of them take in the cache
 _MOST_AHEAD = 1 << 12  # blocks that read-ahead is told of at a time
 _HEAD_BYTES = 1000  # about what a stored block takes beside its rows
 
@@ -144,14 +144,28 @@ class Blocks:
         return found
 
     def look(self) -> None:
-        """Corrects `expected_bytes` by what a few blocks take. Raises what `get` raises."""
+        """Corrects `expected_bytes` by what some rows of a few blocks take. Raises what `get` raises."""
         if self._correction is not None:
             return
         expected = self._bytes_by_footers
         # From all over the dataset: its shards may be of several sources.
         looked_at: list[int] = np.unique(np.linspace(0, len(expected) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
-        taken = sum(block.nbytes for block in self.get(looked_at))
-        self._correction = taken / int(expected[looked_at].sum())
+        num_rows = self._snapshot.rows_per_block
+
+        def some_rows() -> dict[int, IntArray]:
+            spread = {i: np.linspace(0, num_rows[i] - 1, _LOOKED_AT_ROWS, dtype=np.int64) for i in looked_at}
+            return {i: np.unique(rows[rows >= 0]) for i, rows in spread.items()}
+
+        # How many rows of a block the filter keeps is not known, so not which rows can be asked for.
+        is_filtered = self._snapshot.recipe.filter is not None
+        asked = self.request(looked_at) if is_filtered else self.request_rows(looked_at, some_rows, "all")
+        taken = predicted = 0.0
+        for index, found in zip(looked_at, asked, strict=True):
+            picked = found.result() if isinstance(found, Future) else found
+            block = picked.block if isinstance(picked, PickedRows) else picked
+            taken += block.nbytes
+            predicted += expected[index] * (block.num_rows / max(1, num_rows[index]) if isinstance(picked, PickedRows) else 1.0)
+        self._correction = taken / max(1.0, predicted)
 
     @cached_property
     def have_bare_borders(self) -> bool:
